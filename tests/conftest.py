@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import psutil
 
 REPOSITORY = Path(__file__).parent.parent
+OWN_RAY = ("test_embedded.py", "test_first_script.py", "test_ray_scripts.py")
+"""The files of tests/on_ray whose commands start clusters of their own."""
 
 # The suite's environment is a new user's: nothing of Ray's, Python's or ours is set, whoever runs it.
 _USERS_OWN = ("RAY_", "TUNE_", "PYTHON", "PACELINE_")
@@ -55,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             folder, file = nodeid.partition("::")[0].rsplit("/", 1)
-            is_one = folder in ("tests/on_ray", "tests/lab") and file != "test_first_script.py"
+            is_one = folder in ("tests/on_ray", "tests/lab") and file not in OWN_RAY
             return folder if is_one else str(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -18,7 +18,7 @@ def test_a_step_takes_what_was_predicted(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.campaign)])
 def test_so_it_does_on_two_ranks(strategy: str) -> None:
     work, sizes = SMALL["gpt"]
     changes = {"precision": "bf16", "activation_checkpointing": "none", "strategy": strategy}
