@@ -44,7 +44,6 @@ def test_any_number_of_ranks_trains_on_the_same_samples(
 @pytest.mark.parametrize("kind", ["own share", "own share later", "own share of val"])
 def test_a_stream_that_is_split_by_rank_is_refused(tmp_path: Path, kind: str) -> None:
     for said in run_processes(2, train, tmp_path, kind):
-        assert isinstance(said, str)
         assert "gives each rank other samples" in said
 
 

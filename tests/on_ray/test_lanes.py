@@ -28,7 +28,6 @@ def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = 
         **keys,
     }
     config = build(SweepConfig, tree, "test")
-    assert isinstance(config.train, dict)
     return _spec(config, config.train, "test", "test", REPOSITORY, own_workers=True)
 
 

@@ -45,9 +45,7 @@ def user(user: Path) -> Iterator[Path]:
 def spec(user: Path, **keys: Any) -> FunctionSpec:
     file = user / "run.yaml"
     file.write_text(dump_yaml(RUN | keys))
-    found = read_run(str(file), {})
-    assert isinstance(found, FunctionSpec)
-    return found
+    return read_run(str(file), {})
 
 
 def sweep(user: Path, **keys: Any) -> SweepSpec:
@@ -187,7 +185,6 @@ def test_best_yaml_is_the_functions_configuration(user: Path) -> None:
     records = [record({"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size) for size in (8, 16)]
     write_report(found.storage, found.config, found.train, records, {}, task_dir=str(user))
     best = read_run(found.storage.locate("best.yaml"), {})
-    assert isinstance(best, FunctionSpec)
     assert best.load()() == {"lr": 0.1, "loader": {"rows": 16}, "kind": "fp32"}
     assert best.config.name == "sweep-best"
     page = found.storage.read("report.html").decode()
