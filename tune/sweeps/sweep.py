@@ -51,7 +51,7 @@ class SweepResult:
     records: list[TrialRecord]
     """All trials, with those that failed."""
     answer: Answer
-    """What the sweep says: `sentence`, `ranking`, and more."""
+    """What the sweep says: `line`, `doubts`, `ranking`, and more."""
 
     @property
     def best(self) -> TrialRecord | None:
