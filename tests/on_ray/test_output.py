@@ -42,4 +42,4 @@ def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Command,
     )
     assert quiet.code == 0, quiet.err
     (line,) = quiet.out.splitlines()
-    assert line == result["sentence"]
+    assert line == result["answer"]
