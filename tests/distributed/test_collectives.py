@@ -154,7 +154,7 @@ class Told(Blobs):
 
     def __init__(self) -> None:
         super().__init__(samples=96, dtype="float64")
-        self.told: list[Any] = []
+        self.told = []
 
     def after_step(self, model: nn.Module, step: int) -> None:
         total = torch.tensor(float(step))

@@ -43,7 +43,7 @@ class Leftovers:
 
     def __init__(self, alive: Sequence[Found], grace_s: float) -> None:
         self._alive, self._grace_s = alive, grace_s
-        self.found: list[Found] = []
+        self.found = []
         self._thread = threading.Thread(target=self._watch, name="leftovers")
         self._thread.start()
 

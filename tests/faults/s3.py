@@ -110,7 +110,7 @@ class Proxy(ThreadingHTTPServer):
         self.backend, self.bytes_per_s = server, bytes_per_s
         self._spoils, self._lock = spoils, threading.Lock()
         self.requests = 0
-        self.spoiled: Counter[tuple[str, str]] = Counter()
+        self.spoiled = Counter()
         """Requests by what was done to them, and by what they wanted."""
 
     def fault(self, method: str, target: str) -> str:

@@ -58,8 +58,8 @@ class RayUp:
         """`file` is the cluster file on `ctl`; `settings` are environment variables of every command."""
         self.lab, self._file = lab, file
         self._settings = {"RAY_AUTH_MODE": "token", **settings}
-        self._tunnel: subprocess.Popen[str] | None = None
-        self._fetching: dict[str, subprocess.Popen[str]] = {}
+        self._tunnel = None
+        self._fetching = {}
 
     def type(self, *command: str, check: bool = True, **settings: str) -> str:
         """A command of the user's; what it printed. `settings` are environment variables."""

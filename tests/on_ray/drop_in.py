@@ -53,7 +53,7 @@ class Noting(UserCallback):
     """Notes what the user's own callbacks hear."""
 
     def __init__(self) -> None:
-        self.heard: list[float] = []
+        self.heard = []
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         self.heard.append(len(metrics))

@@ -60,7 +60,7 @@ class Marked(Task):
     """Its transform shows what it was told."""
 
     def __init__(self) -> None:
-        self.seen: list[bool] = []
+        self.seen = []
 
     def transform(self, batch: Any, training: bool) -> Any:
         assert not torch.is_grad_enabled()

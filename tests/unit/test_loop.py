@@ -72,7 +72,7 @@ class Context(LocalContext):
         self, path: Path | None, stop: Callable[[], bool] = lambda: False, cut_at_step: int | None = None
     ) -> None:
         super().__init__(Storage(str(path)) if path else None, "local")
-        self.reports: list[tuple[dict[str, Any], str | None]] = []
+        self.reports = []
         self.stop, self.cut_at_step = stop, cut_at_step
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:

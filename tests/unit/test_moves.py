@@ -47,7 +47,7 @@ class Recorded:
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
-        self.pending: list[Batch] = []
+        self.pending = []
 
     def begin(self, batch: Batch) -> Batch:
         self.events.append(f"copy {batch}")

@@ -19,7 +19,7 @@ class Group:
     """A placement group that is there, or never is."""
 
     def __init__(self, is_placed: bool) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.future = asyncio.get_running_loop().create_future()
         if is_placed:
             self.future.set_result(None)
 

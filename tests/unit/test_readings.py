@@ -31,7 +31,7 @@ class FakeNvml(types.ModuleType):
         self.reasons = iter([0x1 | 0x4, 0x20])
         self.by_uuid = {"GPU-11112222": "second"}
         self.by_address = {"00000000:3B:00.0": "by address"}
-        self.asked: list[str] = []
+        self.asked = []
         self.open = 0
 
     def nvmlInit(self) -> None:

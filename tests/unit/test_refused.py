@@ -387,7 +387,7 @@ class Free(Tiny):
 
     def __init__(self) -> None:
         super().__init__()
-        self.evaluated: list[Tensor] = []
+        self.evaluated = []
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         self.net, self.made = model, ScheduleFree(model.parameters())

@@ -27,8 +27,8 @@ class Box:
     """A mailbox that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.events: list[Event] = []
+        self.told = []
+        self.events = []
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *args: self._answer(name, args))

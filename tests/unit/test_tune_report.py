@@ -195,8 +195,8 @@ class _Tags(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: set[str] = set()
-        self.live: list[str] = []
+        self.tags = set()
+        self.live = []
         self.feed(text)
         self.close()
 
