@@ -188,7 +188,7 @@ def test_best_yaml_is_the_functions_configuration(user: Path) -> None:
     assert best.load()() == {"lr": 0.1, "loader": {"rows": 16}, "kind": "fp32"}
     assert best.config.name == "sweep-best"
     page = found.storage.read("report.html").decode()
-    assert "batch_size_per_worker 16 has the lowest loss" in page
+    assert "Batch 16 a worker: loss 0.0625" in page
 
 
 def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
