@@ -27,7 +27,7 @@ def table(kept: Mapping[str, Sequence[Row]]) -> str:
     seeds = "; ".join(
         f"{name.replace('paceline-', '').replace('-', ' ')}: {summary(rows)}" for name, rows in kept.items()
     )
-    lines = [seeds, "", "| fault | held | median recovery |", "|---|---|---|"]
+    lines = [seeds, "", "| fault | held | median recovery, s |", "|---|---|---|"]
     for fault in sorted({row.fault for row in landed}):
         lines.append(f"| {fault} | {_cells([row for row in landed if row.fault == fault])} |")
     lines.append(f"| **all** | {_cells(landed)} |")
@@ -36,7 +36,7 @@ def table(kept: Mapping[str, Sequence[Row]]) -> str:
 
 def _cells(rows: Sequence[Row]) -> str:
     times = [row.recovery_s for row in rows if row.held and row.recovery_s is not None]
-    median = f"{statistics.median(times):.1f} s" if times else ""
+    median = f"{statistics.median(times):.1f}" if times else ""
     return f"{sum(row.held for row in rows)}/{len(rows)} | {median}"
 
 
