@@ -29,6 +29,7 @@ def test_every_script_has_its_diff(tmp_path: Path) -> None:
 
 def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
     assert migrations.patched("one\n\ntwo\n", "@@\n one\n\n-two\n+2\n@@\n-one\n") == "\n2\n"
+    assert migrations.patched("one\ntwo\n 3\nfour\n", "@@\n-one\n-    ...\n-four\n+1\n") == "1\n"
     for hunk in ("-three\n", "-on\n", "-one\n", " two\n two\n"):
         with pytest.raises(AssertionError, match="not in the script, or more than once"):
             migrations.patched("one\ntwo\none\n", f"@@\n{hunk}")
