@@ -47,15 +47,28 @@ class Plain(Task):
         return F.mse_loss(outputs, batch[1])
 
 
+class Coder(nn.Sequential):
+    """With a way in beside forward."""
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        return self[1](self[0](inputs))  # type: ignore[no-any-return]
+
+
 class Bypassing(Plain):
-    """Calls the module that it has kept, all of it or a part, or what is in the given one."""
+    """Calls the module that it has kept, all of it or a part, or methods and parts of the given one."""
 
     def __init__(self, way: str) -> None:
         self.way = way
 
+    def model(self) -> nn.Module:
+        self.net = Coder(*super().model())  # type: ignore[misc]
+        return self.net
+
     def forward(self, model: nn.Module, batch: Any) -> Any:
         if self.way == "kept":
             return self.net(batch[0])
+        if self.way == "method":
+            return model[2](model.encode(batch[0]))  # type: ignore[index, operator]
         if self.way == "module":
             return getattr(model, "module", model)[2](self.net[1](self.net[0](batch[0])))
         if self.way == "without a gradient":
@@ -72,7 +85,7 @@ class Bypassing(Plain):
         return super().loss(self.net(outputs) if self.way == "in loss" else outputs, batch)
 
 
-BYPASSES = ("kept", "module", "without a gradient", "in loss", "part", "twice")
+BYPASSES = ("kept", "module", "method", "without a gradient", "in loss", "part", "twice")
 
 
 class Scale(nn.Module):
@@ -228,9 +241,11 @@ class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2).double()
+        self.queue: Any = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not hasattr(self, "queue"):
+        if self.queue is None:
+            del self.queue
             self.register_buffer("queue", torch.zeros(0, dtype=torch.float64))
         if self.training and len(self.queue) < 5:
             self.queue = torch.cat([self.queue, torch.ones(1, dtype=torch.float64)])

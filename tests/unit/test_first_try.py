@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,37 @@ def test_shapes_are_refused_before_training(given: dict[str, Any], field: str | 
         train(tmp_path, Shaped(**given), **options)
     assert raised.value.field == field
     assert not list((tmp_path / "log").glob("*"))
+
+
+class Teacher(Table):
+    """A copy of the model, which may follow it."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__("torch")
+        self.follows = follows
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.teacher = copy.deepcopy(model).requires_grad_(False)
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if self.follows:
+            for theirs, ours in zip(self.teacher.parameters(), model.parameters(), strict=True):
+                theirs.data.lerp_(ours, 0.1)
+
+
+class KeptTeacher(Teacher):
+    def state_dict(self) -> dict[str, Any]:
+        return {"teacher": self.teacher.state_dict()}
+
+
+@pytest.mark.parametrize(("task", "said"), [(Teacher(True), 1), (Teacher(False), 0), (KeptTeacher(True), 0)])
+def test_what_changes_and_no_checkpoint_has_is_said(
+    task: Teacher, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, task, max_steps=4, global_batch_size=50, microbatch_size=50, checkpoint={"every_steps": 1}, **OFTEN)
+    assert [record.levelname for record in caplog.records].count("WARNING") == said
 
 
 def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:

@@ -206,11 +206,14 @@ def test_a_parameter_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.
             model = super().model()
             model[0].spare = nn.Parameter(torch.ones(2))
             model[0].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+            self.net = model
+            self.temperature = nn.Parameter(torch.ones(2))
             return model
 
     with caplog.at_level(logging.WARNING):
         train(tmp_path, Spare(), max_steps=2, **RARE)
     assert caplog.text.count("`0.spare`") == 1
+    assert caplog.text.count("no optimizer has `temperature`:") == 1
     assert "0.frozen" not in caplog.text
 
 

@@ -204,7 +204,7 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
     if beside and optimizer.state:  # it may have made it where they were
         optimizer.load_state_dict(optimizer.state_dict())
     if group.rank == 0:
-        warn_untrained(model, optimizer)
+        warn_untrained(model, optimizer, task)
     set_training(optimizer, True)
     ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
     forward = ForwardPass(model, task, spec, group.device)

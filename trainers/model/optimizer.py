@@ -15,6 +15,7 @@ from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError
+from trainers.model.beside import left_beside
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.moving_average import MovingAverage
 from trainers.model.sharding import is_shard
@@ -86,10 +87,11 @@ def check_optimizer(optimizer: Optimizer, task: str) -> None:
         raise _overruled(f"{task}.optimizer()", "comes with a torch LR scheduler, which `lr_schedule` overrules")
 
 
-def warn_untrained(model: nn.Module, optimizer: Optimizer) -> None:
-    """Warn of parameters that require a gradient, and are in no optimizer."""
+def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
+    """Warn of parameters of the model and of the task's attributes that require a gradient and are in no optimizer."""
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    names = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
+    named = {**dict(model.named_parameters()), **left_beside(task, model, ())}
+    names = [name for name, one in named.items() if one.requires_grad and one.is_leaf and id(one) not in held]
     if names:
         words = "no optimizer has %s: they stay as they are (where that is meant, %s says so)"
         logger.warning(words, shorten(names), "`requires_grad_(False)`")

@@ -172,7 +172,8 @@ class TrainStep:
         if self.group.world_size > 1:
             self.average_by_hand("the task has frozen or unfrozen parameters")
         if self.group.rank == 0:
-            warn_untrained(model.module if isinstance(model, Replicated) else model, self.optimizer)
+            bare = model.module if isinstance(model, Replicated) else model
+            warn_untrained(bare, self.optimizer, self.forward.task)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
