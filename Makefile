@@ -91,6 +91,8 @@ gpu:
 # The pages that come from the code and from benchmarks/results/.
 docs: install
 	for page in config commands api benchmarks; do $(BIN)/python docs/make.py $$page > docs/$$page.md || exit 1; done
+	$(BIN)/python docs/make.py train > trainers/schema.json
+	$(BIN)/python docs/make.py sweep > tune/schema.json
 
 # build/site, for any web server: `python3 -m http.server -d build/site`.
 site: install

@@ -55,6 +55,8 @@ REFUSED = [
     ({"optimizer": {"lr": 0.1, "name": "adamw8bit"}, "strategy": "fsdp"}, "optimizer.name"),
     ({"lr_schedule": {"warmup": 1.5}}, "lr_schedule.warmup"),
     ({"lr_scaling": {"rule": "sqrt"}}, "lr_scaling.base_batch_size"),
+    ({"lr_scaling": {"rule": "sde"}}, "lr_scaling.base_batch_size"),
+    ({"lr_scaling": {"rule": "sde", "base_batch_size": 8}, "optimizer": {"name": "sgd", "lr": 0.1}}, "lr_scaling.rule"),
     ({"ema": {"decay": 1.0}}, "ema.decay"),
     ({"early_stopping": {"metric": "val_loss"}}, "early_stopping.patience"),
     ({"early_stopping": {"patience": 5}}, "early_stopping.patience"),

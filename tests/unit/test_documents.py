@@ -88,7 +88,7 @@ def _check_call(words: list[str]) -> None:
         assert importlib.util.find_spec(door) is not None, door
     else:
         return
-    if door in DOORS:
+    if door in DOORS and arguments[0] != "--schema":
         commands = DOORS[door]
         name = arguments[0] if arguments[0] in commands else ""
         typed = commands[name].parse(arguments[1:] if name else arguments)
