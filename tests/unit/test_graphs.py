@@ -120,7 +120,7 @@ def train(step: TrainStep, plans: list[list[int]], factors: list[float] = FACTOR
     for number, sizes in enumerate(plans):
         step.set_lr(factors[number % len(factors)])
         step(data(sizes, generator), sizes, sum(sizes), idle=False)
-        losses.append(step.take_losses(1)["train_loss"][0])
+        losses.append(step.take_losses(1)()["train_loss"][0])
     return losses
 
 

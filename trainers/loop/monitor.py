@@ -1,9 +1,10 @@
 """Measure each worker while it trains: speed, memory, GPU readings and MFU, and compare the ranks.
 
 Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event made before). All else is read
-at the end of a log window, when the device has been waited for anyway.
+when a window is logged, and waits for nothing.
 """
 
+import itertools
 import logging
 import socket
 import time
@@ -54,10 +55,8 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Return global speed and this rank's data wait since the last call; memory, and the energy that its device has
-        used since training began, at most once a second.
-
-        The device must have been waited for (`StepClock.end_span`).
+        """Return global speed and this rank's data wait since the last call, as far as the clock is settled; memory,
+        and the energy that its device has used since training began, at most once a second.
         """
         now = self.clock.totals()
         spent, self._window = now - self._window, now
@@ -181,11 +180,13 @@ class BackwardTimer:
         self._began = None
 
     def collect(self) -> None:
-        """Read the events; the device must have been waited for."""
-        for begin, end in self._pairs[: self._used]:
+        """Read the events that the device has passed."""
+        done = list(itertools.takewhile(lambda pair: pair[1].query(), self._pairs[: self._used]))
+        for begin, end in done:
             self._sum_s += begin.elapsed_time(end) / 1e3
-        self._count += self._used
-        self._used = 0
+        self._count += len(done)
+        self._used -= len(done)
+        self._pairs = self._pairs[len(done) :] + done
 
     def take(self) -> float | None:
         """Return the mean since the last call, in seconds; None without any."""

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Optimizer
 
 from trainers.data.batch import Batch
+from trainers.devices.device import to_host
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.gradient_hooks import as_real, average_present
@@ -290,18 +291,24 @@ class TrainStep:
         """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
         check_lr(self.optimizer, type(self.forward.task).__name__, self._wanted_lrs)
 
-    def open_losses(self, steps: int) -> Losses:
-        """Return the mean losses since they were last taken, as sums over steps and ranks, of the last `steps` steps;
-        they stay. Waits; every rank must call it.
+    def open_losses(self, steps: int) -> Callable[[], Losses]:
+        """Return a function that waits for the mean losses since they were last taken, as sums over steps and ranks, of
+        the last `steps` steps; they stay. Every rank must call it.
         """
-        return {"train_loss": (float(self.group.sum(self.loss_sum)), steps), WEIGHTLESS: (0.0, int(self.weightless))}
+        read = to_host(torch.stack([self.group.sum(self.loss_sum), self.weightless.to(self.loss_sum)]))
+
+        def losses() -> Losses:
+            loss, weightless = read()
+            return {"train_loss": (loss, steps), WEIGHTLESS: (0.0, int(weightless))}
+
+        return losses
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """Go on with what `open_losses` gave on any number of ranks."""
         self.loss_sum.fill_(losses["train_loss"][0] if self.group.rank == 0 else 0.0)
         self.weightless.fill_(losses[WEIGHTLESS][1])
 
-    def take_losses(self, steps: int) -> Losses:
+    def take_losses(self, steps: int) -> Callable[[], Losses]:
         """Return the same, and begin anew."""
         losses = self.open_losses(steps)
         self._bad_loss |= ~torch.isfinite(self.loss_sum)
