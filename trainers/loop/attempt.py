@@ -81,7 +81,7 @@ class Attempt:
         self, task: Task, config: TrainConfig, context: RunContext, parts: Replica, watchdog: Watchdog
     ) -> None:
         self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
-        self.compiles = config.compile != "off" or config.cuda_graphs
+        self.compiles = config.compile != "off" or config.cuda_graphs is True
         self.stopping = EarlyStopping(config.early_stopping)
         self._named = [one for one in (Best.of(config.checkpoint), Best.to_go_on(config.early_stopping)) if one]
         self.clock = StepClock(parts.device)

@@ -35,7 +35,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     clock.end_span()
     losses = parts.step.take_losses(attempt.open_steps)
     noise = parts.step.noise.take() if parts.step.noise is not None else lambda: None
-    record: dict[str, Any] = {**attempt.position(), "lr": float(parts.optimizer.param_groups[0]["lr"])}
+    record: dict[str, Any] = {**attempt.position(), "lr": parts.step.wanted_lrs[0]}
     if attempt.config.changes_batch:
         record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
     attempt.logged_step = attempt.step
@@ -179,6 +179,7 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         message=attempt.stopping.words or "",
         first_step_s=first_step_s,
         compile=compiled,
+        cuda_graphs=parts.step.capture,
         flops_per_sample=flops_per_sample,
         mfu=mfu,
         ranks=ranks,

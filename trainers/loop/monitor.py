@@ -33,8 +33,7 @@ _EVENT_PAIRS = 64
 class Monitor:
     """Figures of one worker's run: of each log window, since the last comparison of the ranks, and of the whole run."""
 
-    def __init__(self, parts: Replica, clock: StepClock, captured: bool) -> None:
-        """`captured`: steps are CUDA graphs, in which no hook runs."""
+    def __init__(self, parts: Replica, clock: StepClock) -> None:
         self.device, self.group, self.clock = parts.device, parts.group, clock
         self.flops_per_sample = parts.flops_per_sample
         called = parts.step.forward.model
@@ -45,8 +44,7 @@ class Monitor:
             logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
         self._gpu = GpuReadings(self.device)
         self._energy = EnergyMeter(self.device, self._gpu)
-        watched = isinstance(called, DistributedDataParallel) and not captured
-        self._backward = BackwardTimer(called if watched else None, self.device)
+        self._backward = BackwardTimer(called if isinstance(called, DistributedDataParallel) else None, self.device)
         self._warm: Totals | None = None
         self._window = self._compared = Totals()
         self._compared_s = 0.0

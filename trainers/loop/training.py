@@ -58,7 +58,7 @@ class Training:
         """What `lr_scaling` makes of that size, where there is a schedule."""
         self.agreements = 0
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
-        self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
+        self.monitor = Monitor(attempt.parts, attempt.clock)
         stack.callback(self.monitor.close)
         self.checkpointing = Checkpointing(attempt)
         self.asked = Agreements(attempt, self.checkpointing)
@@ -144,6 +144,8 @@ class Training:
             if clock.first_step_s is None:
                 self.look_at_first_step()
             clock.step(size, sum(sizes))
+            if self.attempt.parts.step.strayed:
+                clock.leave_out()
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():

@@ -57,6 +57,10 @@ class TrainStep:
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
+        self.capture = ""
+        """What became of capturing it as a CUDA graph, in words."""
+        self.strayed = False
+        """Whether the last step took others beside it, which were thrown away."""
         self.number = 0
         """Of the next step, from 0: counted by steps of phases, which are not all alike."""
         self.copies_gradients = False
@@ -65,7 +69,8 @@ class TrainStep:
         self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
-        self._wanted_lrs = self._base_lrs
+        self.wanted_lrs = self._base_lrs
+        """The learning rate of every group."""
         self.by_hand = False
         """Whether gradients are averaged over ranks once they are complete, and not by DDP in the backward pass."""
         self._every = [*{id(one): one for one in (*forward.model.parameters(), *self._parameters)}.values()]
@@ -159,7 +164,7 @@ class TrainStep:
 
     def follow_frozen(self) -> None:
         """Take in where something has frozen or unfrozen parameters since the last step. Every rank must call it."""
-        check_groups(self.optimizer, type(self.forward.task).__name__, len(self._wanted_lrs))
+        check_groups(self.optimizer, type(self.forward.task).__name__, len(self.wanted_lrs))
         required = [parameter.requires_grad for parameter in self._every]
         if required != self._required:
             self._required = required
@@ -274,7 +279,7 @@ class TrainStep:
             old = param_group["lr"]
             # A new tensor: several groups may hold the same one.
             param_group["lr"] = torch.full_like(old, lr) if isinstance(old, Tensor) else lr
-        self._wanted_lrs = lrs
+        self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
         """Set what a scheduler says of `step`, from 0: learning rates, times `scale`, and momenta where it cycles
@@ -289,7 +294,7 @@ class TrainStep:
 
     def check_lr(self) -> None:
         """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
-        check_lr(self.optimizer, type(self.forward.task).__name__, self._wanted_lrs)
+        check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
         """Return a function that waits for the mean losses since they were last taken, as sums over steps and ranks, of
