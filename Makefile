@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -31,9 +31,12 @@ test: install
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands tests/contract
 
 test-all: install
-	@echo "=== 1 of 2: plain Python, in two processes; in two more the lab, which mostly waits (skipped without root)"
+	@echo "=== 1 of 3: plain Python, in two processes; in two more the lab, which mostly waits (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/lab tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
+	@echo "=== 2 of 3: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
+	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
+	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
+	@echo "=== 3 of 3: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands tests/contract
 
 # What the code uses of Ray, a sweep, a training and a drop-in sweep with another Ray, in an environment of its own (6 GB,
@@ -49,6 +52,22 @@ build/ray-contract-%/installed: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples]' \
 	  pytest pytest-timeout psutil
+	@touch $@
+
+# What needs a GPU, on a CUDA that needs none, with another torch in an environment of its own (6 GB, minutes):
+# `make gpu-fake TORCH=2.11.0`. The range is in pyproject.toml; tests/fake_cuda says what cannot be seen there.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+FAKE := build/gpu-fake-$(TORCH)
+gpu-fake: $(FAKE)/installed
+	$(FAKE)/bin/python -m tests.fake_cuda -m pytest -m gpu -n 2 tests/gpu
+
+# All that comes with a torch goes by that torch.
+build/gpu-fake-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed -E '/^(torch|torchvision|triton|cuda-.*|nvidia-.*)==/d' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples,bert]' \
+	  torch==$* 'nvidia-cuda-cccl<14' pytest pytest-timeout pytest-xdist psutil
 	@touch $@
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;
