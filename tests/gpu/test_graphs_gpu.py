@@ -35,7 +35,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     take_pass = graphs.take_pass
 
-    def proved(*args: Any) -> Any:
+    def proved(*args):
         before = len(seen)
         found = take_pass(*args)
         del seen[before:]
