@@ -23,18 +23,14 @@ sweep: install
 # Files of which `test` runs nothing, and whose imports take seconds.
 SLOW := tests/unit/test_tracking_clients.py tests/unit/test_recipes_transformers.py tests/unit/test_recipes_tuning.py
 
-# What a change is likely to break, in about five minutes on two cores; `test-all` is all there is.
+# What a change is likely to break, in about five minutes on two cores; `test-all` is all there is. Two processes compute;
+# one more has Ray's cluster, and mostly waits.
 test: install
-	@echo "=== 1 of 2: plain Python, in two processes"
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit $(SLOW:%=--ignore=%)
-	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands tests/contract
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
+# One more process has the lab, which mostly waits, too (it is skipped without root).
 test-all: install
-	@echo "=== 1 of 2: plain Python, in two processes; in two more the lab, which mostly waits (skipped without root)"
-	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/lab tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands tests/contract
+	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/on_ray tests/lab tests/distributed tests/faults tests/commands tests/contract $(SLOW) tests/unit tests/gpu benchmarks/tests
 
 # What the code uses of Ray, a sweep, a training and a drop-in sweep with another Ray, in an environment of its own (6 GB,
 # minutes): `make ray-contract RAY=2.55.0`. The range is in pyproject.toml.
@@ -95,6 +91,8 @@ gpu:
 # The pages that come from the code and from benchmarks/results/.
 docs: install
 	for page in config commands api benchmarks; do $(BIN)/python docs/make.py $$page > docs/$$page.md || exit 1; done
+	$(BIN)/python docs/make.py train > trainers/schema.json
+	$(BIN)/python docs/make.py sweep > tune/schema.json
 
 # build/site, for any web server: `python3 -m http.server -d build/site`.
 site: install

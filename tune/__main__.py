@@ -133,6 +133,7 @@ def _show(result: SweepResult, output: Output) -> int:
             "status": "done" if code == 0 else "error",
             "answer": answer.line,
             "throughput": answer.fastest,
+            "largest_batch": answer.largest,
             "doubts": [asdict(doubt) for doubt in answer.doubts],
             "trials": Counter(record.status for record in result.records),
             "best": None if result.best is None else asdict(result.best),

@@ -166,7 +166,6 @@ def test_a_trial_that_was_stopped_had_not_met_the_target_until_then(trained_s: f
 
 def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
     found = answer(config(), repeated({0: [12.0, 12.1], 1: [4.0, 4.1]}))
-    assert found.best is not None
     assert found.best.config == {"global_batch_size": 32, "precision": "bf16"}
     assert found.ranking[0] is found.best
     assert not any(record.purpose == "repeat" for record in found.ranking)

@@ -121,7 +121,6 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(swe
 def test_best_yaml_is_a_run(sweep: Storage) -> None:
     found = written(sweep, done() + failed())
     text = sweep.read("best.yaml").decode()
-    assert found.best is not None
     first = text.splitlines()[0]
     assert first == f"# The best trial of the sweep digits-sweep: {found.best.id}."
     best = build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml")
@@ -196,8 +195,8 @@ class _Tags(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: set[str] = set()
-        self.live: list[str] = []
+        self.tags = set()
+        self.live = []
         self.feed(text)
         self.close()
 

@@ -11,6 +11,7 @@ from trainers.errors import POLICIES
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET, Objective
 from tune.report.doubts import Doubt, doubts
+from tune.report.largest import largest_size
 from tune.report.seeds import Configuration, by_configuration, without_seed
 from tune.report.words import (
     amount,
@@ -25,7 +26,7 @@ from tune.report.words import (
     target,
     telling,
 )
-from tune.search.finalists import Final, finals, most_ahead, told_apart
+from tune.search.finalists import Final, finals, most_ahead, rivals, told_apart
 from tune.trials.interval import EQUAL, Interval
 from tune.trials.record import TrialRecord, value_of
 
@@ -49,6 +50,8 @@ class Answer:
     """The answer: which configuration is best, at what and by how much, and which are as good; or why none is."""
     fastest: str
     """Which configuration has the highest throughput; empty where the best has, or is about as fast."""
+    largest: str
+    """Whether the largest batch size lost to its learning rate or to itself, where that was searched around."""
     doubts: list[Doubt]
     """What the sweep does not know, with what would settle it."""
     most_ahead: float | None
@@ -62,7 +65,9 @@ class Answer:
     @property
     def text(self) -> str:
         """All that there is to say, a line each."""
-        return "\n".join([self.line, *filter(None, [self.fastest]), *(f"- {doubt.text}" for doubt in self.doubts)])
+        return "\n".join(
+            [self.line, *filter(None, [self.fastest, self.largest]), *(f"- {doubt.text}" for doubt in self.doubts)]
+        )
 
 
 @dataclass(frozen=True)
@@ -110,13 +115,18 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
     if best and found and objective.metric == "usd_to_target":
         value = _usd(best.record, best.value)
     fastest = _fastest(config, records, best.record if best else None, found)
+    equal = [place.record for place in _tied(places)]
+    repeated = {final.record.id for final in found}
+    unclear = [record for record in rivals(config, records) if record.id not in repeated]
+    as_good = {record.id for record in [*ranking[:1], *equal, *unclear]}
     return Answer(
         ranking,
         found,
         value,
-        [place.record for place in _tied(places)],
+        equal,
         printable(line),
         printable(fastest),
+        printable(largest_size(config, records, as_good)),
         doubts(config, records, found, ahead),
         ahead,
     )

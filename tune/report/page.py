@@ -142,6 +142,7 @@ def summary(
         "name": config.name,
         "answer": found.line,
         "throughput": found.fastest,
+        "largest_batch": found.largest,
         "doubts": [asdict(doubt) for doubt in found.doubts],
         "objective": config.objective.model_dump(exclude_none=True) | {"mode": config.objective.direction},
         "best": {"id": best.id, "config": best.config, "value": found.value} | between if best else None,
