@@ -241,7 +241,7 @@ class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2).double()
-        self.queue: Any = None
+        self.queue = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.queue is None:

@@ -72,7 +72,7 @@ def source_files(root: Path = REPOSITORY) -> list[Path]:
 
 def imported_modules(path: Path) -> set[str]:
     """Dotted names of all imports of a file, at any level of it; `from a import b` gives `a` and `a.b`."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -86,7 +86,7 @@ def imported_modules(path: Path) -> set[str]:
 def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
     """Which files (as dotted modules) import which; a package's own `__init__` is no module of its own."""
     modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in source_files(root)}
-    arrows: dict[str, set[str]] = {}
+    arrows = {}
     for module, path in modules.items():
         if not module.endswith("__init__"):
             arrows[module] = (imported_modules(path) & modules.keys()) - {module}
@@ -100,7 +100,7 @@ def room_of(module: str) -> str:
 
 def room_arrows(files: Arrows) -> dict[str, set[str]]:
     """Which rooms import which."""
-    arrows: dict[str, set[str]] = defaultdict(set)
+    arrows = defaultdict(set)
     for module, targets in files.items():
         arrows[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
     return dict(arrows)
@@ -141,7 +141,7 @@ def ray_internals_in(path: Path) -> set[str]:
 def floor_arrows(files: Arrows) -> dict[str, set[str]]:
     """Which floors import which."""
     floor_of = {f"{floor.partition('.')[0]}.{room}": floor for floor, rooms in FLOORS.items() for room in rooms}
-    arrows: dict[str, set[str]] = {floor: set() for floor in FLOORS}
+    arrows = {floor: set() for floor in FLOORS}
     for room, targets in room_arrows(files).items():
         floor = floor_of[room]
         arrows[floor] |= {floor_of[target] for target in targets} - {floor}
@@ -151,7 +151,7 @@ def floor_arrows(files: Arrows) -> dict[str, set[str]]:
 def mermaid(files: Arrows) -> str:
     """All floors as a Mermaid flowchart, without the arrows that follow from others."""
     arrows = floor_arrows(files)
-    below: dict[str, set[str]] = {}
+    below = {}
     for floor in TopologicalSorter(arrows).static_order():
         below[floor] = arrows[floor].union(*(below[target] for target in arrows[floor]))
     lines = ["flowchart TD"]
@@ -160,7 +160,7 @@ def mermaid(files: Arrows) -> str:
         lines.append(f"    subgraph {package}")
         lines += [f"        {floor}[{floor.partition('.')[2]}]" for floor in own]
         for floor in own:
-            followed = set[str]().union(*(below[target] for target in arrows[floor]))
+            followed = set().union(*(below[target] for target in arrows[floor]))
             shown = [target for target in own if target in arrows[floor] - followed]
             lines += [f"        {floor} --> {target}" for target in shown]
         lines.append("    end")

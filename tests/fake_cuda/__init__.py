@@ -84,7 +84,6 @@ def _compile(library: Path, *arguments: str) -> None:
 
 def _torch() -> Path:
     spec = find_spec("torch")
-    assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
 

@@ -17,7 +17,7 @@ from trainers.step import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
 
-OPTIONS: dict[str, Any] = {"deterministic": True, "max_steps": 40, "microbatch_size": 24}
+OPTIONS = {"deterministic": True, "max_steps": 40, "microbatch_size": 24}
 CALLS = {"all": 0}
 
 
@@ -119,7 +119,7 @@ def worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_steps_are_captured_and_proved(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout, BatchNorm, clipping and a loss scaler among what is proved; the curve is that of the plain steps."""
-    options: dict[str, Any] = {"precision": precision, "clip_grad_norm": 1.0, "max_steps": 120}
+    options = {"precision": precision, "clip_grad_norm": 1.0, "max_steps": 120}
     task = Images(samples=120)
     captured = train(CUDA, tmp_path / "captured", task, **OPTIONS | options)
     assert captured.cuda_graphs.startswith("captured: ")
@@ -132,7 +132,7 @@ def test_steps_are_captured_and_proved(precision: str, tmp_path: Path, monkeypat
     assert captured.metrics == eager.metrics
 
 
-PLANTED: dict[type[Points], str] = {
+PLANTED = {
     CountsItself: "`CountsItself.calls`",
     CountsInModule: "`model.1.calls`",
     CountsInGlobal: "CALLS.all`",

@@ -26,7 +26,7 @@ class Uncaptured(graphs.CudaCapture):
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for every graph that was replayed to train, not to prove it."""
-    seen: list[int] = []
+    seen = []
     replay = torch.cuda.CUDAGraph.replay
 
     def counted(self: torch.cuda.CUDAGraph) -> None:

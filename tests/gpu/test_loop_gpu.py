@@ -28,7 +28,7 @@ class Guarded(Images):
             torch.cuda.set_sync_debug_mode("default")
 
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "resident": {},
     "loaded": {"data__resident": False, "clip_grad_norm": 0.5},
     "loader processes": {"data__num_workers": 2},
@@ -43,8 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_the_loop_waits_for_the_device_in_none_of_100_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs of 30 steps end in between, ten agreements are made, and a window is logged every five steps."""
     task, context = Guarded(samples=24 * 30), Context(None)
-    told: list[tuple[int, int]] = []
-    waits: list[int] = []
+    told = []
+    waits = []
 
     def take(record: dict[str, Any]) -> None:
         if record["record"] == "train":

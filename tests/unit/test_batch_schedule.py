@@ -114,12 +114,12 @@ CHANGING = {
     "batch_schedule": [{"until_samples": 12, "size": 3}, {"until_samples": 41, "size": 8}, {"size": 5}],
     "lr_scaling": {"rule": "sqrt", "base_batch_size": 5},
 }
-SDE: dict[str, Any] = {
+SDE = {
     "lr_scaling": {"rule": "sde", "base_batch_size": 5},
     "optimizer": {"name": "adamw", "lr": 0.05, "weight_decay": 0.1},
     "ema": {"decay": 0.9},
 }
-VARIANTS: list[dict[str, Any]] = [
+VARIANTS = [
     {},
     SDE,
     {"lr_schedule": {"name": "linear", "warmup": 0.1}},
@@ -150,7 +150,7 @@ class Watching(Tiny):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[Any, ...]] = []
+        self.seen = []
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
         made = super().optimizer(model, config)
@@ -166,7 +166,7 @@ def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path: Path
     made = tiny_config(**CHANGING | SDE | {"lr_schedule": {"name": "constant"}})
     result = fit(task, made, Context(tmp_path))
     batches = BatchSchedule(made.batch_sizes, 22)
-    alone: dict[int, tuple[Any, ...]] = {}
+    alone = {}
     for size in (3, 8, 5):
         fixed = tiny_config(**SDE | {"global_batch_size": size})
         (group,) = build_optimizer(nn.Linear(1, 1), fixed).param_groups

@@ -39,7 +39,7 @@ def test_the_learning_rate_follows_the_batch_size(rule: str, batch: int, expecte
     assert built_lr(config(global_batch_size=batch, lr_scaling=scaling)) == pytest.approx(expected)
 
 
-ADAM: dict[str, Any] = {"name": "adamw", "weight_decay": 0.5, "betas": [0.9, 0.999], "eps": 1e-6}
+ADAM = {"name": "adamw", "weight_decay": 0.5, "betas": [0.9, 0.999], "eps": 1e-6}
 
 
 def by_sde(size: int, optimizer: dict[str, Any]) -> dict[str, Any]:

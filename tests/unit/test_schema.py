@@ -23,8 +23,8 @@ from tune.config import SweepConfig
 
 SCHEMAS = runpy.run_path(str(REPOSITORY / "docs/make.py"))["SCHEMAS"]
 EXAMPLES = sorted(REPOSITORY.glob("examples/*/*.yaml"))
-RUN: Tree = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
-SWEEP: Tree = {"train": RUN, "space": {"global_batch_size": [16, 32]}, "objective": {"metric": "val_loss"}}
+RUN = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
+SWEEP = {"train": RUN, "space": {"global_batch_size": [16, 32]}, "objective": {"metric": "val_loss"}}
 
 
 def errors(package: str, tree: Any) -> list[str]:
@@ -46,7 +46,6 @@ def test_a_schema_is_one_and_is_current(file: str, capsys: pytest.CaptureFixture
 def test_an_example_names_its_schema_and_is_valid(path: Path) -> None:
     text = path.read_text()
     found = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)
-    assert found is not None
     schema = (path.parent / found[1]).resolve()
     assert schema.parent.name == ("trainers" if path.name.startswith("train") else "tune")
     assert errors(schema.parent.name, parse_mapping(text, path.name)) == []
@@ -87,7 +86,7 @@ def test_every_key_that_is_mistyped_is_marked(package: str, model: type[Settings
         assert errors("tune", SWEEP | {"space": {dotted[:-1]: [1]}}), dotted
 
 
-ODD_VALUES: tuple[Any, ...] = ("nonsense", -1, 1.5, True, [{}], {"nonsense": 1}, 3, [], {}, None)
+ODD_VALUES = ("nonsense", -1, 1.5, True, [{}], {"nonsense": 1}, 3, [], {}, None)
 TOGETHER = {
     *("early_stopping.metric", "early_stopping.patience", "fullgraph", "optimizer.nesterov", "data.prefetch_factor"),
     *("checkpoint.best", "scaling.num_workers", "lr_schedule.warmup"),

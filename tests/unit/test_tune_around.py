@@ -19,7 +19,7 @@ from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
 SIZES = [32, 128, 512]
-SPACE: dict[str, Any] = {"global_batch_size": SIZES, "optimizer.lr": {"around": 0.004}}
+SPACE = {"global_batch_size": SIZES, "optimizer.lr": {"around": 0.004}}
 RULE = 0.004
 
 
@@ -38,8 +38,8 @@ def record(given: dict[str, Any], value: float | None, **more: Any) -> TrialReco
 
 def run_all(sweep: SweepConfig, best: dict[int, float], draw: random.Random, lanes: int) -> list[dict[str, Any]]:
     """The trials that Tune would run, several at a time, which end in any order."""
-    search, running = searcher(sweep, lanes), dict[str, dict[str, Any]]()
-    found: list[dict[str, Any]] = []
+    search, running = searcher(sweep, lanes), {}
+    found = []
     while True:
         name = str(len(found))
         proposed = search.suggest(name)
