@@ -31,7 +31,7 @@ test: install
 # One more process has the lab, which mostly waits, too (it is skipped without root).
 test-all: install
 	@echo "=== 1 of 2: all but what needs a GPU"
-	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/on_ray tests/lab tests/distributed tests/faults tests/commands tests/contract $(SLOW) tests/unit tests/gpu benchmarks/tests
+	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/on_ray tests/lab tests/distributed tests/faults tests/commands tests/contract tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 2: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
 	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
 	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
