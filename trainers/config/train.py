@@ -120,9 +120,8 @@ class TrainConfig(Settings):
     fullgraph: bool = Field(default=False)
     """Make a graph break in the model an error; loss() may always break its graph."""
     cuda_graphs: AutoOrBool = Field(default="auto")
-    """Capture whole steps as CUDA graphs, for small models that the host cannot feed. Needs one worker and a fused
-    optimizer. A replay runs no Python code of the task, so replays are checked now and then, and ended where they
-    differ. auto: on a GPU, steps of one microbatch that it makes at least 3 % faster."""
+    """Capture whole steps as CUDA graphs, with one worker and a fused optimizer. Replays run no Python code of the
+    task, and end where they differ from plain steps. auto: on a GPU, if steps are 3 % faster."""
     activation_checkpointing: Literal["none", "selective", "full"] = Field(default="none")
     """Compute activations again in the backward pass, in blocks that a ModuleList or Sequential repeats. full: all of
     a block; selective: all but matrix products, convolutions and attention. Losses stay the same."""
