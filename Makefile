@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -30,7 +30,11 @@ test: install
 
 # One more process has the lab, which mostly waits, too (it is skipped without root).
 test-all: install
+	@echo "=== 1 of 2: all but what needs a GPU"
 	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/on_ray tests/lab tests/distributed tests/faults tests/commands tests/contract $(SLOW) tests/unit tests/gpu benchmarks/tests
+	@echo "=== 2 of 2: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
+	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
+	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
 
 # What the code uses of Ray, a sweep, a training and a drop-in sweep with another Ray, in an environment of its own (6 GB,
 # minutes): `make ray-contract RAY=2.55.0`. The range is in pyproject.toml.
@@ -45,6 +49,22 @@ build/ray-contract-%/installed: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples]' \
 	  pytest pytest-timeout psutil
+	@touch $@
+
+# What needs a GPU, on a CUDA that needs none, with another torch in an environment of its own (6 GB, minutes):
+# `make gpu-fake TORCH=2.11.0`. The range is in pyproject.toml; tests/fake_cuda says what cannot be seen there.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+FAKE := build/gpu-fake-$(TORCH)
+gpu-fake: $(FAKE)/installed
+	$(FAKE)/bin/python -m tests.fake_cuda -m pytest -m gpu -n 2 tests/gpu
+
+# All that comes with a torch goes by that torch.
+build/gpu-fake-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed -E '/^(torch|torchvision|triton|cuda-.*|nvidia-.*)==/d' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples,bert]' \
+	  torch==$* 'nvidia-cuda-cccl<14' pytest pytest-timeout pytest-xdist psutil
 	@touch $@
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;

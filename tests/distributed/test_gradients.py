@@ -57,7 +57,7 @@ def gradient(
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
     found = whole([parameter.grad for parameter in model.parameters()], group)
-    return [one.clone() for one in found if one is not None], train.take_losses(1)["train_loss"][0]
+    return [one.clone() for one in found if one is not None], train.take_losses(1)()["train_loss"][0]
 
 
 def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:

@@ -64,7 +64,7 @@ def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(tmp_pat
 @pytest.mark.usefixtures("limited")
 def test_what_never_fits_ends_as_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as raised:
-        train(CUDA, task=Hungry(bytes_per_sample=4096 * MB, samples=32), **OPTIONS)
+        train(CUDA, task=Hungry(bytes_per_sample=4096 * MB, samples=128), **OPTIONS)
     assert classify(raised.value) == "out_of_memory"
 
 

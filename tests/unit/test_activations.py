@@ -61,7 +61,7 @@ def trained(
     torch.manual_seed(5)
     for _ in range(4):
         run_step(step, data(), sizes)
-        curve.append(step.take_losses(1)["train_loss"][0])
+        curve.append(step.take_losses(1)()["train_loss"][0])
     return curve, net.state_dict()
 
 

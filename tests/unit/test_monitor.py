@@ -56,7 +56,7 @@ def monitor(clock: StepClock, group: Any = None, flops: float | None = None) -> 
         step=types.SimpleNamespace(forward=types.SimpleNamespace(model=nn.Linear(1, 1))),
         spec=resolve_precision("fp32", CPU),
     )
-    return Monitor(parts, clock, captured=False)
+    return Monitor(parts, clock)
 
 
 def test_a_window_is_about_its_own_steps(clock: Clock) -> None:

@@ -53,7 +53,7 @@ def measured(group: Group, sizes: list[int], scale: float = 1.0, steps: int = 15
         with torch.no_grad():
             gradients = [parameter.grad.div_(scale) for parameter in model.parameters()]
         noise.end(gradients, total, scale)
-    return noise.take()
+    return noise.take()()
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_step_of_one_part_says_nothing(share: float) -> None:
     noise.begin([share])
     noise.first([torch.tensor([1.0])])
     noise.end([torch.tensor([1.0])], 8, 1.0)
-    assert noise.take() is None
+    assert noise.take()() is None
 
 
 def test_a_gradient_that_is_not_finite_does_not_count() -> None:
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_does_not_count() -> None:
         noise.begin([0.5, 0.5])
         noise.first([torch.tensor([0.6 * value])])
         noise.end([torch.tensor([value])], 8, 1.0)
-    assert noise.take() == pytest.approx(3.52 / 0.56)
+    assert noise.take()() == pytest.approx(3.52 / 0.56)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task: Task, data:
     run_step(step, data, sizes)
     for ours, reference in zip(gradients(split), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
-    assert step.take_losses(1)["train_loss"][0] == pytest.approx(expected_loss, abs=1e-12)
+    assert step.take_losses(1)()["train_loss"][0] == pytest.approx(expected_loss, abs=1e-12)
     assert not bool(step.bad)
 
 

@@ -85,7 +85,10 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     train_feed, val_feed = feed(train), None if val is None else feed(val)
     seed_all(config.seed)
     enter("model")
-    made = task.model()
+    made: Any = task.model()
+    if not isinstance(made, nn.Module):
+        rule = "must be a module, an instance of nn.Module"
+        raise ConfigError(f"{type(task).__name__}.model()", type(made).__name__, rule, "return it alone")
     materialise(task, made, train)
     trained = make_trained(task, made, config, group)
     share_tensors(list(trained.beside.values()), group)
@@ -119,6 +122,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
                 _try_single(probe, sampler.anchor(0))
             flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
         samples = tell_samples(train)
+        held_back = tell_samples(val)
         found.append(check_apart(train, val))
         if val is not None and not is_sharded(model):
             enter("evaluation")
@@ -129,7 +133,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, least)
+    step = _make_step(probe, config, noise, least, accumulation)
     if ema is not None:
         ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
@@ -154,6 +158,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         beside=trained.beside,
         frozen=trained.frozen,
         samples=samples,
+        held_back=held_back,
         even=even,
         warnings=warnings,
     )
@@ -297,8 +302,10 @@ def _refuse_single(error: ValueError, field: str, value: object) -> None:
         raise ConfigError(field, value, rule, fix) from error
 
 
-def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
-    """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
+def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int) -> TrainStep:
+    """Compile the model and its loss, wrap it, and make its step, of `least` to `most` microbatches, with the noise
+    scale where that is asked for.
+    """
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
         for module in (model, *(model.children() if probed.phases else ())):  # which a phase may call by themselves
@@ -309,15 +316,29 @@ def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, acc
         for phase in phased.phases.values():
             phase.copies_gradients = captures
         return phased
-    watch = noise.hook if noise is not None and accumulation == 1 else None
+    watch = noise.hook if noise is not None and least == 1 else None
     wrapped = wrap_model(model, group, config.strategy, watch)
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
-    kind = GraphedStep if config.cuda_graphs else TrainStep
-    step = kind(of, probed.optimizer, group, config.clip_grad_norm)
+    step: TrainStep
+    if _captures(config, group, probed.optimizer, most):
+        asked = config.cuda_graphs is True
+        step = GraphedStep(of, probed.optimizer, group, config.clip_grad_norm, asked=asked)
+    else:
+        step = TrainStep(of, probed.optimizer, group, config.clip_grad_norm)
     step.noise, step.copies_gradients = noise, captures
     return step
+
+
+def _captures(config: TrainConfig, group: Group, optimizer: Optimizer, most: int) -> bool:
+    """Whether steps are to be captured where they can be: with `auto` those that hold no more than one microbatch."""
+    if config.cuda_graphs != "auto":
+        return config.cuda_graphs
+    fits = group.device.type == "cuda" and group.world_size == most == 1
+    fits &= config.strategy in ("ddp", "none") and config.compile not in CAPTURING
+    fits &= config.activation_checkpointing == "none" and not config.noise_scale
+    return fits and all(param_group.get("fused") for param_group in optimizer.param_groups)
 
 
 def _make_schedule(

@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from trainers.data.batch import Batch
 from trainers.data.stream import Stream
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import ConfigError, PreemptedError, counted
-from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree, check_replicas
+from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, Agreements, check_replicas
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
 from trainers.loop.data import check_length
@@ -57,9 +58,10 @@ class Training:
         """What `lr_scaling` makes of that size, where there is a schedule."""
         self.agreements = 0
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
-        self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
+        self.monitor = Monitor(attempt.parts, attempt.clock)
         stack.callback(self.monitor.close)
         self.checkpointing = Checkpointing(attempt)
+        self.asked = Agreements(attempt, self.checkpointing)
         stack.callback(self.checkpointing.close)
 
     def run(self) -> RunResult:
@@ -84,6 +86,7 @@ class Training:
             take_first_losses(attempt)  # the window goes on with the run
         else:
             end_window(attempt, self.monitor)
+            attempt.settle(attempt.step)
         if not stopped and attempt.evaluated_step != attempt.step:
             self.evaluate()
         self.checkpointing.keep_end()
@@ -141,6 +144,8 @@ class Training:
             if clock.first_step_s is None:
                 self.look_at_first_step()
             clock.step(size, sum(sizes))
+            if self.attempt.parts.step.strayed:
+                clock.leave_out()
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():
@@ -202,12 +207,16 @@ class Training:
     def look_at_first_step(self) -> None:
         """Warn of parameters without a gradient after the first step; ConfigError for those that came in it."""
         parts = self.attempt.parts
-        if late := parts.as_made.late_parameters(parts.model):
-            rule = "is made in a forward pass, when the optimizer has its parameters already"
-            raise ConfigError("task", self.attempt.config.task, f"has a model whose `{late[0]}` {rule}", _MADE_EARLY)
+        self._refuse_late()
         phased = isinstance(parts.step, PhasedStep)  # which says it itself, of each phase
         if not phased and self.attempt.context.rank == 0 and (names := unused_parameters(parts.model)):
             logger.warning("the loss of the first step does not depend on %s: it has not trained them", shorten(names))
+
+    def _refuse_late(self) -> None:
+        parts = self.attempt.parts
+        if late := parts.as_made.late_parameters(parts.model):
+            rule = "is made while it trains, when the optimizer has its parameters already"
+            raise ConfigError("task", self.attempt.config.task, f"has a model whose `{late[0]}` {rule}", _MADE_EARLY)
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
@@ -215,10 +224,13 @@ class Training:
         evaluate_now = attempt.due(config.evaluate.every_steps, config.evaluate.every_epochs)
         checkpoint_now = self.checkpointing.due()
         agreed, is_last = Agreement(), attempt.step == attempt.end
-        if evaluate_now or checkpoint_now or attempt.step % AGREE_EVERY_STEPS == 0 or is_last:
-            agreed = self.agree()
-        if attempt.step % config.log_every_steps == 0 or attempt.step == attempt.end:
+        at_once = evaluate_now or checkpoint_now or is_last
+        if at_once or attempt.step % AGREE_EVERY_STEPS == 0:
+            agreed = self.agree(at_once)
+        if attempt.step % config.log_every_steps == 0 or is_last:
             end_window(attempt, self.monitor)
+        waits = at_once or agreed.acts or self.asked.waits
+        attempt.settle(attempt.step if waits else attempt.step - AGREE_EVERY_STEPS)
         improved = evaluate_now and self.evaluate()
         if (checkpoint_now or improved or agreed.checkpoint_due) and attempt.step < attempt.end:
             take_first_losses(attempt)
@@ -229,11 +241,13 @@ class Training:
             attempt.clock.start_span()
         return agreed.stop or attempt.step >= attempt.end
 
-    def agree(self) -> Agreement:
+    def agree(self, at_once: bool) -> Agreement:
         """Agree with all ranks on what comes next; the first time the slow steps are over."""
         self.attempt.parts.step.check_lr()
-        agreed = agree(self.attempt, self.checkpointing)
+        agreed = self.asked.next(at_once)
+        self.attempt.later.append((self.attempt.step, partial(self.attempt.clock.settle, self.attempt.clock.spans)))
         if self.agreements % _CHECK_EVERY == 0 or self.attempt.step == self.attempt.end:
+            self._refuse_late()
             check_replicas(self.attempt)
         self.agreements += 1
         if self.slow_start:
