@@ -98,7 +98,7 @@ class Row:
 
 def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
     """The ladder from its foot. `host_bound`: small steps, of which a CUDA graph is expected to bring most."""
-    state: dict[str, Any] = {"precision": "fp32", "channels_last": False}
+    state: dict[str, Any] = {"precision": "fp32", "channels_last": False, "cuda_graphs": False}
     bf16 = state | {"precision": "bf16"}
     last = bf16 | {"channels_last": convolutions}
     compiled = last | {"compile": "default"}

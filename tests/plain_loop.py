@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -284,11 +283,11 @@ class Case:
     def config(self) -> TrainConfig:
         """Five steps of it."""
         microbatch = min(self.microbatch, self.batch)
-        changes: dict[str, Any] = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
+        changes = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
         return configured(**changes, microbatch_size=microbatch, clip_grad_norm=self.clip, optimizer=OPTIMIZERS["sgd"])
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
     "nesterov": lambda parameters: SGD(parameters, 0.05, momentum=0.8, nesterov=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, 0.01, amsgrad=True),
@@ -352,7 +351,7 @@ class Drawn(Plain):
         self.dtype = torch.float32 if case.single else torch.float64
 
     def model(self) -> nn.Module:
-        nets: dict[str, Callable[[], nn.Module]] = {
+        nets = {
             "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5)),
             "conv": lambda: nn.Sequential(
                 nn.Unflatten(1, (1, 6)),
@@ -394,7 +393,7 @@ class Drawn(Plain):
         return self.each(batch).sum()
 
 
-KINDS: dict[str, Callable[[], Task]] = {
+KINDS = {
     "plain": Plain,
     **{f"bypassing {way}": lambda way=way: Bypassing(way) for way in BYPASSES},
     **{f"learned {way}": lambda way=way: Learned(way) for way in ("module", "made late", "tensor", "two")},
@@ -424,7 +423,7 @@ def in_a_plain_loop(task: Task, config: TrainConfig) -> dict[str, Tensor]:
         model(rows("train").tensors[0][:1])
     optimizer = task.optimizer(model, config)
     optimizers = [*optimizer.values()] if isinstance(optimizer, dict) else [optimizer]
-    data: Any = task.dataset("train")
+    data = task.dataset("train")
     step = epoch = 0
     steps, size = config.max_steps or 0, config.global_batch_size or 0
     while step < steps:

@@ -28,7 +28,7 @@ from trainers.task import Task, load_split
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 MODULE = "tests.unit.test_first_try"
-OFTEN: dict[str, Any] = {"clip_grad_norm": None, "lr_schedule": {}, "optimizer": {"name": "sgd", "lr": 0.01}}
+OFTEN = {"clip_grad_norm": None, "lr_schedule": {}, "optimizer": {"name": "sgd", "lr": 0.01}}
 
 
 class Table(Task):
@@ -51,7 +51,7 @@ class Table(Task):
         if self.how in ("random_split", "constructor"):
             train, val = random_split(table, [400, 100])
             return train, val
-        order: dict[str, Any] = {
+        order = {
             "numpy": lambda: np.random.permutation(500),
             "python": lambda: random.sample(range(500), 500),
             "torch": lambda: torch.randperm(500).tolist(),
@@ -72,7 +72,7 @@ class Table(Task):
 
 
 def random_state() -> list[Any]:
-    generator: Any = np.random.get_state()
+    generator = np.random.get_state()
     return [torch.get_rng_state().tolist(), generator[1].tolist(), random.getstate()]
 
 
@@ -120,7 +120,7 @@ def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
     ],
 )
 def test_a_batch_larger_than_the_data_is_refused(changes: dict[str, Any], field: str | None) -> None:
-    options: dict[str, Any] = {"max_steps": 1, "microbatch_size": "auto", **changes}
+    options = {"max_steps": 1, "microbatch_size": "auto", **changes}
     if field is None:
         assert train(None, Table("torch"), **options).samples == 400
         return
@@ -160,11 +160,11 @@ def windows(path: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("phased", [False, True])
 def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phased: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
-    task: Any = Adversarial if phased else lambda: Table("torch")
+    options = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
+    task = Adversarial if phased else lambda: Table("torch")
     if not phased:
         options |= {"global_batch_size": 24, "microbatch_size": 10}
-    rare: dict[str, Any] = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
+    rare = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
     train(tmp_path / "each", task(), **options, **rare)
     each = [loss for _, loss in windows(tmp_path / "each")]
     right = [(end, sum(each[start:end]) / (end - start)) for start, end in ((0, 8), (8, 16), (16, 22))]
@@ -173,7 +173,7 @@ def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phas
     found = []
     for checkpoint, evaluate in ((99, 99), (3, 99), (99, 3), (5, 7)):
         path = tmp_path / f"{checkpoint}-{evaluate}"
-        every: dict[str, Any] = {"checkpoint": {"every_steps": checkpoint}, "evaluate": {"every_steps": evaluate}}
+        every = {"checkpoint": {"every_steps": checkpoint}, "evaluate": {"every_steps": evaluate}}
         result = train(path, task(), **options, **every)
         assert result.metrics["train_loss"] == windows(path)[-1][1]
         found.append(windows(path))
@@ -228,7 +228,7 @@ class Shaped(Table):
     ],
 )
 def test_shapes_are_refused_before_training(given: dict[str, Any], field: str | None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
+    options = {
         "max_steps": 3,
         "global_batch_size": 50,
         "microbatch_size": 25,

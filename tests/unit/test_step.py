@@ -94,7 +94,7 @@ def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task: Task, data:
     run_step(step, data, sizes)
     for ours, reference in zip(gradients(split), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
-    assert step.take_losses(1)["train_loss"][0] == pytest.approx(expected_loss, abs=1e-12)
+    assert step.take_losses(1)()["train_loss"][0] == pytest.approx(expected_loss, abs=1e-12)
     assert not bool(step.bad)
 
 
@@ -116,8 +116,7 @@ class Replayed(torch.autograd.Function):
 
 class Captured(nn.Linear):
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = Replayed.apply(rows, self.weight)  # type: ignore[no-untyped-call]
-        return out
+        return Replayed.apply(rows, self.weight)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4]], ids=str)
@@ -149,7 +148,7 @@ class Decay(Optimizer):
                 parameter.mul_(1 - group["lr"]).sub_(parameter.grad, alpha=group["lr"])
 
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
     "adam": lambda parameters: Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
     "adamw": lambda parameters: AdamW(parameters, lr=0.1, weight_decay=0.1, fused=True),

@@ -158,7 +158,9 @@ class Feed:
     def _resident_batches(self, microbatches: Iterable[Tensor]) -> Iterator[Batch]:
         if not (batches := list(microbatches)):
             return
-        rows = torch.cat(batches).to(self.device)  # one copy for the whole epoch
+        rows = torch.cat(batches)
+        # One copy for the whole epoch, which waits for no step of the one before.
+        rows = (rows.pin_memory() if self._pins else rows).to(self.device, non_blocking=self._pins)
         for indices in rows.split([len(indices) for indices in batches]):
             yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
 

@@ -11,7 +11,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +100,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def to_host(tensor: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy a tensor's numbers, as they are now; return a function that waits for them and returns them. Only
+    on CUDA do they come beside the device's work: elsewhere they are waited for at once.
+    """
+    if tensor.device.type != "cuda":
+        numbers: list[float] = tensor.tolist()
+        return lambda: numbers
+    copied = tensor.to("cpu", non_blocking=True)  # torch takes page-locked memory for it
+    done = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read() -> list[float]:
+        done.synchronize()
+        return copied.tolist()
+
+    return read
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -184,9 +184,9 @@ def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float
         idle = max(0.0, profile.step_s - profile.busy_s) / profile.step_s * of_run
         idle -= sum(shares.get(name, 0.0) for name in ("data", "copy", "all-reduce", "waiting for ranks"))
         words = "the GPU is idle until the host has issued its work"
-        graphs = not config.cuda_graphs and config.compile == "off" and len(profile.own_s) == 1
+        graphs = config.cuda_graphs is False and config.compile == "off" and len(profile.own_s) == 1
         fix = "a larger global_batch_size gives each call more to do"
-        yield Cause("host-bound small batches", idle, words, {"cuda_graphs": True} if graphs else {}, fix)
+        yield Cause("host-bound small batches", idle, words, {"cuda_graphs": "auto"} if graphs else {}, fix)
 
     computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if profile.accumulation > 1 and config.microbatch_size != "auto":

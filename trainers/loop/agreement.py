@@ -1,7 +1,12 @@
-"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to give up, and why."""
+"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to give up, and why.
+
+On CUDA nothing waits for the device: what ranks have put in is read at the next agreement, ten steps later, unless it
+is needed at once.
+"""
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 
 import torch
@@ -9,6 +14,7 @@ from torch import Tensor
 
 from trainers.data.batch import Batch, fetch, map_tensors
 from trainers.data.stream import Stream, refuse_other_samples
+from trainers.devices.device import to_host
 from trainers.devices.group import find_unlike
 from trainers.errors import FIX, ConfigError, DivergedError
 from trainers.loop.attempt import Attempt
@@ -22,7 +28,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 AGREE_EVERY_STEPS = 10
-"""Steps between two agreements of all ranks: the longest that a bad loss or a stop waits."""
+"""Steps between two agreements of all ranks: the longest that a bad loss or a stop waits; on CUDA twice as many."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +42,43 @@ class Agreement:
     writing: bool = False
     """Whether a checkpoint is being written in the background."""
 
+    @property
+    def acts(self) -> bool:
+        """Whether something is to be done after this very step."""
+        return self.stop or self.checkpoint_due or self.preempted
+
 
 _DIVERGED = [field.name for field in fields(Agreement)].index("diverged")
 
 
-def agree(attempt: Attempt, checkpointing: Checkpointing) -> Agreement:
-    """Agree with all ranks on what comes next; raises on all of them DivergedError where a loss was bad, and
-    ConfigError where ranks have other samples of a stream.
-    """
-    attempt.clock.end_span()
+class Agreements:
+    """Those of an attempt, one after another."""
+
+    def __init__(self, attempt: Attempt, checkpointing: Checkpointing) -> None:
+        self.attempt, self.checkpointing = attempt, checkpointing
+        self.waits = attempt.parts.device.type != "cuda"
+        self._asked: Callable[[], Agreement] | None = None
+
+    def next(self, at_once: bool) -> Agreement:
+        """Agree with all ranks on what comes next: at once where that is asked for, or something is to be done; else it
+        is what they put in the last time. Every rank must call it.
+
+        Raises on all of them DivergedError where a loss was bad, and ConfigError where ranks have other samples of a
+        stream.
+        """
+        attempt = self.attempt
+        attempt.clock.end_span()
+        agreed = self._asked() if self._asked is not None else Agreement()
+        mine, self._asked = _ask(attempt, self.checkpointing)
+        alone_acts = mine.acts and attempt.parts.group.world_size == 1
+        if self.waits or at_once or agreed.acts or alone_acts:
+            agreed = self._asked()
+            self._asked = None
+        return agreed
+
+
+def _ask(attempt: Attempt, checkpointing: Checkpointing) -> tuple[Agreement, Callable[[], Agreement]]:
+    """Put in what this rank wants; return it with a function that waits for what all do."""
     context, max_time_s = attempt.context, attempt.config.max_time_s
     elapsed_s = time.monotonic() - attempt.began
     out_of_time = max_time_s is not None and elapsed_s > max_time_s
@@ -59,19 +93,24 @@ def agree(attempt: Attempt, checkpointing: Checkpointing) -> Agreement:
     told = float(int(trail[:12], 16))  # exact: 48 bits
     group = attempt.parts.group
     flags = torch.tensor([*astuple(mine), elapsed_s, told, -told], dtype=torch.float64)
-    if group.device.type == "cuda":  # where `bad` is: so the host waits for the device once, in tolist()
+    if group.device.type == "cuda":  # where `bad` is
         flags = flags.to(group.device, non_blocking=True)
     flags[_DIVERGED] = attempt.parts.step.bad
-    *flagged, attempt.elapsed_s, most, least = group.max(flags).tolist()
-    if most != -least:
-        refuse_other_samples(attempt.config.task, row)
-    agreed = Agreement(*(bool(flag) for flag in flagged))
-    if agreed.diverged:
-        checkpointing.settle()
-        raise _diverged(attempt)
-    if not agreed.writing:
-        checkpointing.advance()
-    return agreed
+    step, read = attempt.step, to_host(group.max(flags))
+
+    def answer() -> Agreement:
+        *flagged, attempt.elapsed_s, most, least = read()
+        if most != -least:
+            refuse_other_samples(attempt.config.task, row)
+        agreed = Agreement(*(bool(flag) for flag in flagged))
+        if agreed.diverged:
+            checkpointing.settle()
+            raise _diverged(attempt, range(max(0, step - AGREE_EVERY_STEPS), step))
+        if not agreed.writing:
+            checkpointing.advance()
+        return agreed
+
+    return mine, answer
 
 
 def check_replicas(attempt: Attempt) -> None:
@@ -87,10 +126,9 @@ def check_replicas(attempt: Attempt) -> None:
         raise ConfigError("task", attempt.config.task, rule, fix)
 
 
-def _diverged(attempt: Attempt) -> DivergedError:
-    """Which steps, tensor and checkpoint a bad loss is about. Every rank must call it."""
+def _diverged(attempt: Attempt, last: range) -> DivergedError:
+    """What a bad loss in the `last` steps is about: tensor and checkpoint. Every rank must call it."""
     good = f"; the last good checkpoint is {attempt.checkpoint}" if attempt.checkpoint else ""
-    last = range(max(0, attempt.step - AGREE_EVERY_STEPS), attempt.step)
     parts = attempt.parts
     found = next(filter(None, parts.group.gather(_find_non_finite(parts, attempt.task, last))), None)
     why = f": {found}" if found else ""

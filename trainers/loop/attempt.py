@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainers.checkpoint.manifest import Best
@@ -80,7 +81,7 @@ class Attempt:
         self, task: Task, config: TrainConfig, context: RunContext, parts: Replica, watchdog: Watchdog
     ) -> None:
         self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
-        self.compiles = config.compile != "off" or config.cuda_graphs
+        self.compiles = config.compile != "off" or config.cuda_graphs is True
         self.stopping = EarlyStopping(config.early_stopping)
         self._named = [one for one in (Best.of(config.checkpoint), Best.to_go_on(config.early_stopping)) if one]
         self.clock = StepClock(parts.device)
@@ -108,6 +109,8 @@ class Attempt:
         self.earlier_time_s = 0.0
         """Training time of the launches before this one."""
         self.pauses = Pauses()
+        self.later: deque[tuple[int, Callable[[], None]]] = deque()
+        """What waits for figures of the device, with the step after which it was begun, in order."""
 
     @property
     def epochs(self) -> float | None:
@@ -141,6 +144,11 @@ class Attempt:
             return self.step % every_steps == 0
         epoch, index = self.parts.sampler.batches.place(self.step)
         return index == 0 and epoch % (every_epochs or 1) == 0
+
+    def settle(self, step: int) -> None:
+        """Do what was left for later up to `step`."""
+        while self.later and self.later[0][0] <= step:
+            self.later.popleft()[1]()
 
     def end_early(self) -> None:
         """Make this step the last one where early stopping says so."""

@@ -33,7 +33,7 @@ from trainers.model.beside import place, trained_beside
 from trainers.model.frozen import frozen_digests
 from trainers.model.joined_optimizer import join
 from trainers.model.moving_average import MovingAverage
-from trainers.model.optimizer import check_optimizer, set_training, warn_untrained
+from trainers.model.optimizer import check_optimizer, scaled_decay, set_training, warn_untrained
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
@@ -133,7 +133,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, least)
+    step = _make_step(probe, config, noise, least, accumulation)
     if ema is not None:
         ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
@@ -203,7 +203,7 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
         words = "in evaluation mode while the rest is trained, as model() made it: %s"
         logger.log(logging.WARNING if learns else logging.INFO, words, shorten(names))
     optimizer = join(task.optimizer(model, config), model, type(task).__name__)
-    check_optimizer(optimizer, type(task).__name__)
+    check_optimizer(optimizer, type(task).__name__, config.lr_scaling.rule)
     beside = trained_beside(task, model, optimizer)
     place(beside.values(), group.device, spec.parameters)
     if beside and optimizer.state:  # it may have made it where they were
@@ -211,7 +211,8 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
     if group.rank == 0:
         warn_untrained(model, optimizer, task)
     set_training(optimizer, True)
-    ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
+    decay = scaled_decay(config, config.batch_size)
+    ema = None if decay is None else MovingAverage(model, optimizer, decay, frozen or ())
     forward = ForwardPass(model, task, spec, group.device)
     return Trained(forward, optimizer, ema, AsMade(model), beside, frozen)
 
@@ -301,8 +302,10 @@ def _refuse_single(error: ValueError, field: str, value: object) -> None:
         raise ConfigError(field, value, rule, fix) from error
 
 
-def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
-    """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
+def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int) -> TrainStep:
+    """Compile the model and its loss, wrap it, and make its step, of `least` to `most` microbatches, with the noise
+    scale where that is asked for.
+    """
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
         for module in (model, *(model.children() if probed.phases else ())):  # which a phase may call by themselves
@@ -313,15 +316,29 @@ def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, acc
         for phase in phased.phases.values():
             phase.copies_gradients = captures
         return phased
-    watch = noise.hook if noise is not None and accumulation == 1 else None
+    watch = noise.hook if noise is not None and least == 1 else None
     wrapped = wrap_model(model, group, config.strategy, watch)
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
-    kind = GraphedStep if config.cuda_graphs else TrainStep
-    step = kind(of, probed.optimizer, group, config.clip_grad_norm)
+    step: TrainStep
+    if _captures(config, group, probed.optimizer, most):
+        asked = config.cuda_graphs is True
+        step = GraphedStep(of, probed.optimizer, group, config.clip_grad_norm, asked=asked)
+    else:
+        step = TrainStep(of, probed.optimizer, group, config.clip_grad_norm)
     step.noise, step.copies_gradients = noise, captures
     return step
+
+
+def _captures(config: TrainConfig, group: Group, optimizer: Optimizer, most: int) -> bool:
+    """Whether steps are to be captured where they can be: with `auto` those that hold no more than one microbatch."""
+    if config.cuda_graphs != "auto":
+        return config.cuda_graphs
+    fits = group.device.type == "cuda" and group.world_size == most == 1
+    fits &= config.strategy in ("ddp", "none") and config.compile not in CAPTURING
+    fits &= config.activation_checkpointing == "none" and not config.noise_scale
+    return fits and all(param_group.get("fused") for param_group in optimizer.param_groups)
 
 
 def _make_schedule(

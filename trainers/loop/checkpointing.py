@@ -81,7 +81,7 @@ class Checkpointing:
             "metrics": dict(attempt.metrics),
             "evaluated_step": attempt.evaluated_step,
             "total_steps": parts.total_steps,
-            "window": parts.step.open_losses(attempt.open_steps) if attempt.open_steps else {},
+            "window": parts.step.open_losses(attempt.open_steps)() if attempt.open_steps else {},
             "order": parts.sampler.name(),
             "samples": parts.samples,
             "held_back": parts.held_back,

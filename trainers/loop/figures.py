@@ -3,7 +3,9 @@
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from trainers.errors import Status, counted
@@ -24,30 +26,46 @@ _OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
-    """Log the mean loss of the steps since the last window, and tell the terminal and the launcher."""
+    """Begin a new window of the log; what the steps since the last one were is logged once the device has done them
+    (`Attempt.settle`).
+    """
     parts, clock = attempt.parts, attempt.clock
-    steps = attempt.open_steps
-    if steps == 0:
+    if attempt.open_steps == 0:
         return
     clock.end_span()
-    taken = parts.step.take_losses(steps)
+    losses = parts.step.take_losses(attempt.open_steps)
+    noise = parts.step.noise.take() if parts.step.noise is not None else lambda: None
+    record: dict[str, Any] = {**attempt.position(), "lr": parts.step.wanted_lrs[0]}
+    if attempt.config.changes_batch:
+        record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
+    attempt.logged_step = attempt.step
+    attempt.later.append((attempt.step, partial(_log_window, attempt, monitor, clock.spans, record, losses, noise)))
+
+
+def _log_window(
+    attempt: Attempt,
+    monitor: Monitor,
+    spans: int,
+    record: dict[str, Any],
+    read_losses: Callable[[], Losses],
+    read_noise: Callable[[], float | None],
+) -> None:
+    """Log the mean loss of a window's steps, and tell the terminal and the launcher."""
+    parts, clock = attempt.parts, attempt.clock
+    clock.settle(spans)
+    taken = read_losses()
     _, weightless = taken[WEIGHTLESS]
     if weightless and not attempt.weightless and attempt.context.rank == 0:
         words = (
             "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out"
         )
-        logger.warning(words, counted(weightless, "step"), attempt.step)
+        logger.warning(words, counted(weightless, "step"), record["step"])
     attempt.weightless += weightless
     losses = _means(taken)
     loss = losses["train_loss"]
     attempt.metrics |= losses
-    attempt.logged_step = attempt.step
-    lr = float(parts.optimizer.param_groups[0]["lr"])
-    record: dict[str, Any] = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
-    if attempt.config.changes_batch:
-        record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
-    noise = parts.step.noise
-    if noise is not None and (noise_scale := noise.take()) is not None:
+    record |= {"train_time_s": clock.train_time_s, **losses, **monitor.window()}
+    if (noise_scale := read_noise()) is not None:
         attempt.metrics["noise_scale"] = record["noise_scale"] = noise_scale
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
@@ -58,11 +76,11 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     attempt.tell("train", record)
     if attempt.log is not None:
         attempt.log.add(record)
-        attempt.log.show(attempt.step)
+        attempt.log.show(record["step"])
     if attempt.log is not None and not attempt.context.draws_line:
-        done = f"step {attempt.step}/{parts.total_steps}"
-        if attempt.epochs is not None:
-            done += f"  epoch {attempt.epochs:.2f}"
+        done = f"step {record['step']}/{parts.total_steps}"
+        if "epoch" in record:
+            done += f"  epoch {record['epoch']:.2f}"
         speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
         logger.info("%s  loss %.4f  %s", done, loss, speed)
 
@@ -70,7 +88,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
 def take_first_losses(attempt: Attempt) -> None:
     """Before the first window is complete, have the mean losses so far among the figures. Every rank must call it."""
     if attempt.logged_step == 0 < attempt.step:
-        attempt.metrics |= _means(attempt.parts.step.open_losses(attempt.step))
+        attempt.metrics |= _means(attempt.parts.step.open_losses(attempt.step)())
 
 
 def _means(losses: Losses) -> dict[str, float]:
@@ -161,6 +179,7 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         message=attempt.stopping.words or "",
         first_step_s=first_step_s,
         compile=compiled,
+        cuda_graphs=parts.step.capture,
         flops_per_sample=flops_per_sample,
         mfu=mfu,
         ranks=ranks,

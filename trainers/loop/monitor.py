@@ -1,9 +1,10 @@
 """Measure each worker while it trains: speed, memory, GPU readings and MFU, and compare the ranks.
 
 Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event made before). All else is read
-at the end of a log window, when the device has been waited for anyway.
+when a window is logged, and waits for nothing.
 """
 
+import itertools
 import logging
 import socket
 import time
@@ -32,8 +33,7 @@ _EVENT_PAIRS = 64
 class Monitor:
     """Figures of one worker's run: of each log window, since the last comparison of the ranks, and of the whole run."""
 
-    def __init__(self, parts: Replica, clock: StepClock, captured: bool) -> None:
-        """`captured`: steps are CUDA graphs, in which no hook runs."""
+    def __init__(self, parts: Replica, clock: StepClock) -> None:
         self.device, self.group, self.clock = parts.device, parts.group, clock
         self.flops_per_sample = parts.flops_per_sample
         called = parts.step.forward.model
@@ -44,8 +44,7 @@ class Monitor:
             logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
         self._gpu = GpuReadings(self.device)
         self._energy = EnergyMeter(self.device, self._gpu)
-        watched = isinstance(called, DistributedDataParallel) and not captured
-        self._backward = BackwardTimer(called if watched else None, self.device)
+        self._backward = BackwardTimer(called if isinstance(called, DistributedDataParallel) else None, self.device)
         self._warm: Totals | None = None
         self._window = self._compared = Totals()
         self._compared_s = 0.0
@@ -54,10 +53,8 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Return global speed and this rank's data wait since the last call; memory, and the energy that its device has
-        used since training began, at most once a second.
-
-        The device must have been waited for (`StepClock.end_span`).
+        """Return global speed and this rank's data wait since the last call, as far as the clock is settled; memory,
+        and the energy that its device has used since training began, at most once a second.
         """
         now = self.clock.totals()
         spent, self._window = now - self._window, now
@@ -181,11 +178,13 @@ class BackwardTimer:
         self._began = None
 
     def collect(self) -> None:
-        """Read the events; the device must have been waited for."""
-        for begin, end in self._pairs[: self._used]:
+        """Read the events that the device has passed."""
+        done = list(itertools.takewhile(lambda pair: pair[1].query(), self._pairs[: self._used]))
+        for begin, end in done:
             self._sum_s += begin.elapsed_time(end) / 1e3
-        self._count += self._used
-        self._used = 0
+        self._count += len(done)
+        self._used -= len(done)
+        self._pairs = self._pairs[len(done) :] + done
 
     def take(self) -> float | None:
         """Return the mean since the last call, in seconds; None without any."""

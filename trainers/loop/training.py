@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from trainers.data.batch import Batch
 from trainers.data.stream import Stream
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import ConfigError, PreemptedError, counted
-from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree, check_replicas
+from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, Agreements, check_replicas
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
 from trainers.loop.data import check_length
@@ -30,7 +31,7 @@ from trainers.loop.figures import end_window, finish, take_first_losses, validat
 from trainers.loop.monitor import Monitor
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
-from trainers.model.optimizer import lr_factor, lr_scale
+from trainers.model.optimizer import lr_factor, lr_scale, scaled_decay
 from trainers.model.strategy import shorten, unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
 from trainers.step.evaluation import batch_seed
@@ -57,9 +58,10 @@ class Training:
         """What `lr_scaling` makes of that size, where there is a schedule."""
         self.agreements = 0
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
-        self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
+        self.monitor = Monitor(attempt.parts, attempt.clock)
         stack.callback(self.monitor.close)
         self.checkpointing = Checkpointing(attempt)
+        self.asked = Agreements(attempt, self.checkpointing)
         stack.callback(self.checkpointing.close)
 
     def run(self) -> RunResult:
@@ -84,6 +86,7 @@ class Training:
             take_first_losses(attempt)  # the window goes on with the run
         else:
             end_window(attempt, self.monitor)
+            attempt.settle(attempt.step)
         if not stopped and attempt.evaluated_step != attempt.step:
             self.evaluate()
         self.checkpointing.keep_end()
@@ -141,6 +144,8 @@ class Training:
             if clock.first_step_s is None:
                 self.look_at_first_step()
             clock.step(size, sum(sizes))
+            if self.attempt.parts.step.strayed:
+                clock.leave_out()
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():
@@ -190,6 +195,9 @@ class Training:
             if self.batch_size is not None:
                 parts.step.resized()
             self.batch_size, self.lr_scale = size, lr_scale(config, size)
+            parts.step.set_options(config, size)
+            if parts.ema is not None and (decay := scaled_decay(config, size)) is not None:
+                parts.ema.set_decay(decay)
         if parts.schedule is not None:
             parts.step.follow(parts.schedule, attempt.step, self.lr_scale)
             return
@@ -216,10 +224,13 @@ class Training:
         evaluate_now = attempt.due(config.evaluate.every_steps, config.evaluate.every_epochs)
         checkpoint_now = self.checkpointing.due()
         agreed, is_last = Agreement(), attempt.step == attempt.end
-        if evaluate_now or checkpoint_now or attempt.step % AGREE_EVERY_STEPS == 0 or is_last:
-            agreed = self.agree()
-        if attempt.step % config.log_every_steps == 0 or attempt.step == attempt.end:
+        at_once = evaluate_now or checkpoint_now or is_last
+        if at_once or attempt.step % AGREE_EVERY_STEPS == 0:
+            agreed = self.agree(at_once)
+        if attempt.step % config.log_every_steps == 0 or is_last:
             end_window(attempt, self.monitor)
+        waits = at_once or agreed.acts or self.asked.waits
+        attempt.settle(attempt.step if waits else attempt.step - AGREE_EVERY_STEPS)
         improved = evaluate_now and self.evaluate()
         if (checkpoint_now or improved or agreed.checkpoint_due) and attempt.step < attempt.end:
             take_first_losses(attempt)
@@ -230,10 +241,11 @@ class Training:
             attempt.clock.start_span()
         return agreed.stop or attempt.step >= attempt.end
 
-    def agree(self) -> Agreement:
+    def agree(self, at_once: bool) -> Agreement:
         """Agree with all ranks on what comes next; the first time the slow steps are over."""
         self.attempt.parts.step.check_lr()
-        agreed = agree(self.attempt, self.checkpointing)
+        agreed = self.asked.next(at_once)
+        self.attempt.later.append((self.attempt.step, partial(self.attempt.clock.settle, self.attempt.clock.spans)))
         if self.agreements % _CHECK_EVERY == 0 or self.attempt.step == self.attempt.end:
             self._refuse_late()
             check_replicas(self.attempt)

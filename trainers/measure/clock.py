@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -55,10 +56,11 @@ class Totals:
 
 
 class StepClock:
-    """Times every step: by the host's clock on a CPU, by the spans between synchronisations elsewhere.
+    """Times every step: by the host's clock on a CPU, by spans of steps elsewhere.
 
-    A span is the time from `start_span` to `end_span`, both of which wait for the device; the steps in it share it
-    evenly. On a CPU every step is its own span, at no cost.
+    A span is the time from `start_span` to `end_span`, and the steps in it share it evenly. On CUDA both ends are
+    events: nobody waits for them before `settle`, and until then no figure has the span. On a CPU every step is its own
+    span, at no cost.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -73,14 +75,23 @@ class StepClock:
         self._counted = Totals()
         self._wait_s = self._measured_wait_s = 0.0
         self._open: list[int] = []
-        self._began = 0.0
+        self._began: Any = 0.0
+        self._ended: deque[tuple[Any, Any, list[int], float, bool]] = deque()
+        self.spans = 0
+        """That have ended."""
 
     def start_span(self) -> None:
-        """Begin to measure; waits for the device."""
-        synchronize(self.device)
-        self._open.clear()
+        """Begin to measure."""
+        self._open = []
         self.running = True
-        self._began = time.perf_counter()
+        self._began = self._now()
+
+    def _now(self) -> Any:
+        """An event on CUDA; else the time, s, when the device has done its work."""
+        if self.device.type == "cuda":
+            return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+        synchronize(self.device)
+        return time.perf_counter()
 
     def step(self, samples: int, own_samples: int | None = None) -> None:
         """A step of `samples` global samples was issued, `own_samples` (all, when not given) of them on this rank."""
@@ -94,25 +105,39 @@ class StepClock:
             self.start_span()
 
     def end_span(self) -> None:
-        """The steps since `start_span` are done; waits for the device. What follows is not training time."""
+        """The steps since `start_span` are issued. What follows is not training time. On CUDA only the first step is
+        waited for.
+        """
         self.running = False
         if not self._open:
             return
-        synchronize(self.device)
-        elapsed = time.perf_counter() - self._began
-        self.train_time_s += elapsed
-        if self.first_step_s is None:
-            self.first_step_s = elapsed
-        if self.counting:
-            self._times.add(elapsed, self._open, self._wait_s)
-            self._counted.steps += len(self._open)
-            self._counted.samples += sum(self._open)
-            self._counted.time_s += elapsed
-            self._counted.wait_s += self._wait_s
-            if len(self._times) > WARMUP_STEPS:
-                self._measured_wait_s += self._wait_s
+        self._ended.append((self._began, self._now(), self._open, self._wait_s, self.counting))
+        self.spans += 1
         self._wait_s = 0.0
-        self._open.clear()
+        self._open = []
+        if self.device.type != "cuda" or self.first_step_s is None:
+            self.settle(self.spans)
+
+    def settle(self, spans: int) -> None:
+        """Take in the first so many `spans`; waits until the device has done them."""
+        while self._ended and self.spans - len(self._ended) < spans:
+            began, ended, samples, wait_s, counting = self._ended.popleft()
+            if self.device.type == "cuda":
+                ended.synchronize()
+                elapsed = began.elapsed_time(ended) / 1e3
+            else:
+                elapsed = ended - began
+            self.train_time_s += elapsed
+            if self.first_step_s is None:
+                self.first_step_s = elapsed
+            if counting:
+                self._times.add(elapsed, samples, wait_s)
+                self._counted.steps += len(samples)
+                self._counted.samples += sum(samples)
+                self._counted.time_s += elapsed
+                self._counted.wait_s += wait_s
+                if len(self._times) > WARMUP_STEPS:
+                    self._measured_wait_s += wait_s
 
     def leave_out(self) -> None:
         """The last step compiled a graph again: it and those that share its span do not count into the throughput."""
@@ -120,6 +145,7 @@ class StepClock:
         if self._open:
             self.end_span()
             self.start_span()
+        self.settle(self.spans)
         if self.counting:
             self._times.cut(max(WARMUP_STEPS, len(self._times) - spoilt))
 
@@ -132,7 +158,7 @@ class StepClock:
             began = time.perf_counter()
 
     def totals(self) -> Totals:
-        """All that was counted until the last `end_span`."""
+        """All that was counted until the last span that is settled."""
         return replace(self._counted)
 
     def throughput(self) -> Throughput | None:

@@ -55,6 +55,7 @@ class Inspection:
         if self.profiler is None:
             return
         clock.end_span()
+        clock.settle(clock.spans)
         clock.counting = not self.profiler.step()
         if self.profiler.done:
             self.profiler = None

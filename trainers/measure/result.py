@@ -59,6 +59,8 @@ class RunResult:
     """Time of this launch's first step on rank 0, with the compilation of forward and backward."""
     compile: dict[str, int] | None = None
     """Of rank 0, with compile: graphs, graph_breaks (places), recompiles."""
+    cuda_graphs: str = ""
+    """What became of capturing the steps, and what it brought; empty where it was not tried."""
 
     flops_per_sample: float | None = None
     """Of the forward and backward pass (trainers/step/flops.py)."""
@@ -109,6 +111,8 @@ class RunResult:
             names = ((count, what.replace("_", " ")) for what, count in self.compile.items())
             counts = ", ".join(f"{count} {name.removesuffix('s' * (count == 1))}" for count, name in names)
             lines.append(f"  first step {self.first_step_s:.1f} s (compile), {counts}")
+        if self.cuda_graphs:
+            lines.append(f"  CUDA graphs: {self.cuda_graphs}")
         if self.mfu is not None and self.flops_per_sample is not None:
             lines.append(f"  MFU {self.mfu:.1%} ({self.flops_per_sample / 1e9:.4g} GFLOP a sample)")
         lines.append(f"  peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")

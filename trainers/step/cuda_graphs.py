@@ -9,11 +9,15 @@ A replay launches forward, backward, checks and optimizer in one call, so a smal
     all others                    (an epoch's last, shorter step) run as they are, with the same code
 
 Random numbers go on from where the generator is, in a replay too. The task's Python code runs only in steps that are
-captured or run as they are.
+captured or run as they are: a schedule in forward(), a counter, an `if` stand still in replays. So a graph is proved
+(trainers/step/proof.py): when it is captured, and before its 2nd, 11th, 101st and 1,001st replay, a few replays and the
+same steps as they are begin from the same state, and must end in the same. What differs ends capturing for good.
 """
 
 import functools
+import gc
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,17 +29,27 @@ from torch.optim import Optimizer
 
 from trainers.causes import classify
 from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
+from trainers.devices.device import synchronize, take_spare
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, first_line
+from trainers.errors import ConfigError, chain, first_line
 from trainers.model.schedule import Schedule
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
+from trainers.step.proof import Pass, difference, take_pass
+from trainers.step.throwaway import throwaway
 from trainers.step.train_step import TrainStep
 
 logger = logging.getLogger(__name__)
 
 CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP)."""
+PROVED_BEFORE = (1, 10, 100, 1000)
+"""Replays of a graph after which it is proved again, besides at its start."""
+LEAST_GAIN = 1.03
+"""By which captured steps must be faster."""
+_HOST_SHARE = 0.5
+"""Of a step: where the host has issued it sooner, the device is what takes long."""
+_REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
 _MOST_SHAPES = 64  # that are counted: more of them never come back
 _capture_stream = functools.cache(torch.cuda.Stream)  # one of a device: cuBLAS keeps a workspace for each that it sees
 
@@ -57,24 +71,38 @@ class CudaCapture:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Capture the work without doing it; what is returned does it, each time. Waits for the device."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads (pinning, checkpoints, readings) go on meanwhile: only this one's calls are refused.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        current, generator = torch.cuda.current_stream(self._device), torch.cuda.default_generators[self._device.index]
+        random_state = generator.clone_state()
+        try:
+            # Other threads (pinning, checkpoints, readings) go on meanwhile: only this one's calls are refused. The
+            # outer block gives the stream back where torch, as 2.11, does not after a failure.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                work()
+        except BaseException:
+            generator.graphsafe_set_state(random_state)  # the old one may believe that it is still captured
+            raise
         return graph.replay
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Graph:
     shape: Hashable
     inputs: list[Tensor]
     """The tensors of the step's batches, which a replay reads."""
+    gradients: list[Tensor | None]
     replay: Callable[[], None]
+    replays: int = 0
+    """That have trained."""
 
 
 class GraphedStep(TrainStep):
     """A TrainStep whose repeated shape is captured and replayed.
 
-    Raises ConfigError where that cannot be: no CUDA, an optimizer whose step reads the device.
+    Where that is `asked` for, ConfigError says why it cannot be: no CUDA, an optimizer whose step reads the device.
+    Else steps are captured where that is faster, there is room for it and no attribute of the task changes in a step.
     """
 
     def __init__(
@@ -84,6 +112,7 @@ class GraphedStep(TrainStep):
         group: Group,
         clip_grad_norm: float | None = None,
         capture: CudaCapture | None = None,
+        asked: bool = True,
     ) -> None:
         super().__init__(forward, optimizer, group, clip_grad_norm)
         if not self._fused:
@@ -97,7 +126,11 @@ class GraphedStep(TrainStep):
         # A graph keeps the numbers that it was captured with, so the learning rate has to be a tensor. It is float32:
         # that is how the fused steps read it.
         self._lrs = [torch.full((), base, dtype=torch.float32, device=group.device) for base in self._base_lrs]
+        self.asked = asked
+        self._given_up = False
         self._graph: _Graph | None = None
+        self._has_gradients = False
+        """Whether the parameters have the graph's own, as after a step that is none they have not."""
         self._seen: Counter[Hashable] = Counter()
         self._last: tuple[list[int], Hashable] = ([], None)  # sizes and shape of the last step that ran as it is
         self._warned = False
@@ -106,22 +139,106 @@ class GraphedStep(TrainStep):
         """Take the step as TrainStep does; holds all its microbatches at once."""
         held = [next(batches) for _ in sizes]
         shape = (tuple(sizes), step_samples, idle, tuple(layout(batch) for batch in held))
-        if self._graph is None and self._seen[shape] >= CAPTURE_AFTER_STEPS:
-            self._graph = self._record(shape, held, sizes, step_samples, idle)
+        self.strayed = False
+
+        def issue() -> None:
+            self._has_gradients = False
+            self._capture.run(lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle))
+
+        seen = self._seen[shape]
+        if self._graph is None and seen >= CAPTURE_AFTER_STEPS and not self._given_up:
+            self._begin(lambda: self._record(shape, held, sizes, step_samples, idle), issue)
         if self._graph is not None and self._graph.shape == shape:
             for mine, tensor in zip(self._graph.inputs, tensors_of(held), strict=True):
                 mine.copy_(tensor, non_blocking=True)
-            self._graph.replay()
+            if self._graph.replays in PROVED_BEFORE:
+                self._prove(self._graph, issue)
+        if self._graph is not None and self._graph.shape == shape:
+            self._replay(self._graph)
             return
         self._count(shape, list(sizes))
-        self._capture.run(lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle))
+        last_before = self._graph is None and seen == CAPTURE_AFTER_STEPS - 1
+        if self.asked or self._given_up or not last_before:
+            issue()
+        elif not self._waits_for_host(issue):
+            self._give_up("the device is busy for most of a step")
+
+    def _replay(self, graph: _Graph) -> None:
+        graph.replay()
+        graph.replays += 1
+        if not self._has_gradients:
+            self._has_gradients = True
+            for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
+                parameter.grad = gradient
+
+    def _waits_for_host(self, issue: Callable[[], None]) -> bool:
+        """Take a step, and return whether the host needs about as long to issue it as it takes."""
+        synchronize(self.group.device)
+        began = time.perf_counter()
+        issue()
+        issued_s = time.perf_counter() - began
+        synchronize(self.group.device)
+        return issued_s > _HOST_SHARE * (time.perf_counter() - began)
+
+    def _begin(self, record: Callable[[], _Graph], issue: Callable[[], None]) -> None:
+        """Capture the step, and prove it; where nobody has asked for that, without an error that it may meet."""
+        try:
+            spare = None if self.asked else take_spare(self.group.device)
+            self._graph = record()
+            self._prove(self._graph, issue)
+            del spare
+        except Exception as error:
+            if self.asked:
+                raise
+            lacks_memory = classify(error) in OUT_OF_MEMORY
+            why = "there is no memory for it" if lacks_memory else first_line([error, *chain(error)][-1])
+        else:
+            return
+        self._give_up(why)  # once the error has let go of its tensors
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _prove(self, graph: _Graph, issue: Callable[[], None]) -> None:
+        """Let the graph go unless a few replays leave what the same steps do, and, the second time, are faster."""
+        self.strayed = True
+        eager, captured = self._pass(issue), self._pass(graph.replay)
+        found = difference(captured, eager)
+        if found is not None and not torch.are_deterministic_algorithms_enabled():
+            found = difference(captured, eager, [self._pass(issue) for _ in range(_REPEATS)])
+        if eager.changed is not None and not self.asked:
+            self._give_up(f"a step changes `{eager.changed}`, and a replay would not")
+        elif found is not None:
+            self._give_up(f"after {graph.replays} replays `{found}` differs from what the step itself makes of it")
+            logger.warning("steps are not replayed any more: %s", self.capture)
+        elif graph.replays == 1 and eager.step_s < LEAST_GAIN * captured.step_s and not self.asked:
+            self._give_up(f"a step takes {eager.step_s * 1e3:.3g} ms, and a replay {captured.step_s * 1e3:.3g} ms")
+        elif graph.replays:
+            gain = f"{captured.step_s * 1e3:.3g} ms a step, and {eager.step_s * 1e3:.3g} ms without"
+            self.capture = f"captured: {gain}; proved after {graph.replays} replays"
+
+    def _pass(self, step: Callable[[], None]) -> Pass:
+        self._has_gradients = False
+        own = {name: getattr(self, name) for name in ("loss_sum", "weightless", "_bad_loss", "_found_inf")}
+        own |= {f"scaler.{name}": getattr(self.scaler, name, None) for name in ("_scale", "_growth_tracker")}
+        return take_pass(step, self.forward, self.optimizer, {k: v for k, v in own.items() if v is not None})
+
+    def _give_up(self, why: str) -> None:
+        self._graph, self._given_up, self.capture = None, True, f"not captured: {why}"
+        logger.info("%s", self.capture)
 
     def set_lrs(self, lrs: list[float]) -> None:
         """Set every group's learning rate, in place on the device."""
-        self._wanted_lrs = lrs
+        self.wanted_lrs = lrs
         for param_group, wanted, lr in zip(self.optimizer.param_groups, lrs, self._lrs, strict=True):
             lr.fill_(wanted)
             param_group["lr"] = lr  # a checkpoint that was loaded since has brought a tensor of its own
+        self._lr_versions = [lr._version for lr in self._lrs]
+
+    def check_lr(self) -> None:
+        """As TrainStep's; reads the learning rates only where something else has written to them."""
+        same = all(group["lr"] is lr for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=False))
+        if not same or self._lr_versions != [lr._version for lr in self._lrs]:
+            super().check_lr()
 
     def resized(self) -> None:
         """Let go of the graph: a step of the new size is captured in its place."""
@@ -138,11 +255,13 @@ class GraphedStep(TrainStep):
         self.resized()
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Set the learning rates that a scheduler says of `step`; ConfigError where it changes what is captured."""
-        self.set_lrs([lr * scale for lr in schedule.lrs(step)])
-        if schedule.cycled(self.optimizer):
+        """As TrainStep's; where capturing is asked for, ConfigError if the scheduler changes what is captured."""
+        if schedule.cycled(self.optimizer) and not self._given_up:
             rule = "keeps the momentum that it has captured, and the scheduler cycles it"
-            raise _impossible(rule, "make it with `cycle_momentum=False`")
+            if self.asked:
+                raise _impossible(rule, "make it with `cycle_momentum=False`")
+            self._give_up("the scheduler cycles the momentum")
+        super().follow(schedule, step, scale)
 
     def _record(
         self, shape: Hashable, held: list[Batch], sizes: Sequence[int], step_samples: int, idle: bool
@@ -155,7 +274,9 @@ class GraphedStep(TrainStep):
             # While captured only: it would be kept in checkpoints, and warned of in other steps.
             for param_group, _ in flags:
                 param_group["capturable"] = True
-            replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
+            with throwaway(self.forward):
+                replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
+                gradients = [parameter.grad for parameter in self._parameters]
         except RuntimeError as error:
             if classify(error) in OUT_OF_MEMORY:
                 raise
@@ -167,7 +288,7 @@ class GraphedStep(TrainStep):
             for param_group, flag in flags:
                 param_group["capturable"] = flag
         logger.info("captured the step of %d samples as a CUDA graph", step_samples)
-        return _Graph(shape, tensors_of(inputs), replay)
+        return _Graph(shape, tensors_of(inputs), gradients, replay)
 
     def _count(self, shape: Hashable, sizes: list[int]) -> None:
         """Remember a step that runs as it is; say so once where not its size but its shape is the reason."""

@@ -6,12 +6,13 @@ the small one is what this rank contributes to it, as DDP's hook sees it, or its
 averaged over steps and ranks before they are divided: a mean of single steps' ratios would be biased.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainers.devices.device import to_host
 from trainers.devices.group import Group
 from trainers.model.gradient_hooks import Hook, all_reduced
 
@@ -87,16 +88,20 @@ class NoiseScale:
         look.__annotations__.clear()  # DDP compares them with types, and here they are text
         return look
 
-    def take(self) -> float | None:
-        """Return the noise scale in samples, of the newest windows mostly; None where noise hides the gradient.
-
-        Waits; every rank must call it, between two steps.
+    def take(self) -> Callable[[], float | None]:
+        """End a window, between two steps. What is returned waits for its noise scale in samples, of the newest windows
+        mostly; None where noise hides the gradient. Every rank must call both, in the order of windows.
         """
-        signal, trace = self._group.sum(self._sums).tolist()
+        read = to_host(self._group.sum(self._sums))
         self._sums.zero_()
-        self._signal = _KEPT * self._signal + signal
-        self._trace = _KEPT * self._trace + trace
-        return self._trace / self._signal if self._signal > 0 and self._trace > 0 else None
+
+        def scale() -> float | None:
+            signal, trace = read()
+            self._signal = _KEPT * self._signal + signal
+            self._trace = _KEPT * self._trace + trace
+            return self._trace / self._signal if self._signal > 0 and self._trace > 0 else None
+
+        return scale
 
     def _add(self, gradients: Sequence[Tensor]) -> None:
         self._small += self._squared(gradients)

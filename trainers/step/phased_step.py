@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
@@ -139,17 +139,20 @@ class PhasedStep(TrainStep):
             raise ConfigError(f"{type(self.forward.task).__name__}.phases({self.number})", names, rule, fix)
         return names
 
-    def open_losses(self, steps: int) -> Losses:
+    def open_losses(self, steps: int) -> Callable[[], Losses]:
         """As TrainStep's, of all phases together, and where there are several of each in its own steps."""
-        opened = {name: phase.open_losses(steps) for name, phase in self.phases.items()}
-        of_phases = {
-            f"train_loss_{name}": (losses["train_loss"][0], self.phases[name].steps) for name, losses in opened.items()
-        }
-        whole = {
-            "train_loss": (sum(loss for loss, _ in of_phases.values()), steps),
-            WEIGHTLESS: max(losses[WEIGHTLESS] for losses in opened.values()),  # in each phase of a step, or in none
-        }
-        return whole | (of_phases if len(self.phases) > 1 else {})
+        opened = {name: phase.open_losses(phase.steps) for name, phase in self.phases.items()}
+
+        def losses() -> Losses:
+            read = {name: losses_of() for name, losses_of in opened.items()}
+            of_phases = {f"train_loss_{name}": of_phase["train_loss"] for name, of_phase in read.items()}
+            whole = {
+                "train_loss": (sum(loss for loss, _ in of_phases.values()), steps),
+                WEIGHTLESS: max(of_phase[WEIGHTLESS] for of_phase in read.values()),  # in each phase of a step, or none
+            }
+            return whole | (of_phases if len(of_phases) > 1 else {})
+
+        return losses
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """As TrainStep's."""
@@ -157,7 +160,7 @@ class PhasedStep(TrainStep):
             loss, phase.steps = losses.get(f"train_loss_{name}", losses["train_loss"])
             phase.set_losses({"train_loss": (loss, phase.steps), WEIGHTLESS: losses[WEIGHTLESS]})
 
-    def take_losses(self, steps: int) -> Losses:
+    def take_losses(self, steps: int) -> Callable[[], Losses]:
         """As TrainStep's."""
         losses = self.open_losses(steps)
         for phase in self.phases.values():

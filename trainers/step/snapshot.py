@@ -46,6 +46,7 @@ class Snapshot:
 
     def __init__(self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._held: list[tuple[str, Callable[[], dict[Any, Any]], dict[Any, Any]]] = []
         self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
         self._watched: dict[int, tuple[Tensor, int, str]] = {}
         self._copied_bytes = 0
@@ -80,6 +81,20 @@ class Snapshot:
                 words = "%s was changed by a pass that is thrown away, and is too large to be put back: %s"
                 logger.warning(words, name, "return it from the task's state_dict()")
 
+    def changed(self) -> str | None:
+        """Name something in an object or container that is another one now; tensors that changed in place are not."""
+        for name, read, before in self._held:
+            now = read()
+            for key in before.keys() | now.keys():
+                old, new = before.get(key), now.get(key)
+                if old is not new and not (isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old == new):
+                    path = f"{name}.{key}" if isinstance(key, (str, int)) else name
+                    return path.replace("._modules.", ".")
+        return None
+
+    def _hold(self, name: str, read: Callable[[], dict[Any, Any]]) -> None:
+        self._held.append((name, read, read()))
+
     def _take(self, value: Any, name: str) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
@@ -91,6 +106,7 @@ class Snapshot:
                 self._undo.append(functools.partial(np.copyto, value, value.copy()))
         elif isinstance(value, (dict, list, set, deque)):
             self._undo.append(_container_undo(value))
+            self._hold(name, functools.partial(_items, value))
             if len(value) <= _MANY:
                 self._descend(value.items() if isinstance(value, dict) else enumerate(value), name)
         elif isinstance(value, (tuple, frozenset)):
@@ -147,12 +163,14 @@ class Snapshot:
         except ValueError:  # it has no value yet
             return
         self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
+        self._hold(name, lambda: {"": cell.cell_contents})
         self._descend([("", content)], name)
 
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
             self._undo.append(_container_undo(vars(value)))
+            self._hold(name, functools.partial(_items, vars(value)))
             self._descend(vars(value).items(), name)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
@@ -182,6 +200,7 @@ class Snapshot:
     def _take_names(self, owner: type | ModuleType, name: str) -> None:
         before = _names(owner)
         self._undo.append(functools.partial(_restore_names, owner, before))
+        self._hold(name, functools.partial(_names, owner))
         self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
@@ -191,6 +210,13 @@ class Snapshot:
         if not file or package in _OURS:
             return False
         return package == self._package or not any(part in file for part in _LIBRARIES)
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    """The items of a dict, list, set or deque, past methods of a subclass."""
+    if isinstance(container, dict):
+        return dict(zip(dict.keys(container), dict.values(container), strict=True))
+    return dict.fromkeys(container) if isinstance(container, set) else dict(enumerate(container))
 
 
 def _names(owner: type | ModuleType) -> dict[str, Any]:

@@ -32,10 +32,11 @@ class CollectiveWatch(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def throwaway(forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None) -> Iterator[None]:
+def throwaway(forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None) -> Iterator[Snapshot]:
     """Restore the model, the task, the dataset and random state at the end, to the bit, and drop all gradients.
 
-    With `optimizer`, whose steps may be taken inside, its state and all parameters too. Copies are kept in host memory.
+    With `optimizer`, whose steps may be taken inside, its state and all parameters too. Copies are kept in host memory;
+    the snapshot that is given may be told of more to keep.
     Collectives of a bare module's task are answered on the rank itself: it may fail, or be alone, and nobody waits.
     """
     task, device = forward.task, forward.device
@@ -54,7 +55,7 @@ def throwaway(forward: ForwardPass, optimizer: Optimizer | None = None, dataset:
     task_state = copy.deepcopy(live)
     try:
         with contextlib.nullcontext() if wrapped or is_sharded(model) else answered_locally():
-            yield
+            yield snapshot
     finally:
         model.zero_grad(set_to_none=True)
         task.load_state_dict(task_state)  # what only the task itself can put back

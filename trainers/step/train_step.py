@@ -1,19 +1,21 @@
 """One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Optimizer
 
+from trainers.config import TrainConfig
 from trainers.data.batch import Batch
+from trainers.devices.device import to_host
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.gradient_hooks import as_real, average_present
 from trainers.model.joined_optimizer import optimizers_of
-from trainers.model.optimizer import check_groups, check_lr, warn_untrained
+from trainers.model.optimizer import check_groups, check_lr, scaled_options, warn_untrained
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
 from trainers.model.strategy import Replicated, no_sync, share_buffers
@@ -56,6 +58,10 @@ class TrainStep:
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
+        self.capture = ""
+        """What became of capturing it as a CUDA graph, in words."""
+        self.strayed = False
+        """Whether the last step took others beside it, which were thrown away."""
         self.number = 0
         """Of the next step, from 0: counted by steps of phases, which are not all alike."""
         self.copies_gradients = False
@@ -64,7 +70,9 @@ class TrainStep:
         self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
-        self._wanted_lrs = self._base_lrs
+        self._base_options = [dict(param_group) for param_group in optimizer.param_groups]
+        self.wanted_lrs = self._base_lrs
+        """The learning rate of every group."""
         self.by_hand = False
         """Whether gradients are averaged over ranks once they are complete, and not by DDP in the backward pass."""
         self._every = [*{id(one): one for one in (*forward.model.parameters(), *self._parameters)}.values()]
@@ -158,7 +166,7 @@ class TrainStep:
 
     def follow_frozen(self) -> None:
         """Take in where something has frozen or unfrozen parameters since the last step. Every rank must call it."""
-        check_groups(self.optimizer, type(self.forward.task).__name__, len(self._wanted_lrs))
+        check_groups(self.optimizer, type(self.forward.task).__name__, len(self.wanted_lrs))
         required = [parameter.requires_grad for parameter in self._every]
         if required != self._required:
             self._required = required
@@ -274,7 +282,7 @@ class TrainStep:
             old = param_group["lr"]
             # A new tensor: several groups may hold the same one.
             param_group["lr"] = torch.full_like(old, lr) if isinstance(old, Tensor) else lr
-        self._wanted_lrs = lrs
+        self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
         """Set what a scheduler says of `step`, from 0: learning rates, times `scale`, and momenta where it cycles
@@ -284,25 +292,36 @@ class TrainStep:
         for param_group, name, value in schedule.cycled(self.optimizer):
             param_group[name] = value
 
+    def set_options(self, config: TrainConfig, size: int) -> None:
+        """Set what else `lr_scaling` has for steps of another global batch size."""
+        for param_group, base in zip(self.optimizer.param_groups, self._base_options, strict=True):
+            param_group.update(scaled_options(config, size, base))
+
     def resized(self) -> None:
         """Note that steps have another number of samples from here on."""
 
     def check_lr(self) -> None:
         """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
-        check_lr(self.optimizer, type(self.forward.task).__name__, self._wanted_lrs)
+        check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
 
-    def open_losses(self, steps: int) -> Losses:
-        """Return the mean losses since they were last taken, as sums over steps and ranks, of the last `steps` steps;
-        they stay. Waits; every rank must call it.
+    def open_losses(self, steps: int) -> Callable[[], Losses]:
+        """Return a function that waits for the mean losses since they were last taken, as sums over steps and ranks, of
+        the last `steps` steps; they stay. Every rank must call it.
         """
-        return {"train_loss": (float(self.group.sum(self.loss_sum)), steps), WEIGHTLESS: (0.0, int(self.weightless))}
+        read = to_host(torch.stack([self.group.sum(self.loss_sum), self.weightless.to(self.loss_sum)]))
+
+        def losses() -> Losses:
+            loss, weightless = read()
+            return {"train_loss": (loss, steps), WEIGHTLESS: (0.0, int(weightless))}
+
+        return losses
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """Go on with what `open_losses` gave on any number of ranks."""
         self.loss_sum.fill_(losses["train_loss"][0] if self.group.rank == 0 else 0.0)
         self.weightless.fill_(losses[WEIGHTLESS][1])
 
-    def take_losses(self, steps: int) -> Losses:
+    def take_losses(self, steps: int) -> Callable[[], Losses]:
         """Return the same, and begin anew."""
         losses = self.open_losses(steps)
         self._bad_loss |= ~torch.isfinite(self.loss_sum)

@@ -1,0 +1,74 @@
+"""The loop on CUDA: between two looks nothing waits for the device, and what is read of it is read ten steps later."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.runs import CUDA, Context, Images, config
+from tests.tasks import Blobs
+from trainers.errors import DivergedError
+from trainers.loop.fit import fit
+
+pytestmark = pytest.mark.gpu
+FIRST, LAST = 110, 210  # where steps are captured, the look at them before the 101st replay is over
+
+
+class Guarded(Images):
+    """Where 100 steps of the run have begun, whatever waits for the device is an error."""
+
+    steps = 0
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.steps = step
+        if step == FIRST:
+            torch.cuda.set_sync_debug_mode("error")
+        if step == LAST:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "loaded": {"data__resident": False, "clip_grad_norm": 0.5},
+    "loader processes": {"data__num_workers": 2},
+    "fp16": {"precision": "fp16"},
+    "noise scale": {"noise_scale": True, "microbatch_size": 12},
+    "average of weights": {"ema": {"decay": 0.9}, "cuda_graphs": False},
+    "captured": {"cuda_graphs": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loop_waits_for_the_device_in_none_of_100_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Epochs of 30 steps end in between, ten agreements are made, and a window is logged every five steps."""
+    task, context = Guarded(samples=24 * 30), Context(None)
+    told: list[tuple[int, int]] = []
+    waits: list[int] = []
+
+    def take(record: dict[str, Any]) -> None:
+        if record["record"] == "train":
+            told.append((record["step"], task.steps))
+
+    context.take = take  # type: ignore[method-assign]
+    synchronize = torch.cuda.synchronize
+
+    def noted(*args: Any) -> None:  # which the debug mode does not see
+        waits.append(task.steps)
+        synchronize(*args)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", noted)
+    options = {"max_steps": LAST + 5, "log_every_steps": 5, "evaluate__every_steps": 1000} | KINDS[kind]
+    result = fit(task, config(CUDA, **options), context)
+    assert result.steps == LAST + 5
+    assert result.throughput is not None
+    assert not [step for step in waits if FIRST <= step < LAST]
+    assert [step for step, _ in told] == list(range(5, LAST + 6, 5))
+    assert all(now == min(step + 10, LAST + 5) for step, now in told), "read ten steps later, but for the last ones"
+
+
+def test_a_bad_loss_is_seen_within_twenty_steps() -> None:
+    task = Blobs(failure="nan", fail_at=11)
+    with pytest.raises(DivergedError, match="between steps 10 and 20"):
+        fit(task, config(CUDA, max_steps=60, microbatch_size=24), Context(None))
+    assert task.forwards == 30
