@@ -58,7 +58,7 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
 
 _COUNT, _MEMORY, _GPUS = r"\d+", r"\d+[KMGT]?B?", r"([\w.-]+:)?\d+(,[\w.-]+:\d+)*"
 _FORMS = {
-    "nodes": r"[\w-]+(,[\w-]+)*",
+    "nodes": r"(\d+[km]?(-\d+[km]?(:\d+)?)?)(,\d+[km]?(-\d+[km]?(:\d+)?)?)*",
     "ntasks": _COUNT,
     "ntasks-per-node": _COUNT,
     "cpus-per-task": _COUNT,

@@ -26,6 +26,7 @@ from trainers.step.microbatch import Probe
 
 CPU = torch.device("cpu")
 WIDE = 8192
+MOST = 2**24
 
 
 class Block(nn.Module):
@@ -199,19 +200,19 @@ def test_the_largest_microbatch_fits_and_no_much_larger_one(
         asked.append(size)
         return max(base + each * size for base, each in moments)
 
-    found = largest_microbatch(peak, start, capacity)
+    found = largest_microbatch(peak, start, capacity, MOST)
     if found == 0:
         assert peak(1) > capacity
     else:
         assert peak(found) <= capacity
-        assert found * 4 > 2**24 or peak(found + found // 50 + 2) > capacity
+        assert found == MOST or peak(found + found // 50 + 2) > capacity
     assert len(asked) < 60
 
 
 def test_the_page_says_what_each_precision_and_mode_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_forecast, "largest_microbatch", lambda peak, start, capacity: 1000)
+    monkeypatch.setattr(memory_forecast, "largest_microbatch", lambda peak, start, capacity, most: 1000)
     file = tmp_path / "train.yaml"
     changes = {"task": "tests.unit.test_memory_forecast:Tied", "precision": "bf16"}
     file.write_text(yaml.safe_dump(tree(tmp_path, **changes)))
@@ -221,6 +222,11 @@ def test_the_page_says_what_each_precision_and_mode_takes(
     (own,) = [line for line in rows if line.startswith("*")]
     assert own.split()[1:5] == ["bf16,", "fp16,", "fp8", "full"]
     assert not (tmp_path / "runs").exists(), "nothing is written"
+
+
+def test_samples_that_have_to_be_read_are_not_read_by_the_million(tmp_path: Path) -> None:
+    rows = [line for line in memory_page(make(tmp_path, task=f"{__name__}:Text"), "H100 80GB") if " MiB" in line]
+    assert [line.endswith("4,096 or more") for line in rows] == [True] * 3
 
 
 def test_a_mode_that_finds_no_block_is_left_out_and_a_card_may_be_too_small(tmp_path: Path) -> None:

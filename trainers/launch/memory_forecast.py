@@ -53,6 +53,8 @@ _KNOWN, _CHECKED = (2, 3), 7
 """Samples of the batches whose shapes say those of any other, and of one that shows whether they do."""
 _WIDER = 4
 _MOST_SAMPLES = 2**24
+_MOST_READ = 2**12
+"""The same of samples that have to be read to know their shapes, as text."""
 
 
 def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
@@ -94,7 +96,7 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
                 continue
             sizes = (found.parameters, found.gradients, found.optimizer, found.activations, found.peak)
             figures = "".join(f"{f'{number / 2**20:,.1f} MiB':>14}" for number in sizes)
-            yield f"{'*' if is_own else ' '} {', '.join(names):22}{mode:12}{figures}   {_between(largest)}"
+            yield f"{'*' if is_own else ' '} {', '.join(names):22}{mode:12}{figures}   {largest}"
     yield "* the configuration's own"
     for rule, modes in left_out.items():
         yield f"Without `activation_checkpointing: {' | '.join(modes)}`, which {rule}."
@@ -114,12 +116,13 @@ def _combinations(device: torch.device) -> Iterator[tuple[tuple[str, ...], str, 
 
 def _forecast(
     make_task: Callable[[], Task], config: TrainConfig, train: Dataset[Any], group: Group, size: int, capacity: int
-) -> tuple[Forecast, int]:
-    """Return what steps of microbatches of `size` samples take, and the largest microbatch that fits."""
+) -> tuple[Forecast, str]:
+    """Return what steps of microbatches of `size` samples take, and the largest microbatch that fits, in words."""
     try:
         forecaster = Forecaster(make_task, config, train, group)
         found = forecaster(size)
-        return found, largest_microbatch(lambda other: forecaster(other).peak, size, capacity)
+        most = max(size, forecaster.most)
+        return found, _between(largest_microbatch(lambda other: forecaster(other).peak, size, capacity, most), most)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         rule = f"goes by the values of tensors ({error}), which a prediction does not have"
         fix = "train some steps: what they take is in the result"
@@ -140,9 +143,11 @@ def _free_bytes(device: torch.device) -> int:
     return total_memory_bytes(device)
 
 
-def _between(largest: int) -> str:
+def _between(largest: int, most: int) -> str:
     if largest == 0:
         return "none: a single sample takes more"
+    if largest == most:
+        return f"{largest:,} or more"
     return f"{largest:,} ({int(largest * (1 - ERROR)):,} to {int(largest * (1 + ERROR)):,})"
 
 
@@ -183,6 +188,11 @@ class Forecaster:
         self._gradients = sum(local(parameter).nbytes for parameter in parameters if parameter.requires_grad)
         self._share = -(-config.batch_size // group.world_size)
 
+    @property
+    def most(self) -> int:
+        """The largest microbatch that is looked for."""
+        return _MOST_READ if self._probe.reads else _MOST_SAMPLES
+
     def __call__(self, microbatch_size: int) -> Forecast:
         """Take the first two steps of this microbatch size."""
         optimizer, meter = self._probe.optimizer, self._meter
@@ -213,6 +223,11 @@ class _FakeProbe(Probe):
         device = self.forward.device
         fakes = map_tensors(lambda tensor: torch.empty(next(shapes), dtype=tensor.dtype, device=device), like)
         return self.forward.task.transform(fakes, True)
+
+    @property
+    def reads(self) -> bool:
+        """Whether the shapes of a batch are known only by its samples."""
+        return self._few[1] is None
 
     @functools.cached_property
     def _few(self) -> tuple[Batch, tuple[_Shapes, _Shapes] | None]:
@@ -262,8 +277,8 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int) -> int:
-    """Return the largest microbatch whose peak is at most `capacity` bytes, to within 1 %, and at most some millions;
+def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int, most: int) -> int:
+    """Return the largest microbatch whose peak is at most `capacity` bytes, to within 1 %, and at most `most` samples;
     0 where a single sample takes more. It is searched from `start` on.
 
     A peak is the largest of several moments, each linear in the size: a line between two sizes lies above it, so that
@@ -272,14 +287,14 @@ def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int) ->
     fits, fits_bytes = 0, 0
     above: tuple[int, int] | None = None
     size = start
-    while size <= _MOST_SAMPLES:
+    while fits < most:
         taken = peak(size)
         if taken <= capacity:
             fits, fits_bytes = size, taken
         else:
             above = (size, taken)
         if above is None:
-            size *= _WIDER
+            size = min(size * _WIDER, most)
         elif fits == 0:
             if size == 1:
                 break
