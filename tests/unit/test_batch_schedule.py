@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from tests.unit.test_ema import states
 from tests.unit.test_loop import Context, Tiny, check_resume
 from tests.unit.test_loop import config as tiny_config
 from trainers.config import TrainConfig
@@ -146,15 +148,20 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
 
 
 class Watching(Tiny):
-    """Notes the options of every step."""
+    """Notes the options of every step, and a weight before the first and after each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = []
+        self.seen: list[tuple[Any, ...]] = []
+        self.weights: list[Tensor] = []
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        self.weights.append(model.state_dict()["0.weight"].clone())
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
         made = super().optimizer(model, config)
         (group,) = made.param_groups
+        self.weights = [model.state_dict()["0.weight"].clone()]
         made.register_step_pre_hook(
             lambda *_: self.seen.append(tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay")))
         )
@@ -174,6 +181,11 @@ def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path: Path
     expected = [alone[batches.size(step)] for step in range(result.steps)]
     assert task.seen[-result.steps :] == expected, "before them the probe's"
     assert len(set(expected)) == 3
+    average = task.weights[0]
+    for step, weight in enumerate(task.weights[1:]):
+        kept = 0.9 ** (batches.size(step) / 5)
+        average = kept * average + (1 - kept) * weight
+    torch.testing.assert_close(states(tmp_path)[-1]["model"]["0.weight"], average)
 
 
 def test_a_run_does_not_go_on_under_another_schedule(tmp_path: Path) -> None:

@@ -42,6 +42,14 @@ REFUSED = [
     ({"task": "../evil:Task"}, "task"),
     ({"name": "../up"}, "name"),
     ({"precision": "fp16-pure"}, "optimizer.eps"),
+    (
+        {
+            "precision": "fp16-pure",
+            "optimizer": {"lr": 0.1, "eps": 1e-7},
+            "lr_scaling": {"rule": "sde", "base_batch_size": 1},
+        },
+        "optimizer.eps",
+    ),
     ({"precision": "fp8"}, "compile"),
     ({"precision": "fp8", "device": "cpu"}, "precision"),
     ({"fullgraph": True}, "fullgraph"),
