@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -23,18 +23,18 @@ sweep: install
 # Files of which `test` runs nothing, and whose imports take seconds.
 SLOW := tests/unit/test_tracking_clients.py tests/unit/test_recipes_transformers.py tests/unit/test_recipes_tuning.py
 
-# What a change is likely to break, in about five minutes on two cores; `test-all` is all there is.
+# What a change is likely to break, in about five minutes on two cores; `test-all` is all there is. Two processes compute;
+# one more has Ray's cluster, and mostly waits.
 test: install
-	@echo "=== 1 of 2: plain Python, in two processes"
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit $(SLOW:%=--ignore=%)
-	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands tests/contract
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
+# One more process has the lab, which mostly waits, too (it is skipped without root).
 test-all: install
-	@echo "=== 1 of 2: plain Python, in two processes; in two more the lab, which mostly waits (skipped without root)"
-	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/lab tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands tests/contract
+	@echo "=== 1 of 2: all but what needs a GPU"
+	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/on_ray tests/lab tests/distributed tests/faults tests/commands tests/contract $(SLOW) tests/unit tests/gpu benchmarks/tests
+	@echo "=== 2 of 2: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
+	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
+	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
 
 # What the code uses of Ray, a sweep, a training and a drop-in sweep with another Ray, in an environment of its own (6 GB,
 # minutes): `make ray-contract RAY=2.55.0`. The range is in pyproject.toml.
@@ -49,6 +49,22 @@ build/ray-contract-%/installed: pyproject.toml constraints.txt
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples]' \
 	  pytest pytest-timeout psutil
+	@touch $@
+
+# What needs a GPU, on a CUDA that needs none, with another torch in an environment of its own (6 GB, minutes):
+# `make gpu-fake TORCH=2.11.0`. The range is in pyproject.toml; tests/fake_cuda says what cannot be seen there.
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+FAKE := build/gpu-fake-$(TORCH)
+gpu-fake: $(FAKE)/installed
+	$(FAKE)/bin/python -m tests.fake_cuda -m pytest -m gpu -n 2 tests/gpu
+
+# All that comes with a torch goes by that torch.
+build/gpu-fake-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed -E '/^(torch|torchvision|triton|cuda-.*|nvidia-.*)==/d' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples,bert]' \
+	  torch==$* 'nvidia-cuda-cccl<14' pytest pytest-timeout pytest-xdist psutil
 	@touch $@
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;
@@ -95,6 +111,8 @@ gpu:
 # The pages that come from the code and from benchmarks/results/.
 docs: install
 	for page in config commands api benchmarks; do $(BIN)/python docs/make.py $$page > docs/$$page.md || exit 1; done
+	$(BIN)/python docs/make.py train > trainers/schema.json
+	$(BIN)/python docs/make.py sweep > tune/schema.json
 
 # build/site, for any web server: `python3 -m http.server -d build/site`.
 site: install

@@ -1,6 +1,7 @@
 """Write the pages of docs/ that come from the code; a test checks that they are current.
 
-Run as: python docs/make.py [config | commands | api | benchmarks] > docs/config.md        (make docs writes all four)
+Run as: python docs/make.py [config | commands | api | benchmarks] > docs/config.md        (make docs writes all)
+        python docs/make.py [train | sweep] > trainers/schema.json    (tune/schema.json)
 """
 
 from __future__ import annotations
@@ -157,15 +158,32 @@ def _text(value: Any) -> str:
 
 def benchmarks() -> str:
     """The newest kept figures of each benchmark."""
+    return str(_beside("figures").page())
+
+
+def train() -> str:
+    """The schema of train.yaml."""
+    return str(_beside("schemas").train())
+
+
+def sweep() -> str:
+    """The schema of sweep.yaml."""
+    return str(_beside("schemas").sweep())
+
+
+def _beside(name: str) -> Any:
+    """A module of this folder."""
     sys.path.insert(0, str(Path(__file__).parent))
     try:
-        return str(importlib.import_module("figures").page())
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
 
 
 PAGES = {page.__name__: page for page in (config, commands, api, benchmarks)}
 """What writes docs/NAME.md."""
+SCHEMAS = {"trainers/schema.json": train, "tune/schema.json": sweep}
 
 if __name__ == "__main__":
-    print(PAGES[sys.argv[1] if len(sys.argv) > 1 else "config"](), end="")
+    makers = PAGES | {maker.__name__: maker for maker in SCHEMAS.values()}
+    print(makers[sys.argv[1] if len(sys.argv) > 1 else "config"](), end="")

@@ -55,6 +55,7 @@ def build(target: Path) -> int:
     for name in names:
         (target / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
         (target / "pages" / name).write_text(copied(name, (ROOT / name).read_text(), target / "pages"))
+    shutil.copy(ROOT / "llms.txt", target / "pages")
     (target / "mkdocs.yml").write_text(settings)
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", "mkdocs.yml"]
     return subprocess.run(command, cwd=target, check=False).returncode

@@ -1,13 +1,11 @@
-"""Fixtures of the whole suite: one Ray cluster, commands as a user types them, and nothing left behind."""
+"""Fixtures of the whole suite: commands as a user types them, and nothing left behind."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     import psutil
 
 REPOSITORY = Path(__file__).parent.parent
+OWN_RAY = ("test_embedded.py", "test_first_script.py", "test_ray_scripts.py")
+"""The files of tests/on_ray whose commands start clusters of their own."""
 
 # The suite's environment is a new user's: nothing of Ray's, Python's or ours is set, whoever runs it.
 _USERS_OWN = ("RAY_", "TUNE_", "PYTHON", "PACELINE_")
@@ -50,14 +50,14 @@ multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ign
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadfile`, the files on Ray's cluster are one: it is started once, and has a process for itself.
 
-    So are a cloud and Slurm, which wait one after the other.
+    So are those of the lab: a machine has the memory for one at a time.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             folder, file = nodeid.partition("::")[0].rsplit("/", 1)
-            is_one = folder == "tests/on_ray" or file in ("test_aws.py", "test_slurm.py")
+            is_one = folder in ("tests/on_ray", "tests/lab") and file not in OWN_RAY
             return folder if is_one else str(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
@@ -160,55 +160,11 @@ def command() -> Command:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The session's Ray cluster: `ray start --head` on this machine."""
+    """The Ray cluster of tests/on_ray: `ray start --head` on this machine."""
 
     address: str
     dashboard: str
     directory: Path
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """One cluster for the whole session, in a directory that goes with it."""
-    import psutil
-
-    directory = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
-    gcs_port, dashboard_port = free_port(), free_port()
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        # What looks at all files and processes does so twice a second and once a minute, not always.
-        "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
-        "REPORTER_UPDATE_INTERVAL_MS": "60000",
-        # A killed node is missed after five looks, else three seconds apart; a slow one has as long as ever.
-        "RAY_health_check_period_ms": "1000",
-    }
-    # fmt: off
-    head = subprocess.Popen(
-        ["setpriv", "--pdeathsig=TERM",  # also where a test that hangs has ended this process
-         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
-         "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
-         f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={directory}", "--disable-usage-stats",
-         "--include-log-monitor=true"],
-        env=environment, stdout=(directory / "head.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-    )
-    # fmt: on
-    try:
-        log = directory / "head.log"
-        until(lambda: "Ray runtime started" in log.read_text(), log.read_text)
-        with pytest.MonkeyPatch.context() as patch:
-            # A Python for each group of workers that only watches for drained nodes; the lab's hosts are drained.
-            patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-            yield Cluster(f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory)
-    finally:
-        family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
-        head.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=3)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        head.wait()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def free_port() -> int:
@@ -216,28 +172,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="session")
-def driver(cluster: Cluster) -> Iterator[Any]:
-    """This process as a driver of the session's cluster."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", cluster.address)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield ray
-        ray.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test leaves reserved would let the next ones wait forever, and nobody would know why."""
-    yield
-    ray: Any = sys.modules.get("ray")
-    if "driver" in request.fixturenames and ray is not None and ray.is_initialized():
-        until(
-            lambda: ray.available_resources().get("CPU", 0.0) >= ray.cluster_resources()["CPU"],
-            lambda: f"all of the cluster's CPUs free, only {ray.available_resources().get('CPU', 0.0):g}",
-            within_s=120,
-        )

@@ -17,7 +17,6 @@ A block of `python` or `yaml` whose first line is a comment with a file's name i
 import itertools
 import re
 import runpy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.specs import REPOSITORY
@@ -41,7 +40,7 @@ KEYS = {**keys_of(TrainConfig), **keys_of(SweepConfig)}
 LANGUAGES = ("sh", "console", "python", "yaml", "json", "toml", "diff", "mermaid", "text")
 """What a fence may say; `text` is output."""
 SITE = runpy.run_path(str(REPOSITORY / "docs/pages.py"))
-pages: Callable[[], list[str]] = SITE["pages"]
+pages = SITE["pages"]
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 _COMMENT = re.compile(r"<!-- (not run|run by)(?: \(([^)]+)\))?:? (.+?) -->")
 
@@ -97,8 +96,8 @@ class Block:
 def blocks(page: str, text: str | None = None) -> list[Block]:
     """The code blocks of a page, in their order."""
     lines = (text if text is not None else (REPOSITORY / page).read_text()).splitlines()
-    found: list[Block] = []
-    fates: list[Fate] = []
+    found = []
+    fates = []
     number = 0
     while number < len(lines):
         line = lines[number]

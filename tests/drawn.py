@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import HealthCheck, settings
 
-_BOTH: dict[str, Any] = {"database": None, "suppress_health_check": list(HealthCheck)}
+_BOTH = {"database": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("suite", max_examples=60, derandomize=True, deadline=None, **_BOTH)
 settings.register_profile("faults", max_examples=2500, deadline=5000, **_BOTH)
 settings.load_profile("suite")

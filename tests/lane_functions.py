@@ -14,7 +14,7 @@ from ray import tune
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-FOUND: list[int] = []
+FOUND = []
 
 
 def train(config: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ from tests.tasks import Blobs
 
 COUNT = 0
 """Module state, as careless tasks keep it."""
-LEAKED: list[Any] = []
-POISON: dict[str, Callable[[], object]] = {
+LEAKED = []
+POISON = {
     "umask": lambda: os.umask(0o777),
     "priority": lambda: os.nice(5),
     "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),

@@ -37,14 +37,19 @@ def after(section: str, directory: Path) -> None:
 
 
 def patched(text: str, hunks: str) -> str:
-    """Apply hunks, one after the other; the old lines of each must be in the text exactly once."""
+    """Apply hunks, one after the other; the old lines of each must be in the text exactly once.
+
+    A removed line of three dots stands for any lines.
+    """
     text = "\n" + text
     for hunk in re.split(r"^@@\n", hunks, flags=re.MULTILINE)[1:]:
         lines = [line or " " for line in hunk.splitlines()]
         assert {line[0] for line in lines} <= set(" -+"), hunk
-        old, new = ("".join(f"\n{line[1:]}" for line in lines if line[0] in (" ", sign)) for sign in "-+")
-        assert text.count(f"{old}\n") == 1, f"not in the script, or more than once:{old}"
-        text = text.replace(f"{old}\n", f"{new}\n")
+        before = (line for line in lines if line[0] in " -")
+        old = "".join(r"(?:\n.*)*?" if line.split() == ["-", "..."] else re.escape(f"\n{line[1:]}") for line in before)
+        new = "".join(f"\n{line[1:]}" for line in lines if line[0] in " +")
+        text, found = re.subn(f"{old}(?=\n)", lambda _, new=new: new, text)
+        assert found == 1, f"not in the script, or more than once:{hunk}"
     return text[1:]
 
 

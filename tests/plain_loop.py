@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,15 +47,28 @@ class Plain(Task):
         return F.mse_loss(outputs, batch[1])
 
 
+class Coder(nn.Sequential):
+    """With a way in beside forward."""
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        return self[1](self[0](inputs))  # type: ignore[no-any-return]
+
+
 class Bypassing(Plain):
-    """Calls the module that it has kept, all of it or a part, or what is in the given one."""
+    """Calls the module that it has kept, all of it or a part, or methods and parts of the given one."""
 
     def __init__(self, way: str) -> None:
         self.way = way
 
+    def model(self) -> nn.Module:
+        self.net = Coder(*super().model())  # type: ignore[misc]
+        return self.net
+
     def forward(self, model: nn.Module, batch: Any) -> Any:
         if self.way == "kept":
             return self.net(batch[0])
+        if self.way == "method":
+            return model[2](model.encode(batch[0]))  # type: ignore[index, operator]
         if self.way == "module":
             return getattr(model, "module", model)[2](self.net[1](self.net[0](batch[0])))
         if self.way == "without a gradient":
@@ -73,7 +85,7 @@ class Bypassing(Plain):
         return super().loss(self.net(outputs) if self.way == "in loss" else outputs, batch)
 
 
-BYPASSES = ("kept", "module", "without a gradient", "in loss", "part", "twice")
+BYPASSES = ("kept", "module", "method", "without a gradient", "in loss", "part", "twice")
 
 
 class Scale(nn.Module):
@@ -229,9 +241,11 @@ class Centred(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2).double()
+        self.queue: Any = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not hasattr(self, "queue"):
+        if self.queue is None:
+            del self.queue
             self.register_buffer("queue", torch.zeros(0, dtype=torch.float64))
         if self.training and len(self.queue) < 5:
             self.queue = torch.cat([self.queue, torch.ones(1, dtype=torch.float64)])
@@ -269,11 +283,11 @@ class Case:
     def config(self) -> TrainConfig:
         """Five steps of it."""
         microbatch = min(self.microbatch, self.batch)
-        changes: dict[str, Any] = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
+        changes = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
         return configured(**changes, microbatch_size=microbatch, clip_grad_norm=self.clip, optimizer=OPTIMIZERS["sgd"])
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS = {
     "sgd": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01},
     "nesterov": lambda parameters: SGD(parameters, 0.05, momentum=0.8, nesterov=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, 0.01, amsgrad=True),
@@ -337,7 +351,7 @@ class Drawn(Plain):
         self.dtype = torch.float32 if case.single else torch.float64
 
     def model(self) -> nn.Module:
-        nets: dict[str, Callable[[], nn.Module]] = {
+        nets = {
             "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5)),
             "conv": lambda: nn.Sequential(
                 nn.Unflatten(1, (1, 6)),
@@ -379,7 +393,7 @@ class Drawn(Plain):
         return self.each(batch).sum()
 
 
-KINDS: dict[str, Callable[[], Task]] = {
+KINDS = {
     "plain": Plain,
     **{f"bypassing {way}": lambda way=way: Bypassing(way) for way in BYPASSES},
     **{f"learned {way}": lambda way=way: Learned(way) for way in ("module", "made late", "tensor", "two")},
@@ -409,7 +423,7 @@ def in_a_plain_loop(task: Task, config: TrainConfig) -> dict[str, Tensor]:
         model(rows("train").tensors[0][:1])
     optimizer = task.optimizer(model, config)
     optimizers = [*optimizer.values()] if isinstance(optimizer, dict) else [optimizer]
-    data: Any = task.dataset("train")
+    data = task.dataset("train")
     step = epoch = 0
     steps, size = config.max_steps or 0, config.global_batch_size or 0
     while step < steps:

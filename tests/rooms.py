@@ -3,8 +3,8 @@
 Run as:
     python -m tests.rooms       (the drawing in docs/architecture.md)
 
-A room is a folder of a package, or a file directly in it. Imports inside functions and under TYPE_CHECKING count like
-all others.
+A room is a folder of a package, or a file directly in it; a floor is a few rooms with one purpose. Imports inside
+functions and under TYPE_CHECKING count like all others.
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers: redaction output errors terminal causes json_data storage lease versions context config command_line
-trainers: devices data
-trainers: model task
-trainers: arrow measure step
-trainers: checkpoint loop launch explain tracking on_ray inference start __main__
-cluster: finding spot files rules health __main__
-tune: objective config trials search ray_internals forks lanes ray report sweeps watch __main__
+trainers base: redaction output errors terminal causes json_data storage lease versions context config command_line
+trainers data: devices data arrow
+trainers model: model task
+trainers step: measure step
+trainers checkpoint: checkpoint
+trainers loop: loop
+trainers launch: launch on_ray
+trainers commands: explain tracking inference start __main__
+cluster files: finding spot files rules
+cluster health: health __main__
+tune search: objective config trials search
+tune lanes: ray_internals forks lanes ray
+tune report: report
+tune sweeps: sweeps watch __main__
 """
+FLOORS = {
+    line.partition(": ")[0].replace(" ", "."): line.partition(": ")[2].split() for line in _ORDER.strip().splitlines()
+}
+"""The rooms of each floor, both lowest first; docs/architecture.md draws the floors and names their rooms."""
 ORDER = {
-    package: [
-        room for line in _ORDER.split("\n") if line.startswith(f"{package}:") for room in line.partition(":")[2].split()
-    ]
+    package: [room for floor, rooms in FLOORS.items() if floor.startswith(f"{package}.") for room in rooms]
     for package in PACKAGES
 }
-"""The rooms of each package, lowest first, as docs/architecture.md draws them."""
+"""The rooms of each package, lowest first."""
 WITH_RAY = (
     "trainers/on_ray/",
     "cluster/health/",
@@ -129,22 +138,31 @@ def ray_internals_in(path: Path) -> set[str]:
     return {name for name in imported_modules(path) | reads if _INTERNAL.match(name)}
 
 
+def floor_arrows(files: Arrows) -> dict[str, set[str]]:
+    """Which floors import which."""
+    floor_of = {f"{floor.partition('.')[0]}.{room}": floor for floor, rooms in FLOORS.items() for room in rooms}
+    arrows: dict[str, set[str]] = {floor: set() for floor in FLOORS}
+    for room, targets in room_arrows(files).items():
+        floor = floor_of[room]
+        arrows[floor] |= {floor_of[target] for target in targets} - {floor}
+    return arrows
+
+
 def mermaid(files: Arrows) -> str:
-    """All rooms as a Mermaid flowchart, without the arrows that follow from others."""
-    rooms = room_arrows(files)
+    """All floors as a Mermaid flowchart, without the arrows that follow from others."""
+    arrows = floor_arrows(files)
     below: dict[str, set[str]] = {}
-    for room in TopologicalSorter(rooms).static_order():
-        below[room] = rooms[room].union(*(below[target] for target in rooms[room]))
+    for floor in TopologicalSorter(arrows).static_order():
+        below[floor] = arrows[floor].union(*(below[target] for target in arrows[floor]))
     lines = ["flowchart TD"]
     for package in reversed(PACKAGES):
+        own = [floor for floor in reversed(FLOORS) if floor.startswith(f"{package}.")]
         lines.append(f"    subgraph {package}")
-        own = [room for room in reversed(ORDER[package]) if f"{package}.{room}" in rooms and room != "__main__"]
-        lines += [f"        {package}.{room}[{room}]" for room in own]
-        for room in own:
-            targets = rooms[f"{package}.{room}"]
-            shown = {target for target in targets if not any(target in below[other] for other in targets)}
-            inside = [one for one in reversed(ORDER[package]) if f"{package}.{one}" in shown]
-            lines += [f"        {package}.{room} --> {package}.{one}" for one in inside]
+        lines += [f"        {floor}[{floor.partition('.')[2]}]" for floor in own]
+        for floor in own:
+            followed = set[str]().union(*(below[target] for target in arrows[floor]))
+            shown = [target for target in own if target in arrows[floor] - followed]
+            lines += [f"        {floor} --> {target}" for target in shown]
         lines.append("    end")
     lines += [f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(PACKAGES)]
     return "\n".join(lines)

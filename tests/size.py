@@ -45,7 +45,7 @@ def size(files: list[Path]) -> Size:
     num_tokens = 0
     num_lines = 0
     for file in files:
-        lines = set[int]()
+        lines = set()
         for token in code_tokens(file.read_text()):
             num_tokens += 1
             lines.update(range(token.start[0], token.end[0] + 1))
@@ -71,7 +71,7 @@ def docstring_lines(tree: ast.Module) -> Iterator[int]:
 
 def with_one_importer() -> list[str]:
     """Return the modules that one other imports, and no more: pieces of somebody else's file."""
-    importers = defaultdict[str, set[str]](set)
+    importers = defaultdict(set)
     for module, imported in file_arrows().items():
         for name in imported:
             importers[name].add(module)

@@ -13,7 +13,7 @@ from trainers.storage import Storage
 
 REPOSITORY = Path(__file__).parent.parent
 
-BASE: dict[str, Any] = {
+BASE = {
     "task": "tests.tasks:Blobs",
     "task_dir": str(REPOSITORY),
     "max_steps": 30,
@@ -58,5 +58,4 @@ def evaluations(spec: RunSpec) -> list[dict[str, float]]:
 def whole_state(run: Storage, step: int) -> dict[str, Any]:
     """The state that a run's checkpoint of a step holds, whole, however many ranks have written it."""
     state, rows = Archive(run).read_state(folder_name(step))
-    filled: dict[str, Any] = rows.fill(state) if rows is not None else state
-    return filled
+    return rows.fill(state) if rows is not None else state

@@ -83,7 +83,6 @@ class Blobs(Task):
 
     def _is_alone(self, count: int) -> bool:
         """Whether one lane has set up so many tasks, and no other any."""
-        assert self.pids is not None
         found = self.pids.read_text().split()
         return len(found) >= count and len(set(found)) == 1
 

@@ -34,8 +34,7 @@ def mlflow_runs(uri: str, experiment: str, scratch: Path) -> dict[str, Kept]:
 
     client = MlflowClient(uri)
     found = client.get_experiment_by_name(experiment)
-    assert found is not None
-    runs: dict[str, Kept] = {}
+    runs = {}
     for run in client.search_runs([found.experiment_id]):
         id_, tags = run.info.run_id, run.data.tags
         curves = {
@@ -74,9 +73,9 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 def wandb_runs(directory: Path) -> dict[str, Kept]:
     """Offline runs by name; the files of all starts of one id are one run."""
-    runs: dict[str, Kept] = {}
+    runs = {}
     for file in sorted(directory.glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
-        kept: Kept | None = None
+        kept = None
         for record in wandb_records(file):
             kind = record.WhichOneof("record_type")
             if kind == "run":
@@ -102,7 +101,7 @@ def trackio_runs(project: str) -> dict[str, Kept]:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    runs: dict[str, Kept] = {}
+    runs = {}
     for run in trackio.Api().runs(project):
         config = dict(run.config or {})
         kept = runs[run.name] = Kept(run.id, params=config, parent=config.get("_Group"))

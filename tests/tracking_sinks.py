@@ -16,10 +16,10 @@ class Told(Sink):
 
     def __init__(self, project: str | None = None, storage: Storage | None = None) -> None:
         super().__init__(project, storage or Storage("/nowhere"))
-        self.runs: list[TrackedRun] = []
-        self.rows: list[Row] = []
-        self.ends: list[tuple[str, str]] = []
-        self.files: dict[str, bytes] = {}
+        self.runs = []
+        self.rows = []
+        self.ends = []
+        self.files = {}
 
     def start(self, run: TrackedRun) -> str:
         self.runs.append(run)

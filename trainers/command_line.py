@@ -171,10 +171,18 @@ def run(
     def command(word: str) -> Command:  # those that are not asked for are not made: their models take 10 ms each
         return Command(f"{call} {word}".rstrip(), functions[word], config)
 
+    if args == ["--schema"] and config is not None:
+        package = call.rpartition(" ")[2]
+        print((Path(__file__).parent.parent / package / "schema.json").read_text(), end="")
+        return 0
     if not args or {"-h", "--help"} & set(args):
         about, _, exit_codes = (doc or "").strip().rpartition("\n\n")
         shown = [command(name).help()] if name else [about, *(command(word).help() for word in functions)]
-        print(*shown, exit_codes, *([reference(config)] if config and not name else []), sep="\n\n")
+        if config is not None and not name:
+            exit_codes += (
+                f"\n\n`{call} --schema` prints the JSON schema of its file, for editors.\n\n{reference(config)}"
+            )
+        print(*shown, exit_codes, sep="\n\n")
         return 0 if args else 2
     is_unknown = not name and bool("" not in functions or nearest(args[0], functions, cutoff=0.8))
     chosen = None if is_unknown else command(name)

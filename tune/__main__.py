@@ -114,23 +114,27 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
 
 
 def _show(result: SweepResult, output: Output) -> int:
-    """Print the table, the sentence and where things are."""
+    """Print the table, the answer and where things are."""
     from rich.console import Console
 
     code = 0 if result.best_yaml is not None else 1
-    lines = [result.answer.sentence]
+    answer = result.answer
+    lines = [answer.text]
     if result.best_yaml is not None:
         lines.append(f"best.yaml:   {result.best_yaml}   (python -m trainers ... trains it)")
     lines.append(f"report.html: {result.report}")
     if not (output.quiet or output.as_json):
         console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-        console.print(result.table())
+        console.print(result.table(console.width))
     output.result(
         "\n".join(lines),
-        lines[0],
+        answer.line,
         {
             "status": "done" if code == 0 else "error",
-            "sentence": result.answer.sentence,
+            "answer": answer.line,
+            "throughput": answer.fastest,
+            "largest_batch": answer.largest,
+            "doubts": [asdict(doubt) for doubt in answer.doubts],
             "trials": Counter(record.status for record in result.records),
             "best": None if result.best is None else asdict(result.best),
             "best_yaml": result.best_yaml,

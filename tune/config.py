@@ -12,7 +12,7 @@ from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
 from trainers.errors import MISSING, ConfigError
-from tune.objective import TO_TARGET, Objective
+from tune.objective import MEASURED, TO_TARGET, Objective
 
 MOST_TRIALS = 10_000
 
@@ -30,12 +30,22 @@ class Range(Settings):
     """Whole numbers from here, evenly in the logarithm: for batch sizes."""
     max: Positive | None = Field(default=None)
     """Whole numbers up to here, included."""
+    around: Annotated[float, Field(gt=0)] | Literal["run"] | None = Field(
+        default=None, examples=[0.001], json_schema_extra={"rule": "must be a number above 0"}
+    )
+    """A number, its neighbours by 2, and further ones until the best has a worse one on either side, for each
+    combination of the other values; the word `around` alone begins with the run's own number."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, given: Any) -> Any:
+        return {"around": "run"} if given == "around" else given
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = self.model_dump(exclude_none=True)
-        if set(given) not in ({"uniform"}, {"loguniform"}, {"choice"}, {"min", "max"}):
-            rule = "must be exactly one of uniform, loguniform, choice, or min with max"
+        if set(given) not in ({"uniform"}, {"loguniform"}, {"choice"}, {"min", "max"}, {"around"}):
+            rule = "must be exactly one of uniform, loguniform, choice, around, or min with max"
             raise ConfigError("", given, rule, "write for example {loguniform: [1e-4, 1e-2]}")
         fix = "write the smaller number first"
         low, high = self.uniform or (1.0, 2.0)
@@ -45,11 +55,19 @@ class Range(Settings):
         self.refuse_if((self.min or 1) >= (self.max or 2), "max", f"must be greater than min ({self.min})", "raise it")
         return self
 
+    @property
+    def start(self) -> float:
+        """The number that `around` begins with."""
+        assert isinstance(self.around, float)
+        return self.around
+
 
 def sample_values(values: list[Any] | Range) -> list[Any]:
-    """Return a list's values, or of a range its choices or its two ends."""
+    """Return a list's values, or of a range its choices, its two ends, or the first that are tried."""
     if isinstance(values, list):
         return values
+    if values.around:
+        return [values.start, 2 * values.start, values.start / 2]
     return values.uniform or values.loguniform or values.choice or [values.min, values.max]
 
 
@@ -104,9 +122,10 @@ class SweepConfig(Settings):
     space: dict[str, list[Any] | Range] = Field(
         min_length=1,
         examples=[{"global_batch_size": [32, 64, 128]}],
-        json_schema_extra={"rule": "must be a list of values, or a range such as {loguniform: [1e-4, 1e-2]}"},
+        json_schema_extra={"rule": "must be a list of values, around, or a range such as {loguniform: [1e-4, 1e-2]}"},
     )
-    """Dotted keys of the run and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""
+    """Dotted keys of the run and their values: a list, {uniform|loguniform|choice: ...} or {min, max}; `optimizer.lr:
+    around` for each batch size the rate of `lr_scaling` and its neighbours by 2, until the best is inside."""
     objective: Objective = Field(default_factory=lambda: Objective(metric="val_loss"))
     """What the best trial is best at."""
     search: Literal["grid", "random", "optuna"] = Field(default="grid")
@@ -148,13 +167,29 @@ class SweepConfig(Settings):
         for key, values in self.space.items():
             if values == []:
                 raise ConfigError(f"space.{key}", values, "has no values", "list at least one")
-            needs_list = self.search == "grid" and not isinstance(values, list)
+            is_grid, is_around = self.search == "grid", key in self._all_around
+            needs_list = is_grid and not is_around and not isinstance(values, list)
             self.refuse_if(needs_list, "search", f"needs a list of values for space.{key}", "set `search: random`")
+            self.refuse_if(
+                is_around and not is_grid, "search", f"draws, and space.{key} is around", "set `search: grid`"
+            )
         rule = f"says how many trials search {self.search} makes"
         unlimited = self.search != "grid" and self.budget.trials is None
         self.refuse_if(unlimited, "budget.trials", rule, "add `trials: 20`")
         lists = [len(values) for values in self.space.values() if isinstance(values, list)]
         trials = math.prod(lists) if self.search == "grid" else sum(lists)
+        if len(self._all_around) > 1:
+            rule, fix = f"is around, and so is {self._all_around[0]}", "list the values of one of the two"
+            raise ConfigError(f"space.{self._all_around[1]}", MISSING, rule, fix)
+        is_repeated = self.around is not None and "seed" in self.space
+        fix = "remove it, or list the values of both"
+        self.refuse_if(is_repeated, "space", f"would search {self.around} around anew for each seed", fix)
+        is_cost = (
+            self.around is not None and self.objective.metric in MEASURED and self.objective.metric not in TO_TARGET
+        )
+        self.refuse_if(
+            is_cost, "objective.metric", f"does not tell which {self.around} is best", "name a metric of learning"
+        )
         if trials > MOST_TRIALS:
             rule, fix = f"makes {trials} trials, more than {MOST_TRIALS}", "list fewer values, or set `search: random`"
             raise ConfigError("space", MISSING, rule, fix)
@@ -167,6 +202,15 @@ class SweepConfig(Settings):
         fix = "add for example `usd_per_hour: 9.69`; `python -m tune plan` says what a cluster costs"
         self.refuse_if(needed and self.usd_per_hour is None, "usd_per_hour", f"is needed for {needs}", fix)
         return self
+
+    @property
+    def _all_around(self) -> list[str]:
+        return [key for key, values in self.space.items() if isinstance(values, Range) and values.around]
+
+    @property
+    def around(self) -> str | None:
+        """The key whose best value is searched for each combination of the others."""
+        return next(iter(self._all_around), None)
 
     @property
     def ends_beaten(self) -> bool:

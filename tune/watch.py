@@ -27,7 +27,7 @@ from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 from tune.report.answer import answer
 from tune.report.page import contents, render, source
-from tune.report.words import duration, in_short, labels
+from tune.report.words import duration, in_words, labels
 from tune.report.write import best_tree, read_environment
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
@@ -186,7 +186,7 @@ class Follow:
             config, seed = repeats.get(one.trial, (one.config, None))
             if self._spec is not None and config:
                 known = TrialRecord(one.trial, config, "done", 0.0, 0.0)
-                words = in_short(labels(self._spec.config, [known]), known) + (f", repeat, seed {seed}" if seed else "")
+                words = in_words(labels(self._spec.config, [known]), known) + (f", repeat, seed {seed}" if seed else "")
             newest = [f"{key} {one.metrics[key]:.4g}" for key in one.metrics if key.startswith(("val_", "train_l"))]
             step = f"{one.metrics['step']:g}" if "step" in one.metrics else ""
             rows.append((one.lane, words, step, "  ".join(newest), duration(max(0.0, time.time() - one.started))))
@@ -300,8 +300,8 @@ class _Handler(BaseHTTPRequestHandler):
             is_known = self.headers.get("If-None-Match") == version
             kind = {"ETag": version, "Content-Type": "text/html; charset=utf-8"}
             self._answer(304 if is_known else 200, b"" if is_known else page.encode(), kind)
-        elif parts.path == "/watch.js":
-            self._answer(200, source("watch.js").encode(), {"Content-Type": "text/javascript; charset=utf-8"})
+        elif parts.path in ("/table.js", "/watch.js"):
+            self._answer(200, source(parts.path[1:]).encode(), {"Content-Type": "text/javascript; charset=utf-8"})
         else:
             self._say(404, "There is only one page here.")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -135,7 +134,7 @@ def test_an_optimizer_that_is_not_fused_trains_the_same(blobs: Work) -> None:
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     config = blobs.config({"device": "cpu", **changes})
     model = runs.task.model()
-    built: Any = unfused(runs.new_optimizer(model, config))
+    built = unfused(runs.new_optimizer(model, config))
     assert not any(group["fused"] for group in built.param_groups)
     assert built.param_groups[0]["lr"] == config.optimizer.lr
     assert not getattr(built, "_step_supports_amp_scaling", False), "a loss scaler must not leave its work to it"

@@ -19,7 +19,7 @@ def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
 
 
 def test_with_a_seed_each_round_has_its_own_order() -> None:
-    orders: list[str] = []
+    orders = []
     peers = {name: lambda name=name: float(bool(orders.append(name))) for name in "abcd"}  # type: ignore[misc]
     interleave(peers, 9, seed=0)
     rounds = ["".join(orders[start : start + 4]) for start in range(0, 40, 4)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -20,9 +18,9 @@ def test_a_step_takes_what_was_predicted(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.campaign)])
 def test_so_it_does_on_two_ranks(strategy: str) -> None:
     work, sizes = SMALL["gpt"]
-    changes: dict[str, Any] = {"precision": "bf16", "activation_checkpointing": "none", "strategy": strategy}
+    changes = {"precision": "bf16", "activation_checkpointing": "none", "strategy": strategy}
     row = one(work, {**changes, "microbatch_size": sizes[-1]}, sizes[-1], 2, CPU)
     assert row["ratio"] == pytest.approx(1, abs=0.1)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torch.multiprocessing.spawn import start_processes
-
 from benchmarks import sharded
+from tests.distributed.processes import _fork
 
 
 def test_every_figure_is_there(tmp_path: Path) -> None:
-    start_processes(sharded.measure, (2, str(tmp_path), 8, 1), nprocs=2, start_method="spawn")
+    _fork(sharded.measure, (2, str(tmp_path), 8, 1), nprocs=2)
     found = json.loads((tmp_path / "found.json").read_text())
     assert 11 < found["share_mb"] < 13  # two layers of 4 MB and their moments, on two ranks
     for action in ("write", "read"):

@@ -65,7 +65,7 @@ class Command:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self.family: list[psutil.Process] = []
+        self.family = []
 
     @property
     def said(self) -> str:

@@ -36,7 +36,6 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )
     # fmt: on
-    assert sweep.stdout is not None
     for line in sweep.stdout:
         if line.startswith("trial 2/8"):
             break

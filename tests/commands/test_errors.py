@@ -17,7 +17,7 @@ TRAIN = ["trainers", "examples/digits/train.yaml"]
 SWEEP = ["tune", "examples/digits/sweep.yaml"]
 
 # What is typed, and what the sentence must say.
-TYPED: dict[str, tuple[list[str], list[str]]] = {
+TYPED = {
     "a nested key": ([*TRAIN, "--optimizer.weight_deacy", "1"], ["did you mean `optimizer.weight_decay`?"]),
     "text for a number": ([*TRAIN, "--optimizer.lr", "fast"], ["`optimizer.lr`", '"fast"', "number"]),
     "no such module": ([*TRAIN, "--task", "tests.taks:Blobs"], ['"tests.taks:Blobs"', "no tests/taks.py"]),
@@ -65,7 +65,7 @@ def check(code: int, out: str, err: str, words: list[str]) -> None:
 def test_without_torch_and_ray(command: Command) -> None:
     done = command("-c", ALL_IN_TURN, json.dumps({name: arguments for name, (arguments, _) in TYPED.items()}))
     assert done.code == 0, done.err
-    said: dict[str, Any] = json.loads(done.out)
+    said = json.loads(done.out)
     for name, (_, words) in TYPED.items():
         check(*said[name], words)
 

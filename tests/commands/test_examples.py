@@ -25,7 +25,7 @@ EXAMPLES = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/task.py"))
 
 # Changes to each train.yaml that make it a matter of seconds; what they leave alone is as users run it.
-SHORT: dict[str, dict[str, Any]] = {
+SHORT = {
     "mnist": {"task_args": {"synthetic": True, "samples": 480}, "epochs": 2, "global_batch_size": 32},
     "cifar10": {"task_args": {"synthetic": True, "samples": 640, "width": 8}, "epochs": 3, "global_batch_size": 64},
     "gpt": {"task_args": {"lines": 640, "width": 32}, "epochs": 3},
@@ -47,7 +47,7 @@ SHORT: dict[str, dict[str, Any]] = {
 
 
 def spec_of(example: str, tmp_path: Path, /, **changes: Any) -> RunSpec:
-    base: dict[str, Any] = {"launcher": "local", "storage_path": str(tmp_path / "runs"), "device": "cpu"}
+    base = {"launcher": "local", "storage_path": str(tmp_path / "runs"), "device": "cpu"}
     if example in SHORT:
         base |= {"log_every_steps": 1, **SHORT[example]}
     return read_spec(str(EXAMPLES / example / "train.yaml"), base | changes)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests import migrations
 from tests.conftest import Command, Done, free_port
+from tune.sweeps.spec import read_sweep
 
 
 def val_loss(directory: Path) -> float:
@@ -27,6 +29,7 @@ def test_every_script_has_its_diff(tmp_path: Path) -> None:
 
 def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
     assert migrations.patched("one\n\ntwo\n", "@@\n one\n\n-two\n+2\n@@\n-one\n") == "\n2\n"
+    assert migrations.patched("one\ntwo\n 3\nfour\n", "@@\n-one\n-    ...\n-four\n+1\n") == "1\n"
     for hunk in ("-three\n", "-on\n", "-one\n", " two\n two\n"):
         with pytest.raises(AssertionError, match="not in the script, or more than once"):
             migrations.patched("one\ntwo\none\n", f"@@\n{hunk}")
@@ -54,6 +57,14 @@ def test_plain_ddp(tmp_path: Path, command: Command) -> None:
     losses = re.findall(r"val_loss (\S+)", script.out)
     assert len(losses) == 5
     assert val_loss(tmp_path) == pytest.approx(float(losses[-1]), rel=1e-5)
+
+
+def test_a_sweep_of_wandbs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for section in ("Plain DDP", "W&B sweeps"):
+        migrations.after(section, tmp_path)
+    spec = read_sweep(str(tmp_path / "sweep.yaml"), {})
+    assert (spec.num_trials, spec.config.space["epochs"]) == (4, [2])
 
 
 @pytest.mark.full

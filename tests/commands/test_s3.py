@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -37,7 +36,7 @@ SEEDS = [int(seed) for seed in os.environ.get("PACELINE_S3_SEEDS", "1").split(",
 SHARE = 0.04
 TRIALS, STEPS, WIDTH = 6, 12, 1600
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
-RUN: dict[str, Any] = {
+RUN = {
     "name": "trained",
     "launcher": "spawn",
     "scaling.num_workers": 2,

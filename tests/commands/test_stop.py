@@ -17,7 +17,7 @@ Start = Callable[..., Command]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a command would inherit that it is ignored
-    commands: list[Command] = []
+    commands = []
 
     def begin(launcher: str, *options: str, **changes: Any) -> Command:
         commands.append(Command(tmp_path, launcher, *options, **changes))
@@ -34,20 +34,20 @@ def nothing_is_left(command: Command) -> None:
     assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
 
 
-SEVERAL = [pytest.param(launcher, marks=pytest.mark.full) for launcher in ("spawn", "torchrun")]
-
-
-@pytest.mark.parametrize("launcher", ["local", *SEVERAL])
-def test_told_to_stop_it_keeps_what_it_has(start: Start, launcher: str) -> None:
-    """The process that was started alone is told, as `docker stop`, systemd and `kill` do."""
-    command = start(launcher).trains()
-    command.tell(signal.SIGTERM)
+def stopped(command: Command, *signals: signal.Signals) -> None:
+    """Told to stop, as by `docker stop` or `kill`, the process that was started keeps what it has."""
+    command.tell(*signals)
     code = command.ends()
-    assert code == 0 or launcher == "torchrun", command.said  # torchrun's own code for a signal
+    assert code == 0 or command.launcher == "torchrun", command.said  # torchrun's own code for a signal
     assert len(command.kept()) == 1, command.said
     assert "stopped: " in command.said
-    assert "Traceback" not in command.said or launcher == "torchrun"
+    assert "Traceback" not in command.said or command.launcher == "torchrun"
     nothing_is_left(command)
+
+
+@pytest.mark.full
+def test_told_to_stop_under_torchrun(start: Start) -> None:
+    stopped(start("torchrun").trains(), signal.SIGTERM)
 
 
 @pytest.mark.full
@@ -82,24 +82,15 @@ def test_workers_end_with_the_process_that_has_started_them(start: Start, tmp_pa
     for mark in command.training.iterdir():
         mark.unlink()
     (tmp_path / "stuck").unlink()
-    again = start("spawn").trains()
-    again.tell(signal.SIGTERM)
-    again.ends()
-    assert len(again.kept()) == 1, again.said
-    nothing_is_left(again)
+    stopped(start("spawn").trains(), signal.SIGTERM)
 
 
-@pytest.mark.full
 def test_a_second_start_is_refused_and_the_first_goes_on(start: Start) -> None:
     first = start("local").trains()
     second = start("local")
     assert second.ends() == 2
     assert "is in use: process " in second.said
-    first.tell(signal.SIGTERM, signal.SIGTERM)
-    first.ends()
-    assert "stopped: " in first.said
-    assert len(first.kept()) == 1
-    nothing_is_left(first)
+    stopped(first, signal.SIGTERM, signal.SIGTERM)
 
 
 @pytest.mark.full

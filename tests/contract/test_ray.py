@@ -1,4 +1,7 @@
-"""What we use of Ray, with the Ray that is installed: `make ray-contract RAY=2.55.0`."""
+"""What we use of Ray, with the Ray that is installed: `make ray-contract RAY=2.55.0`.
+
+What runs there, tests/on_ray and tests/commands show of the Ray that is pinned.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def required(tree: ast.AST) -> Iterator[ast.AST]:
 
 def names_of_ray(tree: ast.AST) -> dict[str, str]:
     """The names that a file's imports give to something of Ray's, and what that is called in Ray."""
-    names: dict[str, str] = {}
+    names = {}
     for node in required(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -88,7 +91,7 @@ def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(tmp_
     assert len(breaches(probe)) == 2
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_sweep(tmp_path: Path, command: Command) -> None:
     options = ["--search", "random", "--budget.trials", "2", "--finalists", "0", "--storage_path", str(tmp_path)]
     done = command("-m", "tune", "examples/digits/sweep.yaml", *options)
@@ -99,7 +102,7 @@ def test_a_sweep(tmp_path: Path, command: Command) -> None:
     assert {trial["status"] for trial in trials} <= {"done", "stopped"}, rows
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_training_on_ray(tmp_path: Path, command: Command) -> None:
     options = ["--launcher", "ray", "--scaling.num_workers", "[1, 2]", "--epochs", "2", "--storage_path", str(tmp_path)]
     done = command("-m", "trainers", "examples/digits/train.yaml", *options)
@@ -107,7 +110,7 @@ def test_a_training_on_ray(tmp_path: Path, command: Command) -> None:
     assert json.loads((tmp_path / "digits" / "result.json").read_text())["status"] == "done"
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.parametrize("how", ["ours-first", "no-init"])
 def test_a_sweep_by_the_drop_in(how: str, command: Command) -> None:
     done = command("-m", "tests.on_ray.first_script", how)

@@ -1,11 +1,8 @@
-"""Loss curves of runs of the recipes' settings: of one rank, and of a run that goes on with other ranks."""
+"""Loss curves of runs of the recipes' settings."""
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.distributed.processes import run_processes
 from tests.unit.test_recipes import SETTINGS
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -42,18 +39,3 @@ def losses(
     context.stop_after = stop_after
     fit(task, build(TrainConfig, tree, "test"), context)
     return getattr(context, "losses", [])
-
-
-def check_resume(
-    task: Task, changes: dict[str, Any], steps: tuple[int, int], ranks: tuple[int, int], path: Path
-) -> None:
-    """A run of two epochs of six steps is cut after the first of `steps` on the first of `ranks`, and goes on."""
-    changes = changes | {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
-    before, after = ranks
-    whole = run_processes(before, losses, path, task, changes)[0]
-    first = run_processes(before, losses, path, task, changes, path / "moved", steps[0])[0]
-    last = run_processes(after, losses, path, task, changes, path / "moved")[0]
-    assert (len(first), len(last)) == steps
-    if before == after:
-        assert first + last == whole
-    assert first + last == pytest.approx(whole, rel=1e-12)

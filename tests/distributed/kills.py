@@ -68,7 +68,7 @@ def count_steps() -> None:
 
 
 def spec(directory: Path, name: str, **more: Any) -> RunSpec:
-    changes: dict[str, Any] = {
+    changes = {
         "task": "tests.distributed.kills:Recorded",
         "global_batch_size": BATCH,
         "checkpoint__every_steps": 3,
@@ -92,7 +92,7 @@ def run_killed(
     """One run, killed `kills` times, on each number of workers in turn; which samples counted in the end."""
     chance = random.Random(f"20261121 {name}")
     run = spec(directory, name, max_steps=epochs * STEPS_PER_EPOCH, **changes)
-    counted: dict[int, list[int]] = {}
+    counted = {}
     ends = []
     for attempt in range(kills + 1):
         world_size = worlds[attempt % len(worlds)]
@@ -105,7 +105,7 @@ def run_killed(
         start = newest_step(run.storage)
         codes = run_forked(run, world_size, record / "rendezvous")
         ends.append({"workers": world_size, "start": start, "codes": codes, **({} if last else args)})
-        steps: dict[int, list[int]] = {}
+        steps = {}
         for rank in range(world_size):
             path = record / f"rank-{rank}"
             for line in path.read_text().splitlines() if path.exists() else ():
@@ -114,7 +114,7 @@ def run_killed(
         for step in [known for known in counted if known > start]:
             del counted[step]  # not in the checkpoint that this attempt started from
         counted |= steps
-    per_epoch: list[Counter[int]] = [Counter() for _ in range(epochs)]
+    per_epoch = [Counter() for _ in range(epochs)]
     for step, samples in counted.items():
         per_epoch[(step - 1) // STEPS_PER_EPOCH].update(samples)
     return {

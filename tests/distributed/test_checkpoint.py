@@ -51,7 +51,6 @@ def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]
         if not busy:
             where = checkpoints.advance()
     found = checkpoints.load()
-    assert found is not None
     checkpoints.start(2, STATE, {"rank": rank}, {})
     try:
         checkpoints.finish()
@@ -74,7 +73,6 @@ def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(tmp_path: P
 def lookup(rank: int, world_size: int, path: str) -> list[Any]:
     checkpoints = Checkpoints(Storage(path), Group(rank, world_size, CPU), 2, Best("val_accuracy", smaller=False))
     newest = checkpoints.load()
-    assert newest is not None
     return [newest.name, *(checkpoints.improves({"val_accuracy": value}) for value in (0.0, 2.0))]
 
 
@@ -122,7 +120,6 @@ def take(rank: int, world_size: int, path: str) -> list[Any]:
             edit_manifest(where, files=files | {"rank-00001.pt": entry})
         dist.barrier()
     loaded = checkpoints.load(use)
-    assert loaded is not None
     return [loaded.name, loaded.rank_state]
 
 

@@ -60,7 +60,7 @@ def train_all(rank: int, world_size: int, path: Path) -> list[dict[str, float]]:
 def state(path: Path) -> dict[str, Tensor]:
     """The averages, and the model's own weights as `own.<name>`."""
     read = whole_state(Storage(str(path)), STEPS)
-    model: dict[str, Tensor] = read["model"]
+    model = read["model"]
     return model | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
 
 

@@ -32,8 +32,8 @@ TASKS = {
 
 
 def train(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    changes: dict[str, Any] = {"log_every_steps": 4, "checkpoint.every_steps": 3, "global_batch_size": 12}
+    found = {}
+    changes = {"log_every_steps": 4, "checkpoint.every_steps": 3, "global_batch_size": 12}
     for name, task in TASKS.items():
         try:
             metrics = run(task, rank, world_size, **changes).metrics  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]
     return found + [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
 def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> None:
     alone = all_gradients(0, 1)
     ranks = run_processes(world_size, all_gradients, tmp_path)
@@ -114,7 +114,7 @@ def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
 def test_evaluation_is_one_figure_for_any_number_of_workers(world_size: int, tmp_path: Path) -> None:
     alone = all_evaluations(0, 1)
     assert alone[-1].keys() >= {"val_auroc", "val_error", "val_correlation", "val_part_low", "val_high"}

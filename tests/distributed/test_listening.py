@@ -54,7 +54,7 @@ def _member(rank: int, directory: str, local_world_size: int, node: str) -> None
 def group(directory: Path, local_world_size: int, node: str = NODE) -> list[dict[str, Any]]:
     """What both members of a group found."""
     processes._fork(_member, (str(directory), local_world_size, node), nprocs=2)
-    found: list[dict[str, Any]] = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
     assert [one["sum"] for one in found] == [2, 2]
     return found
 

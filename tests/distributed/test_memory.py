@@ -80,7 +80,7 @@ def largest_part(share: int, limit: int) -> int:
 
 def cases(world_size: int) -> list[tuple[str, int, int | None]]:
     """(phase, limit, rank): with two and three workers 54 of them."""
-    ranks: list[int | None] = [None, 0, world_size - 1]
+    ranks = [None, 0, world_size - 1]
     return list(itertools.product(PHASES, (1, 9, 13), ranks))
 
 
@@ -128,7 +128,7 @@ class Later(Blobs):
 
 
 def mid_training(tmp_path: Path, name: str, workers: int, **task_args: Any) -> RunSpec:
-    changes: dict[str, Any] = {"name": name, "max_steps": 20, "global_batch_size": BATCH, "checkpoint__every_steps": 4}
+    changes = {"name": name, "max_steps": 20, "global_batch_size": BATCH, "checkpoint__every_steps": 4}
     if task_args:
         changes |= {"task": "tests.distributed.test_memory:Later", "task_args": task_args}
     else:

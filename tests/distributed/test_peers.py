@@ -18,7 +18,7 @@ def outcome(rank: int, world_size: int, directories: list[str], torch_versions: 
     found = peers.own_versions() | {"torch": torch_versions[rank]}
     peers.own_versions = lambda: found
     peers._SEEN_WITHIN_S = 0.5
-    group, naps = Group(rank, world_size, torch.device("cpu")), list[float]()
+    group, naps = Group(rank, world_size, torch.device("cpu")), []
     peers.time = SimpleNamespace(
         monotonic=time.monotonic, sleep=lambda seconds: (naps.append(seconds), time.sleep(seconds))
     )

@@ -39,7 +39,7 @@ def train_kinds(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_every_kind_is_trained_as_by_a_plain_loop(world_size: int, tmp_path: Path) -> None:
     ranks = run_processes(world_size, train_kinds, tmp_path, tmp_path)
     for number, (kind, make) in enumerate(KINDS.items()):

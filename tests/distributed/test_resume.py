@@ -13,7 +13,7 @@ from trainers.launch.spec import RunSpec, make_spec
 
 
 def spec(tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any) -> RunSpec:
-    args: dict[str, Any] = {"dtype": "float64"}
+    args = {"dtype": "float64"}
     if kill_at:
         args |= {"fail_at": list(kill_at), "failure": "kill", "marker": str(tmp_path / f"{name}-killed")}
     changes = {"name": name, "launcher": "spawn", "max_steps": 40, "checkpoint__every_steps": 3, **changes}
@@ -29,7 +29,7 @@ def run_killed(killed: RunSpec, marker: str) -> None:
 
 
 def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
+    changes = {
         "batch_schedule": [{"until_samples": 130, "size": 12}, {"until_samples": 300, "size": 31}, {"size": 50}],
         "global_batch_size": None,
         "microbatch_size": 7,

@@ -96,7 +96,7 @@ def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
 
 @pytest.mark.campaign
 def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -> None:
-    before: str | None = None
+    before = None
     for number, (world_size, strategy) in enumerate(
         [(2, "fsdp"), (3, "fsdp"), (1, "fsdp"), (4, "fsdp"), (2, "ddp"), (3, "fsdp"), (3, "ddp"), (2, "fsdp")]
     ):

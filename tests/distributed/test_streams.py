@@ -38,15 +38,12 @@ def test_any_number_of_ranks_trains_on_the_same_samples(
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
     [alone] = run_processes(1, train, tmp_path, kind)
-    for world_size in (2, 3):
-        found = run_processes(world_size, train, tmp_path, kind)
-        assert found == [pytest.approx(alone, rel=1e-12)] * world_size
+    assert run_processes(3, train, tmp_path, kind) == [pytest.approx(alone, rel=1e-12)] * 3
 
 
 @pytest.mark.parametrize("kind", ["own share", "own share later", "own share of val"])
 def test_a_stream_that_is_split_by_rank_is_refused(tmp_path: Path, kind: str) -> None:
     for said in run_processes(2, train, tmp_path, kind):
-        assert isinstance(said, str)
         assert "gives each rank other samples" in said
 
 

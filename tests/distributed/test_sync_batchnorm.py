@@ -46,12 +46,10 @@ class _Sum(torch.autograd.Function):
 
 def forward_on_cpu(layer: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
     """What torch's layer does on a GPU, by sums over ranks."""
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
     assert layer.momentum is not None
     if not layer.training:
         return F.batch_norm(inputs, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
-    sums: Any = _Sum.apply(torch.cat([inputs.sum(0), inputs.square().sum(0), inputs.new_full((1,), len(inputs))]))
+    sums = _Sum.apply(torch.cat([inputs.sum(0), inputs.square().sum(0), inputs.new_full((1,), len(inputs))]))
     mean, square = (sums[:-1] / sums[-1]).chunk(2)
     variance = square - mean.square()
     with torch.no_grad():

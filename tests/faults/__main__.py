@@ -81,7 +81,7 @@ def main() -> int:
         row = one(seed, number, given.only)
         print(row.line())
         return 0 if row.held else 1
-    rows: list[Row] = []
+    rows = []
     if not given.table:
         began = time.monotonic()
         rows = campaign(given.runs, given.seed, given.only, given.jobs)

@@ -46,9 +46,9 @@ _TITLES = {
     "Trainable": "trial actor",
     "ImplicitFunc": "trial actor",
 }
-_directory: Path | None = None
-_plan: dict[str, Any] = {}
-_counts: Counter[int] = Counter()
+_directory = None
+_plan = {}
+_counts = Counter()
 trial = 0
 """Which trial of a sweep this process trains."""
 
@@ -82,7 +82,7 @@ def install() -> None:
     _plan.update(json.loads(plan.read_text()))
     with contextlib.suppress(FileExistsError):
         _write_new(_directory / "root", str(os.getpid()))
-    patches: dict[str, Callable[[Any], None]] = {
+    patches = {
         "trainers.storage": _watch_storage,
         "trainers.step.train_step": _count_steps,
     }
@@ -262,7 +262,7 @@ def _send(index: int, fault: dict[str, Any]) -> None:
         os.kill(target.pid, number)
 
 
-_NO_OUTPUT: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+_NO_OUTPUT = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 
 
 def _find(fault: dict[str, Any]) -> Found | None:

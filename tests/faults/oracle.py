@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Leftovers:
 
     def __init__(self, alive: Sequence[Found], grace_s: float) -> None:
         self._alive, self._grace_s = alive, grace_s
-        self.found: list[Found] = []
+        self.found = []
         self._thread = threading.Thread(target=self._watch, name="leftovers")
         self._thread.start()
 
@@ -222,7 +222,7 @@ def little_redone(seen: Observed) -> Iterator[str]:
     expected, scenario = seen.case.expected, seen.case.scenario
     if scenario.kind != "run" or not expected.redo:
         return
-    times: dict[tuple[int, int, int], int] = defaultdict(int)
+    times = defaultdict(int)
     for process in read_samples(seen.directory):
         for key in process:
             times[key] += 1
@@ -290,7 +290,7 @@ def nothing_left(seen: Observed) -> Iterator[str]:
         yield f"files were left: {', '.join(sorted(files)[:5])}"
 
 
-CHECKS: dict[str, Callable[[Observed], Iterator[str]]] = {
+CHECKS = {
     "hang": no_hang,
     "exit code": right_code,
     "one sentence": one_sentence,
@@ -309,7 +309,7 @@ def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | Non
     """The model of the last step, as the files on storage have it."""
     file = directory / "runs" / "run" / "checkpoints" / f"step-{scenario.steps:012d}" / "state.pt"
     try:
-        model: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)["model"]
+        model = torch.load(file, map_location="cpu", weights_only=True)["model"]
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):  # it was cut off
         return None
     return model
@@ -317,9 +317,9 @@ def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | Non
 
 def read_samples(directory: Path, after: float = 0.0) -> list[Samples]:
     """What each process trained; a line that a kill cut off is left out. A trial that a process ran twice is two."""
-    found: list[Samples] = []
+    found = []
     for file in sorted((directory / "samples").iterdir()):
-        current: Samples = {}
+        current = {}
         before = (-1, -1)
         for text in file.read_text().split("\n")[:-1]:
             line = json.loads(text)

@@ -80,7 +80,7 @@ def run_case(case: Case, workspace: Path) -> Row:
     began = time.monotonic()
     with _directory(case) as (directory, storage):
         command = case.scenario.command(directory, storage)
-        beside: list[Ended] = []
+        beside = []
         first = _run(case, directory, command, 1, limit_s, _during(case, directory, command, limit_s, beside))
         landed = [_read(directory / f"landed-{index}") for index in range(len(case.faults))]
         detail = "; ".join(f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults)
@@ -212,7 +212,7 @@ def _during(
         if starts is not None and not beside:
             command = [*first, *["--fresh"] * (starts.act == "fresh")]
             began, environment = time.monotonic(), case.scenario.environment(directory) | {SECOND: "1"}
-            done: Any = subprocess.Popen(
+            done = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             with suppress(subprocess.TimeoutExpired):

@@ -110,7 +110,7 @@ class Proxy(ThreadingHTTPServer):
         self.backend, self.bytes_per_s = server, bytes_per_s
         self._spoils, self._lock = spoils, threading.Lock()
         self.requests = 0
-        self.spoiled: Counter[tuple[str, str]] = Counter()
+        self.spoiled = Counter()
         """Requests by what was done to them, and by what they wanted."""
 
     def fault(self, method: str, target: str) -> str:
@@ -133,7 +133,7 @@ def noise(seed: int, share: float) -> Callable[[str, str], str]:
     last try and beyond.
     """
     draw = random.Random(seed)
-    stubborn: dict[tuple[str, str], tuple[str, int]] = {}
+    stubborn = {}
 
     def spoils(method: str, target: str) -> str:
         what = method, target.partition("uploadId=")[0]

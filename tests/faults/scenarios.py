@@ -17,7 +17,7 @@ STEPS, INTERVAL = 180, 5
 TRIALS, TRIAL_STEPS = 6, 60
 HANG_TIMEOUT_S = 15.0
 _OUTSIDE = ("RAY_", "PACELINE_", "PYTEST_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
-_TRAIN: dict[str, Any] = {
+_TRAIN = {
     "task": "tests.faults.task:Faulty",
     "task_dir": str(REPOSITORY),
     "max_steps": STEPS,
@@ -59,7 +59,7 @@ class Scenario:
 
     def command(self, directory: Path, storage: str) -> list[str]:
         """The command line, whose file is written into the directory; the same one goes on with the run."""
-        tree: dict[str, Any] = {**_TRAIN, **self.train}
+        tree = {**_TRAIN, **self.train}
         place = {"name": "run", "storage_path": storage}
         if self.sweep is not None:
             trial = {key: value for key, value in tree.items() if key not in ("checkpoint", "launcher")}
@@ -88,8 +88,8 @@ class Scenario:
 
 _CLUSTER = ("gcs", "raylet")
 _LANES = ("driver", "worker", "controller", "trial actor", "mailbox", *_CLUSTER)
-_ALONE: dict[str, Any] = {"launcher": "local", "task_args": {"pause_s": 0.005}}
-_TWO: dict[str, Any] = {"scaling": {"num_workers": 2}, "task_args": {"pause_s": 0.005}}
+_ALONE = {"launcher": "local", "task_args": {"pause_s": 0.005}}
+_TWO = {"scaling": {"num_workers": 2}, "task_args": {"pause_s": 0.005}}
 _SWEEP = {
     "space": {"task_args.trial": list(range(TRIALS))},
     "objective": {"metric": "val_loss"},

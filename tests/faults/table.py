@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md: fault, runs, held, median recovery."""
+"""The table of docs/reliability.md: fault, cases that held of those that ran, median recovery."""
 
 import json
 import statistics
@@ -18,14 +18,16 @@ def summary(rows: Sequence[Row]) -> str:
     landed = [row for row in rows if row.landed]
     held = sum(row.held for row in landed)
     redrawn = sum(row.attempts - 1 for row in rows)
-    return f"{held} of {len(landed)} held; {redrawn} drawn anew because the fault did not land"
+    return f"{held} of {len(landed)} held, {redrawn} drawn anew"
 
 
 def table(kept: Mapping[str, Sequence[Row]]) -> str:
     """All rows by fault."""
     landed = [row for rows in kept.values() for row in rows if row.landed]
-    seeds = ", ".join(f"{name} {summary(rows)}" for name, rows in kept.items())
-    lines = [seeds, "", "| fault | runs | held | median recovery |", "|---|---|---|---|"]
+    seeds = "; ".join(
+        f"{name.replace('paceline-', '').replace('-', ' ')}: {summary(rows)}" for name, rows in kept.items()
+    )
+    lines = [seeds, "", "| fault | held | median recovery, s |", "|---|---|---|"]
     for fault in sorted({row.fault for row in landed}):
         lines.append(f"| {fault} | {_cells([row for row in landed if row.fault == fault])} |")
     lines.append(f"| **all** | {_cells(landed)} |")
@@ -34,8 +36,8 @@ def table(kept: Mapping[str, Sequence[Row]]) -> str:
 
 def _cells(rows: Sequence[Row]) -> str:
     times = [row.recovery_s for row in rows if row.held and row.recovery_s is not None]
-    median = f"{statistics.median(times):.1f} s" if times else ""
-    return f"{len(rows)} | {sum(row.held for row in rows)} | {median}"
+    median = f"{statistics.median(times):.1f}" if times else ""
+    return f"{sum(row.held for row in rows)}/{len(rows)} | {median}"
 
 
 def keep(kept: Mapping[str, Sequence[Row]]) -> Path:

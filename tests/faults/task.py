@@ -90,7 +90,7 @@ class Faulty(Task):
             return model(batch[0])
         hook.record(self.step, hook.own_rank(), batch[2].tolist())
         hook.event("forward", self.step)
-        outputs: Tensor = model(batch[0])
+        outputs = model(batch[0])
         outputs.register_hook(lambda gradient: self._backward())
         return outputs
 

@@ -1,6 +1,7 @@
 """What needs a CUDA device: each test says at the end whether it was executed, and on which GPU, or skipped.
 
 Run as: python -m pytest tests/gpu, on a machine with torch, pydantic, PyYAML and pyarrow; Ray is not needed.
+Without a GPU: python -m tests.fake_cuda -m pytest tests/gpu
 """
 
 import gc
@@ -11,21 +12,32 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import fake_cuda
+
 # cuBLAS reads it once, at its first call: deterministic runs need it then.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+if fake_cuda.IS_ON:
+    fake_cuda.compile_without_kernels()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test of the GPU is skipped where there is none; the same test on a CPU runs anywhere."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") and "tests/gpu/" in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    for item in items:
+        if not item.get_closest_marker("gpu") or "tests/gpu/" not in item.nodeid:
+            continue
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        elif fake_cuda.IS_ON and (real := item.get_closest_marker("real_gpu")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not on the fake CUDA: {fake_cuda.CANNOT[real.args[0]]}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One line a test: executed or not, and where."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    if fake_cuda.IS_ON:
+        gpu = "the fake CUDA"
     lines = []
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.getreports(outcome):

@@ -27,7 +27,7 @@ from trainers.task import Task
 
 CUDA = torch.device("cuda", 0)
 
-BASE: dict[str, Any] = {
+BASE = {
     "task": "tests.tasks:Blobs",
     "max_steps": 30,
     "global_batch_size": 24,
@@ -79,7 +79,7 @@ def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], Non
     """One call, one step, over as many epochs as `steps` need: what the loop does between two looks at the device."""
     sampler = parts.sampler
     positions = [divmod(number, sampler.steps_per_epoch) for number in range(steps)]
-    plans: list[list[Tensor]] = []
+    plans = []
     for epoch, step in positions:
         sampler.set_epoch(epoch)
         plans.append(list(split_share(sampler.share(step), parts.microbatch_size)))

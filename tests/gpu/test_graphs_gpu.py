@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from trainers.step import cuda_graphs as graphs
 pytestmark = pytest.mark.gpu
 
 # 123 samples in steps of 24: five of them and a short one of 3 an epoch; the rate changes with every step.
-OPTIONS: dict[str, Any] = {"cuda_graphs": True, "deterministic": True, "max_steps": 40, "clip_grad_norm": 1.0}
+OPTIONS = {"cuda_graphs": True, "deterministic": True, "max_steps": 40, "clip_grad_norm": 1.0}
 
 
 class Uncaptured(graphs.CudaCapture):
@@ -36,7 +35,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     take_pass = graphs.take_pass
 
-    def proved(*args: Any) -> Any:
+    def proved(*args):
         before = len(seen)
         found = take_pass(*args)
         del seen[before:]
@@ -47,7 +46,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "adamw": {},
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9}},
     "adam, accumulated": {"optimizer": {"name": "adam", "lr": 0.01}, "microbatch_size": 7},

@@ -29,8 +29,8 @@ def limited() -> None:
 
 
 # 16 MB a sample: 64 samples take the whole gigabyte, and a third of a step, 43, two thirds of it.
-TASK: dict[str, Any] = {"bytes_per_sample": 16 * MB, "samples": 128}
-OPTIONS: dict[str, Any] = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size": 16}
+TASK = {"bytes_per_sample": 16 * MB, "samples": 128}
+OPTIONS = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size": 16}
 
 
 @pytest.mark.usefixtures("limited")
@@ -136,12 +136,11 @@ class Stacked(Images):
 
 class _Residual(nn.Sequential):
     def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = images + super().forward(images)
-        return out
+        return images + super().forward(images)
 
 
 def test_activations_that_are_computed_again_take_less_memory(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"global_batch_size": 32, "max_steps": 4, "microbatch_size": 32, "deterministic": True}
+    options = {"global_batch_size": 32, "max_steps": 4, "microbatch_size": 32, "deterministic": True}
     peaks = {}
     for mode in ("none", "full"):
         result = train(CUDA, tmp_path / mode, Stacked(), activation_checkpointing=mode, cuda_graphs=False, **options)

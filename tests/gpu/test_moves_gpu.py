@@ -48,7 +48,7 @@ def order() -> list[Tensor]:
     return list(torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(BATCH))
 
 
-WAYS: dict[str, DataConfig] = {
+WAYS = {
     "pinned, two processes": DataConfig(num_workers=2, resident=False),
     "pinned, in this process": DataConfig(resident=False),
     "not pinned, one process": DataConfig(num_workers=1, resident=False, pin_memory=False),
@@ -60,7 +60,7 @@ WAYS: dict[str, DataConfig] = {
 @pytest.mark.parametrize("task", [Task(), Nested()], ids=["tuple", "nested"])
 def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The computing stream is held up, so that a copy which did not wait, or memory freed too soon, shows."""
-    pinned: list[bool] = []
+    pinned = []
     begin = moves.Copies.begin
 
     def spy(self: Any, batch: Any) -> Any:
@@ -69,7 +69,7 @@ def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monke
 
     monkeypatch.setattr(moves.Copies, "begin", spy)
     feed = task_feed(Rows(), task, WAYS[way], CUDA, sharers=1, seed=0)
-    sums: list[Tensor] = []
+    sums = []
     for _ in range(2):
         for batch in feed.batches(order(), training=True):
             torch.cuda._sleep(20_000_000)  # about ten milliseconds
@@ -102,7 +102,7 @@ def test_convolutions_train_channels_last_by_default() -> None:
     parts, _ = make(CUDA, Images())
     assert parts.spec.channels_last
     assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in layouts(parts))
-    seen: list[bool] = []
+    seen = []
     first = next(module for module in parts.model.modules() if isinstance(module, nn.Conv2d))
     first.register_forward_pre_hook(
         lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))

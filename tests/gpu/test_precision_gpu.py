@@ -1,5 +1,7 @@
 """What each precision computes in on CUDA, by the size of its errors; and that each of them trains."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,8 +49,12 @@ def convolution_error(name: str) -> float:
         return error(model(spec.convert_batch(inputs)), exact)
 
 
+def _names(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.real_gpu("arithmetic") if name == "tf32" else ()) for name in names]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", list(ERRORS))
+@pytest.mark.parametrize("name", _names(*ERRORS))
 def test_products_have_the_precisions_own_error(name: str) -> None:
     low, high = ERRORS[name]
     found = linear_error(name)
@@ -57,6 +63,7 @@ def test_products_have_the_precisions_own_error(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu("arithmetic")
 def test_convolutions_follow_the_same_switch() -> None:
     set_flags(CUDA, threads=1, deterministic=False)
     errors = {name: convolution_error(name) for name in ("tf32", "fp32", "bf16")}
@@ -88,6 +95,7 @@ class Wide(Blobs):
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu("arithmetic")
 def test_float8_multiplies_with_its_own_error_and_trains_to_the_loss_of_bf16() -> None:
     """e4m3 has a unit roundoff of 2^-4. The last step of an epoch has 11 rows, which are padded to 16."""
     pytest.importorskip("torchao")

@@ -19,7 +19,7 @@ from trainers.step.train_step import TrainStep
 
 WARM, MEASURED = 24, 12
 
-KINDS: dict[str, tuple[type[Blobs] | type[Images], dict[str, Any]]] = {
+KINDS = {
     "resident": (Blobs, {}),
     "loaded": (Blobs, {"data__resident": False}),
     "loader processes": (Images, {"data__num_workers": 2}),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.gpu.runs import CUDA, Images, curve, train
 from tests.tasks import Blobs
 
-OPTIONS: dict[str, Any] = {"deterministic": True, "checkpoint__every_steps": 10}
+OPTIONS = {"deterministic": True, "checkpoint__every_steps": 10}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -71,7 +71,7 @@ class _Attention(nn.Module):
 )
 def test_a_compiled_model_trains_the_same(mode: str, precision: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    options: dict[str, Any] = {"precision": precision, "max_steps": 18}  # with short steps: a second shape
+    options = {"precision": precision, "max_steps": 18}  # with short steps: a second shape
     train(CUDA, tmp_path / "eager", Attention(), **options)
     torch._dynamo.reset()
     compiled = train(CUDA, tmp_path / "compiled", Attention(), compile=mode, **options)

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ import yaml
 from tests.http_body import ask, read_body, respond
 from tests.lab.hosts import CONTROL, REPOSITORY, Lab, Site, address_of
 from tests.lab.on_premises import RayUp
-from tests.metadata_service import Machine, metadata_service
+from tests.metadata_service import metadata_service
 
 BUCKET = "lab"
 LOGIN = "ubuntu"
@@ -52,9 +52,9 @@ class Ec2(ThreadingHTTPServer):
         self.backend = backend
         self.has_spot = True
         self.refused = 0
-        self.calls: set[tuple[str, str]] = set()
+        self.calls = set()
         """Who needs which action: those called, and those that EC2 wants to be allowed for a call."""
-        self.changed: Callable[[], None] = lambda: None
+        self.changed = lambda: None
         """Called when instances were started or ended, before the caller hears of it."""
 
     def client(self, service: str) -> Any:
@@ -168,12 +168,12 @@ class Instances:
 
     def __init__(self, lab: Lab, ec2: Ec2, endpoint: str) -> None:
         self.lab, self.ec2 = lab, ec2
-        self.hosts: dict[str, str] = {}
+        self.hosts = {}
         """Of the instances that run."""
-        self.machines: dict[str, Machine] = {}
+        self.machines = {}
         """Their metadata services."""
         self.endpoint, self._count = endpoint, 0
-        self._services: dict[str, ExitStack] = {}
+        self._services = {}
         # A host ends with the thread that has started it, and a request's thread with the request.
         self._keeper = ThreadPoolExecutor(max_workers=1)
 
@@ -200,7 +200,6 @@ class Instances:
     def take_back(self, instance: str) -> None:
         """End an instance when its notice says, as EC2 does by itself."""
         notice = self.machines[instance].action
-        assert notice is not None
         until = datetime.fromisoformat(notice["time"])
         time.sleep(max(0.0, (until - datetime.now(UTC)).total_seconds()))
         self.ec2.client("ec2").terminate_instances(InstanceIds=[instance])
@@ -270,7 +269,7 @@ def instances(lab: Lab) -> Iterator[Instances]:
 def derived() -> dict[str, Any]:
     """cluster/aws.yaml for the lab: its bucket, nothing to install, and nodes that idle for a minute."""
     text = (REPOSITORY / "cluster" / "aws.yaml").read_text(encoding="utf-8")
-    tree: dict[str, Any] = yaml.safe_load(text.replace("MY-BUCKET", BUCKET))
+    tree = yaml.safe_load(text.replace("MY-BUCKET", BUCKET))
     [paceline] = [command for command in tree["setup_commands"] if "/pip install " in command]
     tree["setup_commands"][tree["setup_commands"].index(paceline)] = _INSTALLED
     [boto] = tree["head_setup_commands"]

@@ -144,10 +144,10 @@ class Lab:
         self.names = [f"h{index}" for index in range(num_hosts)]
         self.directory = Path()
         self._sites = {name: Site(address_of(name)) for name in (CONTROL, *self.names)}
-        self._inits: dict[str, int] = {}
-        self._outer: dict[str, subprocess.Popen[bytes]] = {}
-        self._started: list[subprocess.Popen[str]] = []
-        self.namespaces: set[int] = set()
+        self._inits = {}
+        self._outer = {}
+        self._started = []
+        self.namespaces = set()
         """Network namespaces (inodes) that the lab has made, gone ones too."""
 
     def __enter__(self) -> Lab:
@@ -305,7 +305,7 @@ class Lab:
 
     def popen(self, name: str, *command: str, cwd: str = "/root", **keywords: object) -> subprocess.Popen[str]:
         """A command on a host that goes on; it ends with the host at the latest."""
-        process: subprocess.Popen[str] = subprocess.Popen(  # type: ignore[call-overload]
+        process = subprocess.Popen(  # type: ignore[call-overload]
             [*self._enter(name, cwd), *command], **{"stdin": subprocess.DEVNULL, "text": True, **keywords}
         )
         self._started.append(process)

@@ -40,7 +40,7 @@ for line in sys.stdin:
 def derived(workers: list[str]) -> dict[str, Any]:
     """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory, and nothing to install."""
     text = (REPOSITORY / "cluster" / "onprem.yaml").read_text(encoding="utf-8")
-    tree: dict[str, Any] = yaml.safe_load(re.sub(r"(?<=[\s=])/nfs\b", "/srv/nfs", text))
+    tree = yaml.safe_load(re.sub(r"(?<=[\s=])/nfs\b", "/srv/nfs", text))
     tree["provider"] |= {"head_ip": address_of(HEAD), "worker_ips": [address_of(name) for name in workers]}
     tree["auth"] |= {"ssh_user": "root", "ssh_private_key": SSH_KEY}
     # There is no package index: the hosts show this environment as ~/paceline.
@@ -58,8 +58,8 @@ class RayUp:
         """`file` is the cluster file on `ctl`; `settings` are environment variables of every command."""
         self.lab, self._file = lab, file
         self._settings = {"RAY_AUTH_MODE": "token", **settings}
-        self._tunnel: subprocess.Popen[str] | None = None
-        self._fetching: dict[str, subprocess.Popen[str]] = {}
+        self._tunnel = None
+        self._fetching = {}
 
     def type(self, *command: str, check: bool = True, **settings: str) -> str:
         """A command of the user's; what it printed. `settings` are environment variables."""
@@ -103,8 +103,6 @@ class RayUp:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             self._fetching[name] = self.lab.popen(name, sys.executable, "-I", "-c", FETCH, **pipes)
         asked, answers = self._fetching[name].stdin, self._fetching[name].stdout
-        assert asked is not None
-        assert answers is not None
         asked.write(json.dumps([base + path, self.token if token else ""]) + "\n")
         asked.flush()
         status, body = json.loads(answers.readline())

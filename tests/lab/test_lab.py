@@ -65,7 +65,7 @@ def check(cluster: OnPremises, *options: str) -> tuple[int, dict[str, Any]]:
     command = (*settings, "python", "-m", "cluster", "check", "--json", *options)
     done = cluster.lab.run(HEAD, "env", *command, check=False, cwd=str(REPOSITORY))
     assert "{" in done.stdout, done.stdout
-    report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :])
+    report = json.loads(done.stdout[done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :])
     return done.returncode, report
 
 

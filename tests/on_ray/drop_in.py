@@ -30,7 +30,7 @@ def train(config: dict[str, Any]) -> str:
     return f"rank {ray.train.get_context().get_world_rank()}"
 
 
-LEFT: list[Any] = []
+LEFT = []
 
 
 def leaks(config: dict[str, Any]) -> None:
@@ -53,14 +53,14 @@ class Noting(UserCallback):
     """Notes what the user's own callbacks hear."""
 
     def __init__(self) -> None:
-        self.heard: list[float] = []
+        self.heard = []
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         self.heard.append(len(metrics))
 
 
 BEST = 4.0
-DRIVEN: list[Any] = []
+DRIVEN = []
 """The trials whose driver has run in this process."""
 
 
@@ -77,7 +77,7 @@ def slow(config: dict[str, Any]) -> None:
         ray.train.report({"score": step * config["slope"], "process": os.getpid()})
 
 
-SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+SWEEPS = {
     "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
     "fails": (train, 1, {"lr": 1e-2, "batch_size": 16, "shuffle": True, "fails": [1, 2, -1]}),
     "leaks": (leaks, 1, {"leaves": ["no", "state", "thread", "no"]}),

@@ -46,7 +46,7 @@ def await_end_of_trials() -> None:
 
 def listening() -> dict[str, list[str]]:
     """The processes of this cluster that accept connections, by the addresses on which they do."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for one in process.net_connections("inet"):
@@ -61,7 +61,7 @@ def main(directory: Path) -> None:
     connect(show_workers=False)
     train = {"task_args": {"pids": str(pids), "pause_s": 0.05}, "scaling": {"cpus_per_worker": os.cpu_count()}}
     spec = sweep(directory, {"seed": [1, 2, 3]}, train)
-    ports: dict[str, list[str]] = {}
+    ports = {}
 
     thread = when(lambda: pids.exists() and bool(pids.read_text()), lambda: ports.update(listening()))
     records = run(spec)

@@ -43,7 +43,7 @@ def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
         f"--dashboard-agent-listen-port={free_port()}",
     ]
     # fmt: on
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     raylet = subprocess.Popen(command, start_new_session=True, **quiet)
     try:
         until(lambda: _alive(driver) - known, "the node")

@@ -33,10 +33,10 @@ def stranger(home: Path, *command: str) -> str:
     return done.stdout
 
 
-FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("ours-first", "init-first")]
+MARKS = {"ours-first": pytest.mark.full, "init-first": pytest.mark.campaign}
 
 
-@pytest.mark.parametrize("how", [*FULL, "no-init"])
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=mark) for how, mark in MARKS.items()), "no-init"])
 def test_the_drop_in_runs_whatever_comes_first(how: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("first_script.py")
     assert "DOUBLES [2, 4] []" in stranger(tmp_path, str(script), how)

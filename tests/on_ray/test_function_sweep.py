@@ -79,7 +79,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     ended_names = {f"{one['batch_size_per_worker']}-{one['train_loop_config.place']}" for one in ended}
     again = note.read_text().removeprefix(begun).split()
     assert not ended_names.intersection(again), "only what had not finished runs"
-    assert "batch_size_per_worker 32 with place backward has the lowest loss" in said
+    assert "Batch 32 a worker, place backward: loss" in said
     assert names(tmp_path / "sweep" / "lanes" / "*") == []
 
     interrupted = signal.getsignal(signal.SIGINT)

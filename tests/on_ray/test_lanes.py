@@ -28,7 +28,6 @@ def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = 
         **keys,
     }
     config = build(SweepConfig, tree, "test")
-    assert isinstance(config.train, dict)
     return _spec(config, config.train, "test", "test", REPOSITORY, own_workers=True)
 
 
@@ -46,7 +45,7 @@ def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
 
 @pytest.mark.full
 def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None:
-    trials: dict[str, dict[str, Any]] = {
+    trials = {
         "first": {},
         "raises": {"fail_at": 12, "failure": "raise"},
         "diverges": {"fail_at": 5, "failure": "nan"},
@@ -102,7 +101,7 @@ def test_fresh_isolation_gives_every_trial_its_own_process(tmp_path: Path, drive
 def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, driver: Any) -> None:
     """The other one's broken collective is heard of sooner, and says nothing of the cause; no rank waits for long."""
     at = {"place": "training 20", "on_rank": 1}
-    trials: dict[str, dict[str, Any]] = {
+    trials = {
         "healthy": {"place": ""},
         "killed always": {**at, "failure": "kill"},
         "raises": {**at, "failure": "raise"},

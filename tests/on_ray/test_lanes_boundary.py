@@ -79,7 +79,6 @@ def test_auto_finds_the_boundary_once_and_a_resume_knows_it_and_runs_only_what_h
     for record in first:
         assert rows(again[record.id].curve) == rows(record.curve)
         spent = again[record.id].spent
-        assert spent is not None
         assert min(spent.starting_s, spent.training_s) > 0
         assert spent.starting_s + spent.training_s < spent.total_s
         assert sum(spent.phases_s.values()) == pytest.approx(spent.total_s)

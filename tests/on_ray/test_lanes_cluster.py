@@ -1,6 +1,5 @@
 """Lanes follow the cluster: one more when a node comes, its trial goes elsewhere when that node leaves."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
             until(lambda: len(lanes()) == 2, "its trial")
             node.cut_power()
 
-    thread: threading.Thread = when(lambda: bool(lanes()), come_and_go)
+    thread = when(lambda: bool(lanes()), come_and_go)
     try:
         records = run(spec)
     finally:

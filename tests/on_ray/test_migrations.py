@@ -10,7 +10,6 @@ import pytest
 
 from tests import migrations
 from tune.sweeps.spec import prepare, read_sweep
-from tune.trials.record import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
@@ -49,34 +48,20 @@ def test_accelerate(
     assert found[0.01] == ast.literal_eval(capsys.readouterr().out.splitlines()[-1])["loss"]
 
 
-def sweep(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrialRecord]:
-    """Run sweep.yaml of a directory."""
+def test_optuna(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tune.sweeps.run import run_sweep
 
+    optuna = pytest.importorskip("optuna")
+    migrations.after("Optuna", tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "task", raising=False)
-    spec = read_sweep(str(directory / "sweep.yaml"), {"storage_path": str(directory), "lanes": 1})
+    spec = read_sweep(str(tmp_path / "sweep.yaml"), {"storage_path": str(tmp_path), "lanes": 1})
     prepare(spec, fresh=False)
     records = run_sweep(spec)
     monkeypatch.delitem(sys.modules, "task", raising=False)
-    return records
-
-
-def test_optuna(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    optuna = pytest.importorskip("optuna")
-    migrations.after("Optuna", tmp_path)
-    records = sweep(tmp_path, monkeypatch)
     assert len(records) == 6
     objective = runpy.run_path(str(tmp_path / migrations.before("Optuna", tmp_path)))["objective"]
     for record in (record for record in records if record.status == "done"):
         names = {"lr": "optimizer.lr", "batch_size": "global_batch_size", "width": "task_args.width"}
         drawn = {name: record.config[key] for name, key in names.items()}
         assert record.metrics["val_loss"] == pytest.approx(objective(optuna.trial.FixedTrial(drawn)), rel=1e-3)
-
-
-def test_wandb(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    migrations.after("Plain DDP", tmp_path)
-    migrations.after("W&B sweeps", tmp_path)
-    records = sweep(tmp_path, monkeypatch)
-    assert len(records) == 4
-    assert {record.config["epochs"] for record in records} == {2}

@@ -14,7 +14,7 @@ Tree = Any
 Change = Callable[[Tree], object]
 HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 TYPES = "available_node_types"
-LOCAL: Tree = {
+LOCAL = {
     "cluster_name": "lab",
     "provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]},
     "auth": {"ssh_user": "root"},

@@ -16,12 +16,12 @@ TRAIN = {
     "optimizer": {"name": "adamw", "lr": 0.002},
 }
 ENVIRONMENT = {"paceline": "0.1.0", "torch": "2.15.0", "device": "1 x NVIDIA H200, 139 GiB", "host": SCRIPT}
-SPACE: dict[str, list[Any]] = {
+SPACE = {
     "global_batch_size": [32, 64, 128, 256, 512],
     "precision": ["fp32", "bf16", "fp16"],
 }
 # batch size, precision, samples/s, MiB, val_accuracy, val_loss, s to the target (None: not reached)
-DONE: list[tuple[int, str, float, int, float, float, float | None]] = [
+DONE = [
     (32, "fp32", 4120.0, 310, 0.9791, 0.071, 4.31),
     (32, "bf16", 4890.0, 246, 0.9777, 0.074, 4.02),
     (64, "fp32", 7010.0, 402, 0.9805, 0.066, 4.4),

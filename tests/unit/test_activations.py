@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,8 +33,7 @@ class Block(nn.Module):
         with torch.no_grad():
             self.direction.mul_(0.9).add_(rows.mean(0), alpha=0.1)
         hidden = nn.functional.gelu(self.into(rows * self.direction.clone()))
-        out: Tensor = rows + scale * self.dropout(self.norm(self.out(hidden)))
-        return out
+        return rows + scale * self.dropout(self.norm(self.out(hidden)))
 
 
 def model(block: type[Block] = Block) -> nn.Module:
@@ -82,8 +79,7 @@ class Calm(Block):
     """The same without a buffer that a forward changes and reads."""
 
     def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
-        out: Tensor = rows + self.dropout(self.norm(self.out(nn.functional.gelu(self.into(rows)))))
-        return out
+        return rows + self.dropout(self.norm(self.out(nn.functional.gelu(self.into(rows)))))
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -105,7 +101,7 @@ def test_a_buffer_that_a_graph_would_read_changed_is_refused(mode: str) -> None:
 
 
 def test_a_block_runs_once_more_and_not_where_no_gradient_is_wanted() -> None:
-    net: Any = model()
+    net = model()
     checkpoint_activations(net, "full", compiled=False)
     with torch.no_grad():
         net(data()[0])

@@ -188,7 +188,7 @@ def test_mistakes_name_their_field(tmp_path: Path) -> None:
     (tmp_path / "void").mkdir()
 
     cache = tmp_path / "cache"
-    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+    cases = [
         (tmp_path / "void", None, {}, "files"),
         (tmp_path / "cut.parquet", None, {}, "files"),
         (empty, ["x"], {}, "files"),

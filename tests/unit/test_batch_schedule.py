@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.unit.test_loop import Context, Tiny, check_resume
 from tests.unit.test_loop import config as tiny_config
@@ -17,7 +18,7 @@ from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
-from trainers.model.optimizer import built_lr, lr_factor, lr_scale
+from trainers.model.optimizer import build_optimizer, built_lr, lr_factor, lr_scale
 from trainers.storage import Storage
 
 Counted = tuple[int, int, int, int, int, int]
@@ -108,13 +109,19 @@ def test_learning_rate_and_course_follow() -> None:
     assert course[6:] == pytest.approx([1 - (batches.samples(step) - 48) / 144 for step in range(6, total)])
 
 
-CHANGING: dict[str, Any] = {
+CHANGING = {
     "global_batch_size": None,
     "batch_schedule": [{"until_samples": 12, "size": 3}, {"until_samples": 41, "size": 8}, {"size": 5}],
     "lr_scaling": {"rule": "sqrt", "base_batch_size": 5},
 }
+SDE: dict[str, Any] = {
+    "lr_scaling": {"rule": "sde", "base_batch_size": 5},
+    "optimizer": {"name": "adamw", "lr": 0.05, "weight_decay": 0.1},
+    "ema": {"decay": 0.9},
+}
 VARIANTS: list[dict[str, Any]] = [
     {},
+    SDE,
     {"lr_schedule": {"name": "linear", "warmup": 0.1}},
     {"max_steps": 14, "drop_last": True},
 ]
@@ -124,7 +131,7 @@ def run(path: Path, **changes: Any) -> None:
     fit(Tiny(), tiny_config(**CHANGING | changes), Context(path))
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=["cosine", "linear", "drop_last"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=["cosine", "sde", "linear", "drop_last"])
 def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -136,6 +143,37 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     assert [row["samples"] for row in rows] == [batches.samples(step + 1) for step in range(result.steps)]
     assert [row["global_batch_size"] for row in rows] == [batches.size(step) for step in range(result.steps)]
     assert result.samples == rows[-1]["samples"]
+
+
+class Watching(Tiny):
+    """Notes the options of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+        made = super().optimizer(model, config)
+        (group,) = made.param_groups
+        made.register_step_pre_hook(
+            lambda *_: self.seen.append(tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay")))
+        )
+        return made
+
+
+def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path: Path) -> None:
+    task = Watching()
+    made = tiny_config(**CHANGING | SDE | {"lr_schedule": {"name": "constant"}})
+    result = fit(task, made, Context(tmp_path))
+    batches = BatchSchedule(made.batch_sizes, 22)
+    alone: dict[int, tuple[Any, ...]] = {}
+    for size in (3, 8, 5):
+        fixed = tiny_config(**SDE | {"global_batch_size": size})
+        (group,) = build_optimizer(nn.Linear(1, 1), fixed).param_groups
+        alone[size] = tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    expected = [alone[batches.size(step)] for step in range(result.steps)]
+    assert task.seen[-result.steps :] == expected, "before them the probe's"
+    assert len(set(expected)) == 3
 
 
 def test_a_run_does_not_go_on_under_another_schedule(tmp_path: Path) -> None:

@@ -65,10 +65,8 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 
     assert where == str(folder(tmp_path, 7))
     found = make(tmp_path).load()
-    assert found is not None
     assert found.name == "step-000000000007"
     assert str(found.state) == str(given)
-    assert found.rank_state is not None
     assert torch.equal(found.rank_state["torch"], rank_state["torch"])
     assert found.rank_state["python"] == rank_state["python"]
 

@@ -1,8 +1,5 @@
 """Checkpoints written while training goes on: equal to those written at once, whole or absent, and never in silence."""
 
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -53,7 +50,7 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> 
 def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which a checkpoint is told lies after the step that it holds, and every one is told once."""
     gate = Gate(monkeypatch)
-    steps: list[int] = []
+    steps = []
 
     class Watched(Tiny):
         def transform(self, batch: Any, training: bool) -> Any:
@@ -86,53 +83,3 @@ def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, mon
     with pytest.raises(StorageError, match="step-000000000005 could not be written: injected: no room"):
         train(tmp_path, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
     assert loaded_step(make(tmp_path)) == 4
-
-
-# Killed.
-
-KILLED = """
-import sys, time
-sys.path.insert(0, {repository!r})
-import trainers.checkpoint.store as archive
-from pathlib import Path
-from tests.unit.test_checkpoint import loaded_step, make
-from tests.unit.test_loop import train
-
-write, seal = archive.Archive.write, archive.Archive.seal
-
-def hang(*_):
-    print("reached", flush=True)
-    time.sleep(3600)
-
-def cut_write(self, name, file, state):
-    if name.endswith("08") and file == "state.pt" and {phase!r} == "before the state":
-        hang()
-    return write(self, name, file, state)
-
-def cut_seal(self, manifest, keep):
-    if manifest.step == 8 and {phase!r} == "before the manifest":
-        hang()
-    seal(self, manifest, keep)
-
-archive.Archive.write, archive.Archive.seal = cut_write, cut_seal
-train(Path({path!r}), checkpoint={{"every_steps": 4, "async": True}}, evaluate={{"every_steps": 1}})
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("phase", ["before the state", "before the manifest"])
-def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, phase: str) -> None:
-    repository = str(Path(__file__).parents[2])
-    script = KILLED.format(repository=repository, path=str(tmp_path / "killed"), phase=phase)
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=repository) as process:
-        assert process.stdout is not None
-        reached = any(line.strip() == "reached" for line in process.stdout)
-        process.send_signal(signal.SIGKILL)
-    assert reached
-    assert process.returncode == -signal.SIGKILL
-    assert loaded_step(make(tmp_path / "killed")) == 4
-
-    changes = {"checkpoint": {"every_steps": 4, "async": True}, "evaluate": {"every_steps": 1}}
-    train(tmp_path / "killed", **changes)
-    train(tmp_path / "unbroken", **changes)
-    assert_same_run(tmp_path / "killed", tmp_path / "unbroken")

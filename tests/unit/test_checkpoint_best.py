@@ -54,7 +54,7 @@ class Scripted(Task):
 
 
 def config(steps: int, **checkpoint: Any) -> TrainConfig:
-    tree: dict[str, Any] = {
+    tree = {
         "task": "task:Scripted",
         "max_steps": steps,
         "global_batch_size": 4,
@@ -73,8 +73,7 @@ def train(path: Path, scores: list[float], steps: int | None = None, **checkpoin
 
 
 def saved(path: Path, step: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((path / f"checkpoints/step-{step:012d}/manifest.json").read_text())
-    return found
+    return json.loads((path / f"checkpoints/step-{step:012d}/manifest.json").read_text())
 
 
 def opened(path: Path, metric: str = "val_score", smaller: bool = False) -> Checkpoints:

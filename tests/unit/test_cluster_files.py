@@ -87,7 +87,7 @@ def no_gpu_limit(tree: Tree) -> None:
 
 
 # The file, the change, and the level and field of what is found.
-FOUND: dict[str, tuple[str, Change, str, str]] = {
+FOUND = {
     "token_off": ("aws", replace(WORKER, "MODE=token", "MODE=disabled"), "error", WORKER),
     "no_token": ("azure", replace(WORKER, "export RAY_AUTH_MODE=token;"), "error", WORKER),
     "token_in_the_file": ("aws", replace(HEAD, "export RAY_AUTH", "RAY_AUTH_TOKEN=a export RAY_AUTH"), "error", HEAD),
@@ -190,7 +190,7 @@ def test_found(name: str, change: Change, level: str, field: str, tmp_path: Path
     assert main(["validate", file, "--strict"]) == (2 if level == "error" else 1)
 
 
-IN_ORDER: dict[str, Change] = {
+IN_ORDER = {
     "local_build": replace("setup_commands", "torch==2.15.0", "torch==2.15.0+cu130"),
     "pinned_on_the_web": put("worker_setup_commands", ["pip install -c https://x/c.txt ray torch"]),
     "other_packages": put("worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"]),
@@ -249,7 +249,7 @@ def test_a_job_that_waits_or_costs_for_ever(document: int, change: Change, field
 
 
 # The file, the change, the field, and a word of the fix.
-REFUSED: dict[str, tuple[str, Change, str, str]] = {
+REFUSED = {
     "typo": ("aws", put("setup_comands", []), "setup_comands", "`setup_commands`"),
     "typo_in_a_type": ("aws", put(f"{SPOT}.min_worker", 1), f"{SPOT}.min_worker", "`min_workers`"),
     "head_typo": ("aws", put("head_node_type", "haed"), "head_node_type", "`head`"),

@@ -32,8 +32,7 @@ def path_of(name: str) -> Path:
 
 
 def tree_of(name: str) -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load(path_of(name).read_text(encoding="utf-8"))
-    return tree
+    return yaml.safe_load(path_of(name).read_text(encoding="utf-8"))
 
 
 def documents() -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK" \\\n'
 ADDRESS = '--address "$address"'
 
 # The text before, the text in its place, the level and the end of the field of what is found.
-BROKEN: dict[str, tuple[str, str, str, str]] = {
+BROKEN = {
     "tasks_on_a_node": ("--ntasks-per-node=1", "--ntasks-per-node=8", "error", "--ntasks-per-node"),
     "tasks_in_all": ("#SBATCH --ntasks-per-node=1", "#SBATCH -n 16", "error", "--ntasks-per-node"),
     "shared_nodes": ("#SBATCH --exclusive\n", "", "warning", "--exclusive"),

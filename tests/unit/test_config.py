@@ -12,7 +12,7 @@ from trainers.config.model import build
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 
-BASE: dict[str, Any] = {"task": "task:Mine", "epochs": 2, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
+BASE = {"task": "task:Mine", "epochs": 2, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
 
 
 def make(**changes: Any) -> TrainConfig:
@@ -32,7 +32,7 @@ def test_the_defaults_are_a_run() -> None:
     assert config.optimizer.name == "adamw"
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     ({"batch_size_per_worker": 8}, "batch_size_per_worker"),
     ({"global_batch_size": None}, "global_batch_size"),
     ({"global_batch_size": 64.0}, "global_batch_size"),
@@ -55,6 +55,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"lr": 0.1, "name": "adamw8bit"}, "strategy": "fsdp"}, "optimizer.name"),
     ({"lr_schedule": {"warmup": 1.5}}, "lr_schedule.warmup"),
     ({"lr_scaling": {"rule": "sqrt"}}, "lr_scaling.base_batch_size"),
+    ({"lr_scaling": {"rule": "sde"}}, "lr_scaling.base_batch_size"),
+    ({"lr_scaling": {"rule": "sde", "base_batch_size": 8}, "optimizer": {"name": "sgd", "lr": 0.1}}, "lr_scaling.rule"),
     ({"ema": {"decay": 1.0}}, "ema.decay"),
     ({"early_stopping": {"metric": "val_loss"}}, "early_stopping.patience"),
     ({"early_stopping": {"patience": 5}}, "early_stopping.patience"),

@@ -27,7 +27,7 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     address: str | None, several_nodes: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By Ray's own switch, from which the addresses of all its ports follow; users' settings are put back."""
-    seen: list[Any] = []
+    seen = []
 
     def init(address: str, **options: Any) -> Any:
         seen.append((address, ray_constants.ENABLE_RAY_CLUSTER))
@@ -45,7 +45,7 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     node = SimpleNamespace(get_session_dir_path=lambda: "/session", live_processes=list)
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    reaped: list[str] = []
+    reaped = []
     monkeypatch.setattr(reaper, "start", lambda session, token: reaped.append(session))
     if fails:
         where = f"joined at RAY_ADDRESS {address}" if several_nodes else "start on this machine"
@@ -76,7 +76,7 @@ def test_leaving_waits_for_no_process_that_was_stopped(stopped: bool, monkeypatc
 
 def test_what_a_process_does_at_sigterm_is_not_rays_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost lease ends the command by it, in a sentence, also while the command leaves the cluster, and after."""
-    heard: list[int] = []
+    heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 
     def take(handler: Any) -> Any:

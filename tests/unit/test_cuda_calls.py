@@ -2,7 +2,6 @@
 
 import os
 import threading
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,10 +27,10 @@ def test_ray_trains_in_a_thread_that_is_bound(
     monkeypatch: pytest.MonkeyPatch, backend: str, expected: list[tuple[str, int]]
 ) -> None:
     """The current device is each thread's own, and Ray joins the group in another one."""
-    bound: list[tuple[str, int]] = []
+    bound = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: bound.append((threading.current_thread().name, index)))
     monkeypatch.setattr(process_group, "own_gpu", lambda: 3)
-    trained: list[int] = []
+    trained = []
     function = construct_train_func(
         lambda: trained.append(len(bound)), None, GroupConfig(backend).train_func_context, "train_loop_per_worker"
     )
@@ -47,7 +46,7 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     monkeypatch: pytest.MonkeyPatch, assigned: list[str], visible: str
 ) -> None:
     """Else `device: auto` is the node's first GPU for all workers of `use_gpu: false`."""
-    seen: list[str] = []
+    seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(
         ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
@@ -77,7 +76,7 @@ def test_a_check_measures_no_gpu_that_something_else_holds(
 def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP makes them in its first backward pass, after the probe."""
     config = make(tmp_path, microbatch_size="auto").config
-    told: list[int] = []
+    told = []
 
     class Context(RunContext):
         def too_large(self, microbatch_size: int) -> None:
@@ -100,7 +99,7 @@ def test_collectives_wait_longer_than_the_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float
 ) -> None:
     """Else NCCL's abort is first, and the run ends as `node_lost` in place of `hung`."""
-    waits: list[timedelta] = []
+    waits = []
 
     def attempt(*_: object) -> str:
         assert waits, "before anything waits for other ranks"

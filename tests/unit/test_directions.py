@@ -10,13 +10,13 @@ import pytest
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
 from trainers.config.metrics import Mode, direction_of
-from trainers.config.model import Settings, build
+from trainers.config.model import build
 from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
 from trainers.errors import ConfigError
 from tune.objective import MEASURED, Objective
 
 RUN = {"task": "task:House", "epochs": 1, "global_batch_size": 8, "optimizer": {"lr": 0.1}}
-KNOWN: list[tuple[str, Mode | None]] = [
+KNOWN = [
     ("val_loss", "min"),
     ("val_error", "min"),
     ("mae", "min"),
@@ -61,6 +61,15 @@ KNOWN: list[tuple[str, Mode | None]] = [
     ("val_accuracy_0", "max"),
     ("val_detection/map", "max"),
     ("val_dice_coefficient", "max"),
+    ("val_tpr@fpr", "max"),
+    ("val_fpr_at_95_tpr", "min"),
+    ("val_reward_per_step", "max"),
+    ("val_mean_per_class_iou", "max"),
+    ("val_bits_per_byte", "min"),
+    ("val_per", "min"),
+    ("images_per_s", None),
+    ("val_inaccuracy", None),
+    ("val_negmse", None),
     ("answer", None),
     ("val_negative", None),
     ("val_topk", None),
@@ -83,7 +92,7 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric: str, known: Mod
     expected = mode or known
     target = {"val_loss": 1.0}
     if expected is None:
-        cases: list[tuple[type[Settings], dict[str, Any], str]] = [
+        cases = [
             (CheckpointConfig, {"best": metric}, "best_mode"),
             (EarlyStoppingConfig, {"metric": metric, "patience": 1}, "mode"),
             (Objective, {"metric": metric, "target": target}, "mode"),
@@ -97,7 +106,6 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric: str, known: Mod
     kept = Best.of(CheckpointConfig(best=metric, best_mode=mode))
     improved = Best.to_go_on(EarlyStoppingConfig(metric=metric, mode=mode, patience=1))
     for goal in (kept, improved):
-        assert goal is not None
         assert goal.improves({metric: 0.0}, 1.0) is (expected == "min")
         assert goal.improves({metric: 2.0}, 1.0) is (expected == "max")
         assert not goal.improves({metric: math.nan}, None)

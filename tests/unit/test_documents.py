@@ -28,8 +28,8 @@ INSTALLED = {"paceline-train": "trainers", "paceline-sweep": "tune", "paceline-c
 TARGETS = set(re.findall(r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
 # What a fragment leaves to the reader.
-RUN: dict[str, Any] = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
-SWEEP: dict[str, Any] = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
+RUN = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
+SWEEP = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
 
 
 def of(*languages: str) -> Any:
@@ -88,7 +88,7 @@ def _check_call(words: list[str]) -> None:
         assert importlib.util.find_spec(door) is not None, door
     else:
         return
-    if door in DOORS:
+    if door in DOORS and arguments[0] != "--schema":
         commands = DOORS[door]
         name = arguments[0] if arguments[0] in commands else ""
         typed = commands[name].parse(arguments[1:] if name else arguments)

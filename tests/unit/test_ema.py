@@ -11,7 +11,6 @@ from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.unit.test_loop import PER_EPOCH, Context, Tiny, check_resume, config, curve, train
-from trainers.config.sections import EmaConfig
 from trainers.devices.device import seed_all
 from trainers.errors import CheckpointError
 from trainers.loop.fit import fit
@@ -81,7 +80,7 @@ def test_a_resume_is_bit_equal(precision: str, background: bool, tmp_path: Path)
 def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
     model = nn.Linear(3, 2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), 0.5), GradScaler("cpu", init_scale=2.0**10)
-    ema, expected = MovingAverage(model, optimizer, EmaConfig(decay=0.9)), copy.deepcopy(model.weight.data)
+    ema, expected = MovingAverage(model, optimizer, 0.9), copy.deepcopy(model.weight.data)
     ema.follow(scaler)
     for step in range(1, 7):
         loss = model(torch.full((4, 3), float(step))).square().mean()

@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -315,7 +314,7 @@ class Broken(Dataset[int]):
     ],
 )
 def test_a_data_loaders_worker_s_error_is_its_cause(act: str, status: Status, words: str) -> None:
-    batches: Any = iter(DataLoader(Broken(act), num_workers=1))
+    batches = iter(DataLoader(Broken(act), num_workers=1))
     with pytest.raises(Exception, match="DataLoader worker") as met:
         list(batches)
     batches._shutdown_workers()

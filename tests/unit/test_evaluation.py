@@ -181,7 +181,7 @@ class Jittered(Dataset[Any]):
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_evaluation_does_not_change_training(loaders: int, tmp_path: Path) -> None:
     """However often it happens and whatever it draws; and its own figures do not follow from those before them."""
-    changes: dict[str, Any] = {"max_steps": 6, "data": {"num_workers": loaders}, "checkpoint": {"every_steps": 99}}
+    changes = {"max_steps": 6, "data": {"num_workers": loaders}, "checkpoint": {"every_steps": 99}}
     for every in (1, 3, 6):
         task = Drawing()
         train(tmp_path / str(every), task, evaluate={"every_steps": every}, **changes)
@@ -196,7 +196,7 @@ class Small(Labels):
     """A device that holds `fits` samples at once; with a metric that keeps all that it has seen."""
 
     def __init__(self, fits: int) -> None:
-        self.fits, self.sizes = fits, list[int]()
+        self.fits, self.sizes = fits, []
         self.curve = torchmetrics.classification.MulticlassAUROC(num_classes=3)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:

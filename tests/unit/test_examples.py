@@ -27,7 +27,7 @@ def test_mnist_as_torchvision_keeps_it(name: str, tmp_path: Path, monkeypatch: p
     from examples.fashion_mnist.task import FashionMnist
     from examples.mnist.task import Mnist
 
-    kind: type[Mnist] = {"mnist": Mnist, "fashion_mnist": FashionMnist}[name]
+    kind = {"mnist": Mnist, "fashion_mnist": FashionMnist}[name]
     rng = np.random.default_rng(0)
     images = {"train": rng.integers(0, 256, (20, 28, 28)), "t10k": rng.integers(0, 256, (10, 28, 28))}
     labels = {part: rng.integers(0, 10, len(found)) for part, found in images.items()}

@@ -25,7 +25,7 @@ def profile(parts: dict[str, float] | None = None, **changes: Any) -> StepProfil
     """A healthy step, in ms, with what is changed."""
     parts_s = {name: value / 1e3 for name, value in (HEALTHY | (parts or {})).items()}
     step_s = sum(parts_s.values())
-    known: dict[str, Any] = {
+    known = {
         "step_s": step_s,
         "parts": parts_s,
         "own_s": [step_s],
@@ -37,13 +37,13 @@ def profile(parts: dict[str, float] | None = None, **changes: Any) -> StepProfil
 
 
 def config(**changes: Any) -> TrainConfig:
-    keys: dict[str, Any] = {"task": "task:T", "epochs": 20, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
+    keys = {"task": "task:T", "epochs": 20, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
     return build(TrainConfig, keys | changes, "test")
 
 
 def result(**changes: Any) -> RunResult:
     """Of a run that trained in half of its time."""
-    known: dict[str, Any] = {
+    known = {
         "status": "done",
         "steps": 1000,
         "epochs": 20.0,
@@ -60,7 +60,7 @@ def result(**changes: Any) -> RunResult:
     return RunResult(**(known | changes))
 
 
-STEPS: dict[str, tuple[StepProfile, dict[str, Any], dict[str, Any]]] = {
+STEPS = {
     "slow loader": (profile({"data": 9.0}), {}, {"data.num_workers": 2}),
     "slow transform": (profile({"transform": 4.0}), {}, {}),
     "hidden synchronisation": (profile(reads={"task.py:7": 4e-3}), {}, {}),
@@ -70,7 +70,7 @@ STEPS: dict[str, tuple[StepProfile, dict[str, Any], dict[str, Any]]] = {
     "microbatch too small": (profile(accumulation=8), {"microbatch_size": 8}, {"microbatch_size": "auto"}),
     "wrong precision": (profile(device="cuda", is_faster_in_bf16=True), {}, {"precision": "bf16"}),
 }
-RECORDS: dict[str, RunResult] = {
+RECORDS = {
     "evaluation too often": result(pauses=Pauses(20, 8.0, 2, 0.1)),
     "checkpoint stalls": result(pauses=Pauses(20, 0.5, 20, 8.0)),
     "recompiles": result(compile={"graphs": 9, "graph_breaks": 0, "recompiles": 8}, train_time_s=18.0),
@@ -103,7 +103,6 @@ def test_a_healthy_run_has_no_cause() -> None:
 def test_a_run_without_a_profile_is_explained_by_its_records(tmp_path: Path) -> None:
     spec = make(tmp_path)
     done = run_training(spec, fresh=False)
-    assert done.pauses is not None
     assert (done.pauses.evaluations, done.pauses.checkpoints) == (3, 3)
     found = explain(read_subject(spec.uri), run_spawn, 0.01, profile=False)
     assert found.step_s is None
@@ -124,7 +123,7 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
 def test_both_configurations_are_run_where_a_key_is_to_be_changed(tmp_path: Path) -> None:
     keys = tree(tmp_path, launcher="spawn", microbatch_size=6)
     (tmp_path / "train.yaml").write_text(dump_yaml(keys))
-    asked: list[Any] = []
+    asked = []
 
     def workers(job: Any) -> Any:
         asked.append(job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from trainers.task import Task, load_split
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 MODULE = "tests.unit.test_first_try"
-OFTEN: dict[str, Any] = {"clip_grad_norm": None, "lr_schedule": {}, "optimizer": {"name": "sgd", "lr": 0.01}}
+OFTEN = {"clip_grad_norm": None, "lr_schedule": {}, "optimizer": {"name": "sgd", "lr": 0.01}}
 
 
 class Table(Task):
@@ -50,7 +51,7 @@ class Table(Task):
         if self.how in ("random_split", "constructor"):
             train, val = random_split(table, [400, 100])
             return train, val
-        order: dict[str, Any] = {
+        order = {
             "numpy": lambda: np.random.permutation(500),
             "python": lambda: random.sample(range(500), 500),
             "torch": lambda: torch.randperm(500).tolist(),
@@ -71,7 +72,7 @@ class Table(Task):
 
 
 def random_state() -> list[Any]:
-    generator: Any = np.random.get_state()
+    generator = np.random.get_state()
     return [torch.get_rng_state().tolist(), generator[1].tolist(), random.getstate()]
 
 
@@ -119,7 +120,7 @@ def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
     ],
 )
 def test_a_batch_larger_than_the_data_is_refused(changes: dict[str, Any], field: str | None) -> None:
-    options: dict[str, Any] = {"max_steps": 1, "microbatch_size": "auto", **changes}
+    options = {"max_steps": 1, "microbatch_size": "auto", **changes}
     if field is None:
         assert train(None, Table("torch"), **options).samples == 400
         return
@@ -159,11 +160,11 @@ def windows(path: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("phased", [False, True])
 def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phased: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
-    task: Any = Adversarial if phased else lambda: Table("torch")
+    options = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
+    task = Adversarial if phased else lambda: Table("torch")
     if not phased:
         options |= {"global_batch_size": 24, "microbatch_size": 10}
-    rare: dict[str, Any] = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
+    rare = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
     train(tmp_path / "each", task(), **options, **rare)
     each = [loss for _, loss in windows(tmp_path / "each")]
     right = [(end, sum(each[start:end]) / (end - start)) for start, end in ((0, 8), (8, 16), (16, 22))]
@@ -172,7 +173,7 @@ def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phas
     found = []
     for checkpoint, evaluate in ((99, 99), (3, 99), (99, 3), (5, 7)):
         path = tmp_path / f"{checkpoint}-{evaluate}"
-        every: dict[str, Any] = {"checkpoint": {"every_steps": checkpoint}, "evaluate": {"every_steps": evaluate}}
+        every = {"checkpoint": {"every_steps": checkpoint}, "evaluate": {"every_steps": evaluate}}
         result = train(path, task(), **options, **every)
         assert result.metrics["train_loss"] == windows(path)[-1][1]
         found.append(windows(path))
@@ -225,7 +226,7 @@ class Shaped(Table):
     ],
 )
 def test_shapes_are_refused_before_training(given: dict[str, Any], field: str | None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
+    options = {
         "max_steps": 3,
         "global_batch_size": 50,
         "microbatch_size": 25,
@@ -240,6 +241,37 @@ def test_shapes_are_refused_before_training(given: dict[str, Any], field: str | 
         train(tmp_path, Shaped(**given), **options)
     assert raised.value.field == field
     assert not list((tmp_path / "log").glob("*"))
+
+
+class Teacher(Table):
+    """A copy of the model, which may follow it."""
+
+    def __init__(self, follows: bool) -> None:
+        super().__init__("torch")
+        self.follows = follows
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        self.teacher = copy.deepcopy(model).requires_grad_(False)
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if self.follows:
+            for theirs, ours in zip(self.teacher.parameters(), model.parameters(), strict=True):
+                theirs.data.lerp_(ours, 0.1)
+
+
+class KeptTeacher(Teacher):
+    def state_dict(self) -> dict[str, Any]:
+        return {"teacher": self.teacher.state_dict()}
+
+
+@pytest.mark.parametrize(("task", "said"), [(Teacher(True), 1), (Teacher(False), 0), (KeptTeacher(True), 0)])
+def test_what_changes_and_no_checkpoint_has_is_said(
+    task: Teacher, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, task, max_steps=4, global_batch_size=50, microbatch_size=50, checkpoint={"every_steps": 1}, **OFTEN)
+    assert [record.levelname for record in caplog.records].count("WARNING") == said
 
 
 def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:

@@ -69,7 +69,6 @@ print("up", flush=True)
 input()
 """
     first = subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None
     assert first.stdout.readline() == "up\n"
     with contextlib.closing(Zygote(name, Preload(forks=False))) as second:
         second.hold()

@@ -54,8 +54,7 @@ class Adapted(Tiny):
 
 
 def state(path: Path, step: int = 15) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True)
-    return read
+    return torch.load(path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True)
 
 
 LEARNED = {f"{index}.parametrizations.weight.0.{name}" for index in (0, 4) for name in ("down", "up")}

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from tune.sweeps.spec import read_sweep
 from tune.trials.journal import Journal, read_boundary, write_boundary
 from tune.trials.microbatch_bounds import Boundary
 
-TRAIN: dict[str, Any] = {
+TRAIN = {
     "task": "tests.tasks:Blobs",
     "task_dir": str(REPOSITORY),
     "epochs": 1,
@@ -53,7 +53,7 @@ TRAIN: dict[str, Any] = {
     "checkpoint": {"every_steps": 5},
     "launcher": "local",
 }
-SWEEP: dict[str, Any] = {
+SWEEP = {
     "name": "s",
     "train": TRAIN,
     "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]},
@@ -273,7 +273,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-READERS: list[Callable[[Storage], object]] = [
+READERS = [
     lambda storage: Archive(storage).choose("newest"),
     lambda storage: Archive(storage).read("step-000000000001", "state.pt"),
     lambda storage: whole_state(storage, 2),

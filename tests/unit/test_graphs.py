@@ -36,9 +36,9 @@ class Fake:
     """A capture as CUDA's: recording does nothing, and what is replayed has only what it was recorded with."""
 
     def __init__(self, failure: BaseException | None = None) -> None:
-        self.events: list[str] = []
+        self.events = []
         self.failure = failure
-        self.recording: Callable[[], None] = lambda: None
+        self.recording = lambda: None
 
     def run(self, work: Callable[[], None]) -> None:
         self.events.append("run")

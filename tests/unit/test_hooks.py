@@ -52,7 +52,7 @@ class Clipped(Task):
         self.seen = state["seen"]
 
 
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "max_steps": STEPS,
     "microbatch_size": "auto",
     "lr_schedule": {},

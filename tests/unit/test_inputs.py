@@ -1,9 +1,7 @@
 """Files and words of strangers: whatever they hold, one sentence and exit code 2, at once and in little memory."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +22,7 @@ from trainers.launch.spec import read_file, read_mapping
 from trainers.storage import Storage
 from tune.config import SweepConfig
 
-TREE: dict[str, Any] = {
+TREE = {
     "task": "tests.tasks:Blobs",
     "task_dir": str(Path(__file__).parents[2]),
     "epochs": 1,
@@ -32,7 +30,7 @@ TREE: dict[str, Any] = {
     "optimizer": {"lr": 0.1},
     "launcher": "local",
 }
-DOORS: dict[str, Callable[[str], int]] = {
+DOORS = {
     "trainers": lambda file: trainers.__main__.main([file]),
     "tune": lambda file: tune.__main__.main([file]),
     "cluster": lambda file: cluster.__main__.main(["validate", file]),
@@ -78,7 +76,7 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-KINDS: dict[str, Callable[[Path], object]] = {
+KINDS = {
     "pipe": _pipe,
     "link_to_zeros": lambda path: path.symlink_to("/dev/zero"),
     "link_to_itself": lambda path: path.symlink_to(path),
@@ -155,7 +153,7 @@ def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
 # Cluster files of any shape.
 
 NODE = f"{TYPES}.gpu_spot"
-SHAPES: list[tuple[str, Change, str]] = [
+SHAPES = [
     ("aws", put("provider.security_group", {"IpPermissions": ["22"]}), "provider.security_group.IpPermissions.0"),
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
     ("aws", put("max_workers", 10**12), "max_workers"),

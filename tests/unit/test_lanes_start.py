@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -20,11 +19,11 @@ from tune.lanes.lanes import Lanes
 def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    up: list[int] = []
-    mailbox: Any = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
+    up = []
+    mailbox = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
     monkeypatch.setattr(module.ray, "get", lambda value: value)
     lanes = Lanes(mailbox, ScalingConfig(), False, "", Preload(), Storage(str(tmp_path)), 1, is_patient=False)
-    turns, over, begun = {lane: threading.Event() for lane in range(2)}, threading.Event(), list[int]()
+    turns, over, begun = {lane: threading.Event() for lane in range(2)}, threading.Event(), []
     monkeypatch.setattr(lanes, "_wait_for_turn", lambda lane: turns[lane].wait(60))
     monkeypatch.setattr(lanes, "_fit", lambda lane: (begun.append(lane), over.wait(60)))
     lanes.grow(2)

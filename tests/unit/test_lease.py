@@ -32,8 +32,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 1e6
-        self.slept: list[float] = []
-        self.then: Callable[[float], None] = lambda passed_s: None
+        self.slept = []
+        self.then = lambda passed_s: None
 
     def monotonic(self) -> float:
         return self.now_s

@@ -23,7 +23,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def tell(course: Course, total: int | None, until: int, first: int = 0, **start: Any) -> float:
     """Tell of a run until a step; each step, evaluation and window takes as long as all others. Its wall time."""
     wall_s, train_s = START_S, 100.0 * (first > 0)
-    position: dict[str, Any] = {"step": first, "train_time_s": train_s}
+    position = {"step": first, "train_time_s": train_s}
     course.take({"record": "start", **position, "wall_time_s": 0.0, "total_steps": total, "max_time_s": None, **start})
     for step in range(first + 1, until + 1):
         wall_s, train_s = wall_s + EACH_S, train_s + EACH_S

@@ -60,7 +60,7 @@ class Marked(Task):
     """Its transform shows what it was told."""
 
     def __init__(self) -> None:
-        self.seen: list[bool] = []
+        self.seen = []
 
     def transform(self, batch: Any, training: bool) -> Any:
         assert not torch.is_grad_enabled()
@@ -78,7 +78,7 @@ def collect(source: Feed, asked: list[Tensor] = ASKED) -> list[list[Tensor]]:
     return found
 
 
-WAYS: dict[str, tuple[Dataset[Any], dict[str, Any]]] = {
+WAYS = {
     "tensors, resident": (TensorDataset(INPUTS, LABELS), {}),
     "samples": (Samples(), {}),
     "whole batches": (WholeBatches(), {}),
@@ -163,7 +163,7 @@ class Changing(Task):
         return torch.stack(samples) * self.scale
 
 
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "attribute": lambda task: setattr(task.data, "level", 2),
     "a transform's": lambda task: setattr(task.data.transforms[0], "by", 2),
     "tensor in place": lambda task: task.data.tensor.mul_(2),
@@ -204,8 +204,6 @@ def test_a_terminal_ends_no_loader_process(number: signal.Signals) -> None:
     one = feed(Samples(), num_workers=1)
     batches = one.batches(ASKED, training=True)
     first = next(batches)
-    assert one._loader is not None
-    assert one._loader._iterator is not None
     [process] = one._loader._iterator._workers  # type: ignore[attr-defined]
     for _ in range(3):
         os.kill(process.pid, number)

@@ -72,7 +72,7 @@ class Context(LocalContext):
         self, path: Path | None, stop: Callable[[], bool] = lambda: False, cut_at_step: int | None = None
     ) -> None:
         super().__init__(Storage(str(path)) if path else None, "local")
-        self.reports: list[tuple[dict[str, Any], str | None]] = []
+        self.reports = []
         self.stop, self.cut_at_step = stop, cut_at_step
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
@@ -85,7 +85,7 @@ class Context(LocalContext):
 
 
 def config(**changes: Any) -> TrainConfig:
-    tree: dict[str, Any] = {
+    tree = {
         "task": "task:Tiny",
         "seed": 3,
         "epochs": 3,
@@ -122,7 +122,6 @@ def weights(path: Path) -> dict[str, Tensor]:
     from trainers.devices.group import Group
 
     loaded = Checkpoints(Storage(str(path)), Group(0, 1, torch.device("cpu")), 1).load()
-    assert loaded is not None
     return dict(loaded.state["model"])
 
 
@@ -280,7 +279,6 @@ def test_the_result_is_written_as_it_is_returned(tmp_path: Path) -> None:
     assert RunResult.from_json((tmp_path / "result.json").read_bytes()) == result
     assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (5, 3, 2)
     assert (result.steps, result.epochs, result.world_size) == (10, 2.0, 1)
-    assert result.throughput is not None
     assert result.throughput.steps == 5  # five of warm-up are left out
     assert 0 < result.train_time_s <= result.wall_time_s
     named = {

@@ -56,7 +56,6 @@ async def submit(mailbox: Mailbox, *tickets: str) -> None:
 async def end_of(mailbox: Mailbox, ticket: str, index: int = 0) -> dict[str, Any]:
     """How a submission has ended, which is its event number `index`."""
     event = await asyncio.wait_for(mailbox.next_event(ticket, index), 60)
-    assert event.outcome is not None
     return event.outcome
 
 
@@ -64,7 +63,7 @@ def test_no_trial_is_lost_or_taken_twice() -> None:
     """Many lanes with tiny waits: what is submitted is taken, by somebody, once."""
 
     async def main() -> list[str]:
-        mailbox, got = Mailbox(), list[str]()
+        mailbox, got = Mailbox(), []
 
         async def lane(number: int) -> None:
             while (found := await mailbox.take(number, 0.001)) != "close":
@@ -289,8 +288,6 @@ def with_refuge(tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any
             await mailbox.hello(lane)
         await mailbox.submit(assignment("t/1", "t"))
         given = await mailbox.take(0, WAIT_S)
-        assert isinstance(given, Assignment)
-        assert given.refuge is not None
         assert given.source is None, "it begins at its start"
         given.refuge.write("state", b"")
         await test(mailbox, given.refuge)
@@ -304,14 +301,12 @@ def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(tmp_path: Pa
         await mailbox.hand_back(0, "t/1", "step 12 is kept")
         assert (await mailbox.watch())["lanes"] == [1], "the lane that leaves counts no more"
         again = await mailbox.take(1, WAIT_S)
-        assert isinstance(again, Assignment)
         assert (again.ticket, again.source) == ("t/1", refuge.uri), "before the others"
         await mailbox.lost(0)  # Ray takes the node out
         assert (await mailbox.watch())["running"].keys() == {1}, "the trial is another lane's by now"
         await mailbox.hello(0)
         await mailbox.lost(1)  # without a notice
         once_more = await mailbox.take(0, WAIT_S)
-        assert isinstance(once_more, Assignment)
         assert (once_more.ticket, once_more.source) == ("t/1", refuge.uri), "what was kept is still there"
         await mailbox.end(0, "t/1", {"status": "done"})
         assert not refuge.exists(), "it is deleted with its end"

@@ -193,7 +193,7 @@ def test_it_takes_no_memory(tmp_path: Path) -> None:
 def test_the_largest_microbatch_fits_and_no_much_larger_one(
     moments: list[tuple[int, int]], capacity: int, start: int
 ) -> None:
-    asked: list[int] = []
+    asked = []
 
     def peak(size: int) -> int:
         asked.append(size)

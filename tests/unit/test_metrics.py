@@ -51,7 +51,6 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
     clock = StepClock(CPU)
     steps(clock, time, [1.0] * WARMUP_STEPS + [1.0, 2.0, 3.0, 4.0])
     speed = clock.throughput()
-    assert speed is not None
     assert speed.step_time_ci95_s == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # Student, 3 degrees
 
 
@@ -71,7 +70,6 @@ def test_what_stood_still_is_no_throughput(time: Time, durations: list[float], l
     clock = StepClock(CPU)
     steps(clock, time, [1.0] * WARMUP_STEPS + durations)
     speed = clock.throughput()
-    assert speed is not None
     assert speed.disturbed_s == pytest.approx(lost_s)
     assert speed.samples_per_s == pytest.approx(10.0 * len(durations) / (sum(durations) - lost_s))
 
@@ -85,7 +83,6 @@ def test_larger_batches_and_slow_loaders_are_no_disturbance(time: Time) -> None:
             clock.step(samples)
         clock.end_span()
     speed = clock.throughput()
-    assert speed is not None
     assert speed.disturbed_s == 0.0
 
 
@@ -101,12 +98,11 @@ def test_time_between_spans_is_no_training(time: Time) -> None:
         time.now += 1000.0  # evaluation, checkpoints
     assert clock.train_time_s == WARMUP_STEPS + 2
     speed = clock.throughput()
-    assert speed is not None
     assert speed.step_time_s == 1.0
 
 
 def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
+    waited = []
     monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: waited.append(time.now))
     clock = StepClock(torch.device("meta"))  # not a CPU: steps are only issued, and done when the device is waited for
     for _ in range(4):
@@ -114,7 +110,6 @@ def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch:
     assert len(waited) == 8 + 2  # the first step is timed by itself
     assert clock.train_time_s == 12.0
     speed = clock.throughput()
-    assert speed is not None
     assert (speed.step_time_s, speed.step_time_ci95_s, speed.steps) == (1.0, 0.0, 12 - WARMUP_STEPS)
 
 
@@ -131,7 +126,6 @@ def test_a_step_that_compiles_again_does_not_count(time: Time, monkeypatch: pyte
             clock.leave_out()
     clock.end_span()
     speed = clock.throughput()
-    assert speed is not None
     assert speed.samples_per_s == pytest.approx(10.0)
     assert clock.train_time_s == 60.0 + WARMUP_STEPS + 4
     assert speed.steps == (5 if device == "cpu" else 3)  # on a device, those of the span that it spoilt are left out
@@ -151,7 +145,6 @@ def test_waiting_for_data_is_a_share_of_the_measured_time(time: Time) -> None:
         clock.step(1)
     clock.end_span()
     speed = clock.throughput()
-    assert speed is not None
     assert speed.step_time_s == pytest.approx(4.0)
     assert speed.data_wait_share == pytest.approx(0.25)
 

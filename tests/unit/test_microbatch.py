@@ -202,7 +202,7 @@ def test_the_optimizers_own_memory_counts() -> None:
 def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
     """The largest even part that fits, for every limit; no size is tried twice, and few that do not fit."""
     for limit in range(1, share + 1):
-        tried: list[int] = []
+        tried = []
 
         def fits(size: int, limit: int = limit, tried: list[int] = tried) -> bool:
             tried.append(size)
@@ -218,7 +218,7 @@ def told(
     fits: int, wanted: int | str, bounds: tuple[int | None, int | None]
 ) -> tuple[int, set[int], list[tuple[int, bool]]]:
     """The size where other trials have told `bounds`, the sizes that were tried, and what was told."""
-    task, said = Hungry(fits), list[tuple[int, bool]]()
+    task, said = Hungry(fits), []
     size = choose(task, wanted, 64, bounds=bounds, tell=lambda size, fits: said.append((size, fits)))
     return size, set(task.tried), said
 

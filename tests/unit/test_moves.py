@@ -47,7 +47,7 @@ class Recorded:
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
-        self.pending: list[Batch] = []
+        self.pending = []
 
     def begin(self, batch: Batch) -> Batch:
         self.events.append(f"copy {batch}")
@@ -63,7 +63,7 @@ class Recorded:
 
 
 def traced(ahead: bool, count: int = 3) -> list[str]:
-    events: list[str] = []
+    events = []
 
     def load() -> Iterator[int]:
         for number in range(count):
@@ -93,7 +93,7 @@ def test_the_next_copy_begins_before_the_step_at_hand() -> None:
 )
 def test_pinning_keeps_every_nesting(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own pinning passes dataclasses by, so their copies would wait for the device."""
-    pinned: list[Tensor] = []
+    pinned = []
 
     def pin(tensor: Tensor) -> Tensor:
         pinned.append(tensor)
@@ -234,7 +234,7 @@ def test_moments_of_another_memory_format_are_taken_back_right(
 
     def train(switch: bool) -> Tensor:
         torch.manual_seed(0)
-        model: nn.Module = nn.Conv2d(3, 8, 3)
+        model = nn.Conv2d(3, 8, 3)
         model = TABLE["fp32"].with_layout(before, model, CPU).convert_model(model)
         optimizer = make(model.parameters())
         for number in range(4):

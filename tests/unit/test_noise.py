@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.processes import run_processes
+from tests.distributed.processes import forked_launcher, run_processes
 from tests.specs import losses, make
 from trainers.devices.group import Group
 from trainers.launch.local import run_local, run_spawn
@@ -32,7 +31,7 @@ NOISE_SCALE = TRACE / GRADIENT_SQUARE  # 66 samples
 
 def measured(group: Group, sizes: list[int], scale: float = 1.0, steps: int = 1500) -> float | None:
     """The noise scale by steps of these microbatches on each rank, as the training step calls the estimator."""
-    model: Any = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
+    model = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.fill_(1 / math.sqrt(WIDTH))  # this is delta: the target is the noise alone
     noise = NoiseScale(group)
@@ -104,12 +103,13 @@ def test_a_gradient_that_is_not_finite_does_not_count() -> None:
 def test_a_run_logs_it_and_trains_the_same_bits(
     run: Callable[[RunSpec], RunResult], workers: int, microbatch: int | str, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"max_steps": 100, "log_every_steps": 20, "microbatch_size": microbatch}
+    options = {"max_steps": 100, "log_every_steps": 20, "microbatch_size": microbatch}
     options |= {"scaling__num_workers": workers, "launcher": "local" if workers == 1 else "spawn"}
     plain = make(tmp_path, name="plain", **options)
-    run(plain)
     spec = make(tmp_path, name="measured", noise_scale=True, **options)
-    result = run(spec)
+    with forked_launcher():
+        run(plain)
+        result = run(spec)
     assert losses(spec) == losses(plain)
     assert result.metrics["noise_scale"] > 0
     assert any("noise_scale" in row for row in read_log(spec.storage))

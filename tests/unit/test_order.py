@@ -47,7 +47,7 @@ class Epochs:
         return iter([(self.epoch + number) % SAMPLES for number in range(SAMPLES)])
 
 
-SAMPLERS: dict[str, Any] = {
+SAMPLERS = {
     "weighted": lambda: WeightedRandomSampler(WEIGHTS.tolist(), 30),
     "weighted with a generator": lambda: WeightedRandomSampler(
         WEIGHTS.tolist(), 30, generator=torch.Generator().manual_seed(4)
@@ -140,7 +140,7 @@ def own_numpy() -> By:
     return By(lambda: generator.permutation(SAMPLES))
 
 
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "batches": BatchSampler(SequentialSampler(range(SAMPLES)), 5, drop_last=False),
     "no whole number": By(lambda: [0.5]),
     "nothing": By(list),

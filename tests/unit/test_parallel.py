@@ -62,7 +62,7 @@ def test_blocks_that_share_a_parameter_stay_with_the_root() -> None:
 
 
 def test_dp_takes_all_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
+    seen = {}
 
     def build(self: Any, module: nn.Module, device_ids: list[int]) -> None:
         nn.Module.__init__(self)

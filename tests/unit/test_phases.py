@@ -81,10 +81,10 @@ class Wasserstein(Adversarial):
 def plain(task: Adversarial, due: Callable[[int], Sequence[str]]) -> Losses:
     """The loop of a GAN as tutorials have it."""
     torch.manual_seed(SEED)
-    model: Any = task.model()
-    optimizers: Any = task.optimizer(model, config())
-    data: Any = task.dataset("train")
-    losses: Losses = {"critic": [], "generator": []}
+    model = task.model()
+    optimizers = task.optimizer(model, config())
+    data = task.dataset("train")
+    losses = {"critic": [], "generator": []}
     for step, at in enumerate(order(task)):
         batch = data[at]
         for phase in due(step):
@@ -97,7 +97,7 @@ def plain(task: Adversarial, due: Callable[[int], Sequence[str]]) -> Losses:
 def by_phase(task: Adversarial, context: Context) -> Losses:
     """The loss of each phase of each step; both of them make the loss of a step."""
     rows = [row for row, checkpoint in context.reports if checkpoint]
-    losses: Losses = {"critic": [], "generator": []}
+    losses = {"critic": [], "generator": []}
     for step, row in enumerate(rows):
         due = task.phases(step) or tuple(losses)
         for phase in due:
@@ -157,7 +157,7 @@ def apart(self: Task, model: Any, batch: Any, phase: str) -> Tensor:
     return model.critic(batch[0]).mean()
 
 
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+REFUSED = [
     ({"optimizer": shared}, {}, r"has parameter `critic.0.weight` in both one and other"),
     ({"optimizer": lambda self, model, config: {"one": 1}}, {}, "must be an optimizer by its name"),
     ({"optimizer": frozen}, {}, "`Given.optimizer.*` is .critic., but has no parameter that requires a gradient"),

@@ -19,7 +19,7 @@ class Group:
     """A placement group that is there, or never is."""
 
     def __init__(self, is_placed: bool) -> None:
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.future = asyncio.get_running_loop().create_future()
         if is_placed:
             self.future.set_result(None)
 
@@ -30,8 +30,8 @@ class Group:
 @pytest.fixture
 def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The groups that were removed; the first that is made has its place, and no other."""
-    groups: list[Group] = []
-    gone: list[Group] = []
+    groups = []
+    gone = []
 
     def make(*args: Any, **options: Any) -> Group:
         groups.append(Group(is_placed=not groups))

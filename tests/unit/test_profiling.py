@@ -31,7 +31,7 @@ OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def config(**changes: Any) -> TrainConfig:
-    tree: dict[str, Any] = {
+    tree = {
         "task": "tests.tasks:Blobs",
         "max_steps": 20,
         "global_batch_size": 29,  # 203 samples: no shorter step
@@ -71,9 +71,7 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path: Path, log: 
 
     first = WARMUP_STEPS + 1
     assert profiled_steps(tmp_path / "profiled") == {f"ProfilerStep#{first + index}" for index in range(3)}
-    assert result.throughput is not None
     assert result.throughput.steps == 20 - WARMUP_STEPS - 1 - 3
-    assert plain.throughput is not None
     assert plain.throughput.steps == 20 - WARMUP_STEPS
     assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
     assert not (tmp_path / "plain" / "profile").exists()
@@ -182,7 +180,6 @@ def test_so_they_are_where_code_is_generated(tmp_path: Path) -> None:
 
 def test_graph_breaks_are_counted_and_named(tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture) -> None:
     result = train(tmp_path, BreakingBlobs(), compile="default")
-    assert result.compile is not None
     assert result.compile["graph_breaks"] == 1
     assert result.compile["graphs"] >= 2
     assert "torch.compile broke the graph at 1 places: Call to `torch._dynamo.graph_break()`" in log.text
@@ -197,7 +194,6 @@ def test_a_step_that_compiles_again_is_no_measure_of_speed(
 ) -> None:
     # 203 = 3 x 60 + 23: the fourth step of an epoch is another shape, in the warm-up; evaluation has its own graphs.
     short = train(tmp_path / "warm", compile="default", global_batch_size=60)
-    assert short.compile is not None
     assert short.compile["graph_breaks"] == 0
     assert short.compile["recompiles"] >= 1
     assert "torch.compile compiled again" in log.text
@@ -205,5 +201,4 @@ def test_a_step_that_compiles_again_is_no_measure_of_speed(
 
     torch._dynamo.reset()
     late = train(tmp_path / "late", compile="default", global_batch_size=24, max_steps=18)  # 203 = 8 x 24 + 11
-    assert late.throughput is not None
     assert late.throughput.steps == 18 - WARMUP_STEPS - 1

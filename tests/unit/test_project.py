@@ -83,8 +83,7 @@ def metrics() -> dict[str, set[str]]:
 
 @pytest.fixture
 def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
-    return loaded
+    return json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
 
 
 def queries(dashboard: dict[str, Any]) -> list[str]:

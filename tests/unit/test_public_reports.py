@@ -25,7 +25,7 @@ from trainers.task import Task
 
 torch.set_num_threads(1)
 SAMPLES, SEED, RATE = 10, 3, 0.1
-BASE: dict[str, Any] = {
+BASE = {
     "seed": SEED,
     "epochs": 3,
     "global_batch_size": 4,

@@ -25,7 +25,7 @@ from tune.config import Range
 from tune.sweeps import sweep as sweep_module
 from tune.sweeps.spec import SweepSpec
 
-RUN: dict[str, Any] = {
+RUN = {
     "task": Blobs,
     "name": "blobs",
     "epochs": 2,
@@ -106,7 +106,7 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(run: Any, said: s
 
 @pytest.mark.parametrize("call", ["train", "sweep"])
 def test_a_thread_hears_no_interrupt(call: str) -> None:
-    raised: list[Exception] = []
+    raised = []
 
     def body() -> None:
         try:
@@ -248,7 +248,7 @@ def test_a_script_s_class_is_imported_from_the_script(tmp_path: Path, monkeypatc
     main.__file__ = str(script)
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec("class Mine: pass", vars(main))  # noqa: S102
-    places: list[Path] = []
+    places = []
     assert plain(main.Mine, "train()", places) == "my_script:Mine"
     assert places == [tmp_path]
     monkeypatch.syspath_prepend(tmp_path)

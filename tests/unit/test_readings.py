@@ -31,7 +31,7 @@ class FakeNvml(types.ModuleType):
         self.reasons = iter([0x1 | 0x4, 0x20])
         self.by_uuid = {"GPU-11112222": "second"}
         self.by_address = {"00000000:3B:00.0": "by address"}
-        self.asked: list[str] = []
+        self.asked = []
         self.open = 0
 
     def nvmlInit(self) -> None:
@@ -137,7 +137,7 @@ def test_without_nvml_there_is_nothing(what: str, nvml: FakeNvml, monkeypatch: p
 
 
 def row(rank: int, **changes: Any) -> RankFigures:
-    even: dict[str, Any] = {
+    even = {
         "rank": rank, "host": f"node-{rank}", "device": "cuda:0", "steps": 100, "train_time_s": 4.0,
         "samples_per_s": 800.0, "samples_per_step": 32.0, "step_time_s": 0.04, "data_wait_share": 0.02,
         "idle_share": 0.0, "backward_s": 0.01, "allocated_bytes": 2**30, "reserved_bytes": 2**31,
@@ -192,7 +192,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_gpu_is_counted_and_a_processor_is_not() -> None:
-    readings: Any = GpuReadings(CPU)
+    readings = GpuReadings(CPU)
     assert EnergyMeter(CPU, readings).used_j() is None
     assert not counts_energy("cpu")
     counts = iter([10.0, 25.0])

@@ -22,7 +22,7 @@ from trainers.loop.fit import fit
 from trainers.task import Task
 
 SEED, BATCH = 3, 6
-SETTINGS: dict[str, Any] = {
+SETTINGS = {
     "seed": SEED,
     "global_batch_size": BATCH,
     "epochs": 2,
@@ -49,7 +49,7 @@ def descend(optimizer: Optimizer, loss: Tensor) -> float:
 
 def order(task: Task) -> Iterator[list[int]]:
     """The samples of each step."""
-    dataset: Any = task.dataset("train")
+    dataset = task.dataset("train")
     given = task.sampler(dataset, config(**SETTINGS))
     drawn = None if given is None else Drawn(given, len(dataset), SEED, torch.device("cpu"))
     sampler = StepSampler(dataset, 1, 0, seed=SEED, global_batch_size=BATCH, drawn=drawn)

@@ -1,7 +1,6 @@
 """transformers' models and collators as people write them, each beside a plain loop: equal loss curves."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def bert(kind: Any) -> nn.Module:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
-    model: nn.Module = kind(BertConfig(vocab_size=WORDS, num_labels=3, max_position_embeddings=ROW, **sizes, **dropout))
+    model = kind(BertConfig(vocab_size=WORDS, num_labels=3, max_position_embeddings=ROW, **sizes, **dropout))
     return model.double()
 
 
@@ -84,7 +83,7 @@ class Sentences(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         words = self.sentences[index]
-        sample: dict[str, Any] = tokenizer()(" ".join(f"w{word}" for word in words))
+        sample = tokenizer()(" ".join(f"w{word}" for word in words))
         if self.kind in ("padded", "default"):
             sample["label"] = sum(words) % 3
         if self.kind == "tokens":  # each fifth sentence has no label at all
@@ -94,7 +93,7 @@ class Sentences(Dataset[Any]):
         return sample
 
 
-KINDS: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], float]] = {
+KINDS = {
     "padded": (lambda: DataCollatorWithPadding(tokenizer()), lambda: bert(BertForSequenceClassification), 1e-12),
     "default": (DefaultDataCollator, lambda: bert(BertForSequenceClassification), 1e-12),
     "tokens": (
@@ -139,7 +138,7 @@ class Collated(Task):
 
 def whole_batches(task: Task) -> list[float]:
     """A loop as PyTorch's tutorials have it, over the steps of the same order."""
-    data: Any = task.dataset("train")
+    data = task.dataset("train")
     torch.manual_seed(SEED)
     model = task.model()
     optimizer = SGD(model.parameters(), 0.2)

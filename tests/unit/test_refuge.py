@@ -17,7 +17,7 @@ class Lane(RunContext):
     def __init__(self, refuge: Storage | None, taken: bool = False) -> None:
         super().__init__(None, "test")
         self.refuge, self._taken = refuge, taken
-        self.rows: list[dict[str, Any]] = []
+        self.rows = []
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         if checkpoint is None:

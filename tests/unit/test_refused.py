@@ -139,7 +139,7 @@ class Knowingly(Contrastive):
 def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
     task: Tiny, said: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes: dict[str, Any] = {"max_steps": 1, "precision": precision, **RARE}
+    changes = {"max_steps": 1, "precision": precision, **RARE}
     if said == "refused":
         with pytest.raises(ConfigError) as raised:
             train(tmp_path / "split", task, **changes)
@@ -206,11 +206,14 @@ def test_a_parameter_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.
             model = super().model()
             model[0].spare = nn.Parameter(torch.ones(2))
             model[0].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+            self.net = model
+            self.temperature = nn.Parameter(torch.ones(2))
             return model
 
     with caplog.at_level(logging.WARNING):
         train(tmp_path, Spare(), max_steps=2, **RARE)
     assert caplog.text.count("`0.spare`") == 1
+    assert caplog.text.count("no optimizer has `temperature`:") == 1
     assert "0.frozen" not in caplog.text
 
 
@@ -387,7 +390,7 @@ class Free(Tiny):
 
     def __init__(self) -> None:
         super().__init__()
-        self.evaluated: list[Tensor] = []
+        self.evaluated = []
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         self.net, self.made = model, ScheduleFree(model.parameters())
@@ -402,7 +405,7 @@ class Free(Tiny):
 
 def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path: Path) -> None:
     task = Free()
-    changes: dict[str, Any] = {"lr_schedule": {"name": "constant"}, "clip_grad_norm": None, "microbatch_size": 5}
+    changes = {"lr_schedule": {"name": "constant"}, "clip_grad_norm": None, "microbatch_size": 5}
     result = train(tmp_path / "whole", task, epochs=2, checkpoint={"every_steps": 3}, **changes)
     trained = [parameter.detach().clone() for parameter in task.net.parameters()]
     assert not all(map(torch.equal, task.evaluated, trained)), "the average is not where gradients are taken"

@@ -67,3 +67,33 @@ def test_a_wide_table_fits_the_page(tmp_path: Path) -> None:
     text = sweep.read("report.html").decode()
     assert f"The same for all: the_same_for_all {'x' * 60}." in " ".join(text.split())
     assert ">the_same_for_all</th>" not in text
+
+
+def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(tmp_path: Path) -> None:
+    records = [
+        replace(record, id=f"{record.id}-{copy}", samples_per_s=(record.samples_per_s or 0.0) + copy)
+        for copy in range(9)
+        for record in done()
+    ]
+    sweep = Storage(str(tmp_path / "many"))
+    write_report(sweep, config(), TRAIN, records, ENVIRONMENT, task_dir=None)
+    shown = """[...document.querySelector('#trials tbody').rows].filter(row => !row.hidden)
+      .map(row => [...row.cells].map(cell => cell.textContent.trim()))"""
+    header = "[...document.querySelectorAll('#trials th')].find(head => head.textContent == 'samples/s')"
+    input_ = "document.querySelectorAll('#trials input')[1]"
+    steps = {
+        "first": "0",
+        "all": "document.getElementById('all-trials').click()",
+        "rising": f"{header}.click()",
+        "falling": f"({header}.click(), 1)",
+        "filtered": f"({input_}.value = 'bf16', {input_}.dispatchEvent(new Event('input', {{bubbles: true}})))",
+    }
+    asked = [f"({step}, JSON.stringify({shown}))" for step in steps.values()]
+    page = look_at(tmp_path / "many" / "report.html", *asked, looks={"wide": ((1280, 900), False, "light")})
+    assert page.said == []
+    rows = {name: json.loads(page.found[f"wide: {text}"]) for name, text in zip(steps, asked, strict=True)}
+    assert [len(rows[name]) for name in steps] == [50, 72, 72, 72, 36]
+    rates = [float(row[3].replace(",", "")) for row in rows["rising"]]
+    assert rates == sorted(rates)
+    assert [row[3] for row in rows["falling"]] == [row[3] for row in rows["rising"]][::-1]
+    assert {row[1] for row in rows["filtered"]} == {"bf16"}

@@ -28,7 +28,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_no_report_is_lost_or_overtaken_by_the_trials_end(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tune has just looked for a report when the last one comes, and with it the end."""
-    reports, heard = session._inter_actor_queue, list[Any]()
+    reports, heard = session._inter_actor_queue, []
     look = queue.Queue.get
 
     def function() -> None:
@@ -58,7 +58,7 @@ def test_no_report_is_lost_or_overtaken_by_the_trials_end(session: Any, monkeypa
 
 
 def test_a_report_that_nobody_takes_ends_with_the_trial(session: Any) -> None:
-    raised: list[BaseException] = []
+    raised = []
 
     def function() -> None:
         try:

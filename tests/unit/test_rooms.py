@@ -5,6 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.rooms import (
+    FLOORS,
     MOST_WITH_INTERNALS,
     PACKAGES,
     REPOSITORY,
@@ -65,8 +66,11 @@ def test_nothing_of_the_product_imports_tests_examples_or_benchmarks() -> None:
         assert not {name.split(".")[0] for name in imported_modules(path)} & {"tests", "examples", "benchmarks"}, path
 
 
-def test_the_architecture_page_draws_these_rooms_and_names_files_that_are_there() -> None:
+def test_the_architecture_page_draws_these_floors_and_names_rooms_and_files_that_are_there() -> None:
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     assert mermaid(FILES) in page, "python -m tests.rooms prints the drawing"
+    for floor, rooms in FLOORS.items():
+        named = ", ".join(room for room in rooms if room != "__main__")
+        assert f"| {floor.replace('.', ' ')} | {named} |" in page
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)?\.py)`", page):
         assert any((REPOSITORY / package / name).is_file() for package in PACKAGES), name

@@ -100,7 +100,6 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(
     archive = Archive(Storage(str(tmp_path)))
     archive.verify(NAME)
     found, rows = archive.read_state(NAME)
-    assert rows is not None
     assert (tmp_path / "checkpoints" / NAME / "state.pt").stat().st_size < 5 << 20
     filled = rows.fill(found)
     same(filled, state)
@@ -166,7 +165,7 @@ def entry(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda tree: tree["model/embed.weight"].update(values)
 
 
-STRANGE: dict[str, Callable[[bytes], bytes]] = {
+STRANGE = {
     "empty": lambda data: b"",
     "no header": lambda data: (1 << 62).to_bytes(8, "little") + data[8:],
     "half": lambda data: data[: len(data) // 2],
@@ -190,17 +189,16 @@ def test_a_strangers_rows_are_refused_in_a_sentence(name: str, state: dict[str, 
 
 def read_model(archive: Archive) -> Any:
     found, rows = archive.read_state(NAME)
-    assert rows is not None
     return rows.fill(found["model"])
 
 
 def endless() -> dict[str, Any]:
-    tree: dict[str, Any] = {}
+    tree = {}
     tree["again"] = [tree, tree]
     return tree
 
 
-STRANGE_STATES: dict[str, Callable[[], Any]] = {
+STRANGE_STATES = {
     "more than the files have": lambda: torch.empty(1 << 50, device="meta"),
     "complex": lambda: torch.empty(4, dtype=torch.complex64, device="meta"),
     "endless": endless,

@@ -29,7 +29,7 @@ class Mine(Task):
     def __init__(self, width=3):
         self.width = width
 """
-TREE: dict[str, Any] = {
+TREE = {
     "task": f"{MODULE}:Mine",
     "name": "mine",
     "epochs": 2,

@@ -12,7 +12,7 @@ from trainers.data.batch_schedule import Sizes
 from trainers.data.sampler import StepSampler, split_share
 
 _RANDOM = random.Random(20261101)
-TRIPLES: list[tuple[int, int | Sizes, int]] = [
+TRIPLES = [
     *((_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9)) for _ in range(12)),
     (1, 1, 1),
     (1, 64, 8),
@@ -37,7 +37,7 @@ def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
     alone = make(n, batch, seed=3)
     ranks = [make(n, batch, workers, rank, seed=3) for rank in range(workers)]
     for epoch in range(14 if isinstance(batch, list) else 2):
-        used: list[int] = []
+        used = []
         for sampler in (alone, *ranks):
             sampler.set_epoch(epoch)
         assert {sampler.steps_per_epoch for sampler in ranks} == {alone.steps_per_epoch}

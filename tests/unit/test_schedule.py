@@ -22,7 +22,7 @@ from trainers.model.schedule import Schedule, StandIn
 from trainers.task import Task
 
 STEPS = 3 * PER_EPOCH
-BY_NAME: dict[str, dict[str, Any]] = {
+BY_NAME = {
     "StepLR": {"step_size": 2, "gamma": 0.5},
     "MultiStepLR": {"milestones": [1, 2, 2], "gamma": 0.5},
     "ConstantLR": {"total_iters": 2},
@@ -37,7 +37,7 @@ BY_NAME: dict[str, dict[str, Any]] = {
 SGD_CONFIG = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 
 
-OWN: dict[str, Any] = {"lr_schedule": {}, "optimizer": SGD_CONFIG}
+OWN = {"lr_schedule": {}, "optimizer": SGD_CONFIG}
 
 
 class Named(Tiny):
@@ -53,7 +53,7 @@ class Named(Tiny):
 
 def plain(name: str, every: str, kind: type[Optimizer] = SGD, **options: Any) -> list[dict[str, Any]]:
     """The options of each step of a plain loop."""
-    optimizer: Any = kind([nn.Parameter(torch.zeros(1))], lr=0.05, **options)
+    optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.05, **options)
     scheduler = getattr(lr_scheduler, name)(optimizer, **BY_NAME[name])
     found = []
     for step in range(1, STEPS + 1):

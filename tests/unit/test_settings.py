@@ -183,7 +183,7 @@ def sentence(tree: dict[str, Any], model: type[Settings] = Outer) -> str:
     return str(raised.value)
 
 
-GOOD: dict[str, Any] = {"needed": "x"}
+GOOD = {"needed": "x"}
 
 
 @pytest.mark.parametrize(

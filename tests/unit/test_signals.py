@@ -20,7 +20,7 @@ ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 @pytest.mark.parametrize("second", ALL)
 def test_only_a_second_interrupt_ends_it(first: signal.Signals, second: signal.Signals) -> None:
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ALL}
-    told: list[str] = []
+    told = []
     try:
         with StopSignals(told.append) as stop:
             assert not stop.asked
@@ -41,7 +41,7 @@ def test_only_a_second_interrupt_ends_it(first: signal.Signals, second: signal.S
 def test_a_signal_amid_a_write_waits_for_its_end() -> None:
     """A buffered stream that is told from the handler itself would raise: it is being written to."""
     stream = threading.Lock()
-    told: list[str] = []
+    told = []
 
     def tell(name: str) -> None:
         with stream:
@@ -87,7 +87,6 @@ def test_a_worker_ends_with_torchruns_agent() -> None:
         cwd=REPOSITORY,
         env=os.environ | {"TORCHELASTIC_RUN_ID": "1"},
     )
-    assert agent.stdout is not None
     words, pid = agent.stdout.readline().split()
     assert words == "follows"
     worker = os.pidfd_open(int(pid))

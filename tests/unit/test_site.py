@@ -60,6 +60,7 @@ def test_a_page_that_is_not_right_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_an_anchor_that_is_not_there_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "repository"
     root.mkdir()
+    (root / "llms.txt").touch()
     settings = (REPOSITORY / "mkdocs.yml").read_text()
     (root / "mkdocs.yml").write_text(settings[: settings.index("nav:")] + "nav:\n  - README.md\n")
     (root / "README.md").write_text("# Title\n\n[there](#title) [not there](#titel)\n")

@@ -48,8 +48,8 @@ def eviction(not_before: str, *names: str, kind: str = "Preempt") -> dict[str, o
 
 def wait(cloud: str, machine: Machine, looks: int = 100) -> tuple[Notice | None, list[float], list[str]]:
     """The notice, how long was waited for Ray's end before each look, and what was said; nothing is slept."""
-    waited: list[float] = []
-    said: list[str] = []
+    waited = []
+    said = []
 
     def has_ended(wait_s: float) -> bool:
         waited.append(wait_s)
@@ -66,7 +66,6 @@ def test_a_notice_is_heard_with_its_deadline(cloud: str, machine: Machine) -> No
     preempt(machine)
     before = time.time()
     notice, waited, said = wait(cloud, machine)
-    assert notice is not None
     assert before + 30 <= notice.deadline_s <= time.time() + 30 if cloud == "gcp" else notice.deadline_s == AT_UNIX
     assert (waited, said) == ([0.0], []), "at the first look"
 
@@ -112,7 +111,6 @@ def test_ec2_without_a_time_means_two_minutes(machine: Machine) -> None:
     machine.action = {"action": "hibernate"}
     before = time.time()
     notice = SERVICES["aws"](machine.address).notice()
-    assert notice is not None
     assert before + 120 <= notice.deadline_s <= time.time() + 120
 
 
@@ -128,12 +126,10 @@ def test_azure_tells_the_whole_scale_set(machine: Machine) -> None:
     assert service.notice() is None
     machine.events.append(eviction(AT, "another", "worker-7"))
     notice = service.notice()
-    assert notice is not None
     assert notice.deadline_s == AT_UNIX
     machine.events = [eviction("")]  # as it is when the eviction has begun
     before = time.time()
     notice = service.notice()
-    assert notice is not None
     assert before + 30 <= notice.deadline_s <= time.time() + 30
 
 
@@ -171,7 +167,7 @@ def test_ray_is_asked_until_it_drains_the_node(
     machine: Machine, raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head may be away for a moment."""
-    asked: list[tuple[object, ...]] = []
+    asked = []
     answers = iter([RuntimeError("no head"), (False, "not yet"), (True, "")])
 
     class Client:
@@ -214,12 +210,10 @@ def refused() -> dict[str, float]:
     error = LaunchNodeError("gpu_spot", 1, "r", 0)
     key = "r", "gpu_spot"
     update = Reconciler._try_resolve_pending_allocation(instance, {}, {key: error}, {key: 1})
-    assert update is not None
     assert update.new_instance_status == Instance.ALLOCATION_FAILED
     monitor = CloudResourceMonitor()
     monitor.notify([update])
-    found: dict[str, float] = monitor.get_recoverable_resource_availabilities()
-    return found
+    return monitor.get_recoverable_resource_availabilities()
 
 
 def test_a_refused_type_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:

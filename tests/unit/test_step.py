@@ -116,8 +116,7 @@ class Replayed(torch.autograd.Function):
 
 class Captured(nn.Linear):
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = Replayed.apply(rows, self.weight)  # type: ignore[no-untyped-call]
-        return out
+        return Replayed.apply(rows, self.weight)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4]], ids=str)
@@ -149,7 +148,7 @@ class Decay(Optimizer):
                 parameter.mul_(1 - group["lr"]).sub_(parameter.grad, alpha=group["lr"])
 
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS = {
     "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
     "adam": lambda parameters: Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
     "adamw": lambda parameters: AdamW(parameters, lr=0.1, weight_decay=0.1, fused=True),

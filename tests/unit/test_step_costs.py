@@ -27,7 +27,7 @@ class Costs(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads: list[str] = []
+        self.reads = []
         self.own_bytes = 0
         self.in_model = 0
 

@@ -14,7 +14,7 @@ from trainers.storage import Storage, storage_uri
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between tries, which are not waited."""
-    found: list[float] = []
+    found = []
     monkeypatch.setattr("trainers.storage.time.sleep", found.append)
     return found
 
@@ -68,7 +68,7 @@ def test_a_write_that_breaks_off_leaves_no_trace(
 
 def failing_replace(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[str]:
     """`Path.replace` fails so many times with an errno, then works."""
-    calls: list[str] = []
+    calls = []
     replace = Path.replace
 
     def flaky(self: Path, target: Any) -> Any:

@@ -118,7 +118,7 @@ def test_looking_is_tried_again_too(storage: Storage, spoils: Spoils) -> None:
 def test_a_small_object_is_one_request(
     storage: Storage, server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: Counter[str] = Counter()
+    seen = Counter()
     monkeypatch.setattr(server[1], "fault", lambda method, target: seen.update([method]) or "")
     storage.write("small", b"1")
     assert seen == {"PUT": 1}

@@ -42,12 +42,12 @@ def moment(name: str, value: Any) -> Change:
 
 
 def cycle() -> list[Any]:
-    inner: list[Any] = []
+    inner = []
     inner.append(inner)
     return inner
 
 
-STATES: dict[str, Change] = {
+STATES = {
     "a moment of another shape": moment("exp_avg", torch.zeros(4, 8)),
     "a moment that is a number": moment("exp_avg", 1.0),
     "a complex moment": moment("exp_avg", torch.zeros(8, 4, dtype=torch.complex64)),
@@ -71,7 +71,7 @@ STATES: dict[str, Change] = {
     "lists without end": lambda state: state["position"].update(metrics=cycle()),
     "a task state that the task does not know": lambda state: state.update(task={}),
 }
-RANDOM: dict[str, Change] = {
+RANDOM = {
     "numpy's position": lambda state: state["numpy"].update(pos=10**9),
     "torch of floats": lambda state: state.update(torch=torch.zeros(5056)),
     "nothing": lambda state: state.clear(),
@@ -133,7 +133,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(12, 2), nn.LayerNorm(2))
 
 
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+OPTIMIZERS = [
     ("SGD", {"momentum": 0.9, "fused": True}),
     ("Adam", {"amsgrad": True}),
     ("AdamW", {"fused": True}),
@@ -154,7 +154,7 @@ def test_each_of_torchs_optimizers_takes_its_own_state(name: str, options: dict[
 
     def trained(steps: int) -> torch.optim.Optimizer:
         made = model()
-        optimizer: torch.optim.Optimizer = kind(
+        optimizer = kind(
             [{"params": list(made[0].parameters())}, {"params": list(made[2:].parameters()), "lr": 0.5}], **options
         )
         for _ in range(steps):
@@ -188,7 +188,7 @@ def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes() -> None:
 
 def test_containers_that_double_at_every_level_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.checkpoint.validation._MOST_PARTS", 100_000)
-    tree: list[Any] = []
+    tree = []
     for _ in range(60):
         tree = [tree, tree]
     with pytest.raises(CheckpointError):

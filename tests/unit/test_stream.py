@@ -32,7 +32,7 @@ class Counted(IterableDataset[Any]):
     size = SIZE
 
     def __init__(self) -> None:
-        self.epoch, self.epochs = 0, list[int]()
+        self.epoch, self.epochs = 0, []
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -51,7 +51,7 @@ class Exact(Counted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at, self.given = {"next": 0}, list[Any]()
+        self.at, self.given = {"next": 0}, []
 
     def __iter__(self) -> Iterator[Any]:
         self.at, self._loaded = {"next": getattr(self, "_loaded", 0)}, 0
@@ -73,7 +73,7 @@ class OwnOrder:
     """Its passes follow from one another, and its state is of one pass alone: torchdata's loader with a generator."""
 
     def __init__(self) -> None:
-        self.drawn, self.state = random.Random(3), {"next": 0, "order": list[int]()}
+        self.drawn, self.state = random.Random(3), {"next": 0, "order": []}
 
     def __iter__(self) -> Iterator[Any]:
         at, self.state = self.state, {"next": 0, "order": []}
@@ -103,7 +103,7 @@ class Shuffled(Exact):
     buffer = 200
 
     def __iter__(self) -> Iterator[Any]:
-        kept: list[Any] = []
+        kept = []
         drawn = random.Random(self.epoch)
         for sample in super().__iter__():
             kept.append(sample)
@@ -150,7 +150,7 @@ class Rows:
         return iter([{"number": number} for number in range(SIZE)])
 
 
-KINDS: list[Callable[[], Any]] = [
+KINDS = [
     Counted,
     Exact,
     OwnOrder,
@@ -163,7 +163,7 @@ KINDS: list[Callable[[], Any]] = [
 
 
 def unbroken(kind: Callable[[], Any]) -> list[str]:
-    source, found = kind(), list[str]()
+    source, found = kind(), []
     passes = 0
     while len(found) < ROWS:
         if hasattr(source, "set_epoch"):
@@ -247,7 +247,6 @@ def trained(kind: Callable[[], Any], rows: int) -> Stream:
 def test_a_state_after_which_a_sample_is_lost_is_left(caplog: pytest.LogCaptureFixture) -> None:
     before = trained(LosesOneLater, 1200)
     kept, mark = before.state_at(1200), through_storage(before.mark_at(1200))
-    assert kept is not None
     assert mark[0] > kept["row"] + 60
     again = Stream(LosesOneLater, "train")
     again.begin(1200, kept, mark)
@@ -256,7 +255,7 @@ def test_a_state_after_which_a_sample_is_lost_is_left(caplog: pytest.LogCaptureF
 
 
 def test_what_lies_before_a_loaded_state_is_not_read() -> None:
-    made: list[Exact] = []
+    made = []
 
     def make() -> Exact:
         made.append(Exact())
@@ -276,7 +275,7 @@ def test_what_lies_before_a_loaded_state_is_not_read() -> None:
 
 
 def test_a_generator_is_begun_once_and_loses_nothing() -> None:
-    begun: list[int] = []
+    begun = []
 
     def numbers() -> Iterator[Any]:
         begun.append(os.getpid())
@@ -372,7 +371,7 @@ def test_a_validation_stream_is_read_again(make: Callable[[], Any]) -> None:
     assert [digest(sample) for batch in loader(stream, 0, 23) for sample in batch] == once[:23]
 
 
-SAMPLES: list[Any] = [
+SAMPLES = [
     *(torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2), torch.arange(6).bfloat16(), torch.tensor(1)),
     *(np.arange(6), np.arange(6, dtype=np.int32), np.array(["a", None], dtype=object), np.float32(1)),
     *(b"ab", "ab", 1, 1.0, True, None, [1, 2], (1, 2), [[1], 2], [b"a", b"b"], [b"ab"]),
@@ -393,7 +392,7 @@ def test_it_is_made_and_read_as_by_the_only_rank(monkeypatch: pytest.MonkeyPatch
     names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PMI_SIZE")
     for name in (*names, "SIZE"):
         monkeypatch.setenv(name, "3")
-    seen: list[str | None] = []
+    seen = []
 
     class Splits(Task):
         def stream(self, split: str) -> Any:

@@ -99,12 +99,12 @@ class Counting(Task):
     total = 0
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.order: deque[str] = deque(maxlen=500)
+        self.calls = Counter()
+        self.order = deque(maxlen=500)
         self.array, self.tensor = np.zeros(3), torch.zeros(2)
         self.generator, self.torch_generator = random.Random(1), torch.Generator()
         self.drawn = (0.0, 0.0)
-        self.optimizer_calls: Counter[str] = Counter()
+        self.optimizer_calls = Counter()
         self.slotted, self.nested = Slotted(), {"list": [deque([0]), ({"calls": 0},)]}
 
     @counted

@@ -69,7 +69,7 @@ def found(tmp_path: Path, kind: str = "sqlite") -> dict[str, dict[str, Kept]]:
 
 
 def curves_of_log(run: Storage) -> Curves:
-    curves: Curves = {}
+    curves = {}
     for line in read_log(run):
         for name, value in scalars(line).items():
             curves.setdefault(name, []).append((line["step"], value))
@@ -148,7 +148,7 @@ def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialR
         for step in (10, 20, 30):
             figures = {"train_loss": 1 / step, "val_loss": number + 1 / step}
             curve.append({"step": float(step), "epoch": step / 10, "train_time_s": step / 2, **figures})
-        ended: dict[str, Any] = {"status": "done", "curve": curve, "metrics": {**curve[-1], "val_accuracy": 0.5}}
+        ended = {"status": "done", "curve": curve, "metrics": {**curve[-1], "val_accuracy": 0.5}}
         ended |= {"samples_per_s": 1000.0 + number, "peak_memory_bytes": 5000 + number, "step_time_s": 0.25}
         if number == 3:
             ended = {"status": "out_of_memory", "message": "too large"}

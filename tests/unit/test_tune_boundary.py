@@ -9,7 +9,7 @@ from trainers.config.overrides import override
 from tune.trials.microbatch_bounds import Boundary, fixed_size, key_of
 
 GPU = "NVIDIA A10G, 22.5 GiB"
-TRAIN: dict[str, Any] = {
+TRAIN = {
     "task": "t:T",
     "epochs": 1,
     "global_batch_size": 256,

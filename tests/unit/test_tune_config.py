@@ -12,7 +12,7 @@ from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.objective import Objective
 
-BASE: dict[str, Any] = {
+BASE = {
     "train": "train.yaml",
     "space": {"global_batch_size": [16, 32]},
     "objective": {"metric": "val_loss"},

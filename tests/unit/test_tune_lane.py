@@ -27,8 +27,8 @@ class Box:
     """A mailbox that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.events: list[Event] = []
+        self.told = []
+        self.events = []
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *args: self._answer(name, args))
@@ -50,7 +50,7 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
-    gauges: Any = SimpleNamespace(set=lambda figures: None)
+    gauges = SimpleNamespace(set=lambda figures: None)
     return Asked(box, 3, Assignment("t/1", "t", {}, target=target, watches=watches), gauges, may_drain=False)
 
 
@@ -97,6 +97,6 @@ def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path: Path, metric: str
 
 def begun(tmp_path: Path, box: Box, metric: str = "time_to_target") -> LaneTrial:
     trial = LaneTrial.__new__(LaneTrial)
-    given: dict[str, Any] = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
+    given = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
     trial.setup({"seed": 1}, **given, objective=config(metric).objective.model_dump())
     return trial

@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def parts() -> tuple[Any, Any, list[int]]:
     """A search with one trial at a time, a mailbox, and what that was told to expect."""
-    expected: list[int] = []
+    expected = []
     mailbox = SimpleNamespace(expect=SimpleNamespace(remote=expected.append))
     return SimpleNamespace(max_concurrent=1), mailbox, expected
 

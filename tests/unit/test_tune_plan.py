@@ -18,15 +18,15 @@ from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
 MODULE = "task_of_test_tune_plan"
-TRAIN: dict[str, Any] = {
+TRAIN = {
     "task": f"{MODULE}:Mine",
     "epochs": 2,
     "global_batch_size": 8,
     "optimizer": {"lr": 0.1},
     "scaling": {"num_workers": 2},
 }
-SPACE: dict[str, Any] = {"global_batch_size": [8, 16, 32, 64, 128], "precision": ["fp32", "bf16"]}
-SWEEP: dict[str, Any] = {"name": "many", "train": TRAIN, "space": SPACE, "objective": {"metric": "val_loss"}}
+SPACE = {"global_batch_size": [8, 16, 32, 64, 128], "precision": ["fp32", "bf16"]}
+SWEEP = {"name": "many", "train": TRAIN, "space": SPACE, "objective": {"metric": "val_loss"}}
 # A head without CPUs to give, and up to 5 nodes of 2 GPUs: 5 groups of 2 workers.
 HEAD = {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m5.2xlarge"}}
 NODE = {

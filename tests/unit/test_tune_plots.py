@@ -60,7 +60,7 @@ def test_the_figures_stand_in_one_page() -> None:
     assert not re.search(r"#0a0[bc]", text)
     assert "var(--s1)" in text
     assert {"32", "64", "128", "256", "512"} <= {word for figure in drawn.values() for word in texts(figure)}
-    assert "<title>512, fp32: out of memory</title>" in text
+    assert "<title>batch 512 in fp32: out of memory</title>" in text
     assert "4 of 11 did not reach the target" in drawn["Time to target"].caption
 
 
@@ -139,7 +139,7 @@ def test_how_sure_a_time_to_the_target_is() -> None:
         replace(one, curve=[before, {**before, "train_time_s": one.time_to_target_s or 0.0}]) for one in done()[:4]
     ]
     figure = draw(config(), records)["Time to target"]
-    assert "<title>64, bf16: 2.5 to 3.12 s</title>" in figure.svg
+    assert "<title>batch 64 in bf16: 2.5 to 3.12 s</title>" in figure.svg
     assert "95 %" not in figure.caption
 
     repeats = [
@@ -149,4 +149,4 @@ def test_how_sure_a_time_to_the_target_is() -> None:
     ]
     figure = draw(config(finalists=4), records + repeats)["Time to target"]
     assert "95 % intervals" in figure.caption
-    assert re.search(r"<title>64, bf16: [\d.]+ s, 95 % interval [\d.]+ s to [\d.]+ s</title>", figure.svg)
+    assert re.search(r"<title>batch 64 in bf16: [\d.]+ s, 95 % interval [\d.]+ s to [\d.]+ s</title>", figure.svg)

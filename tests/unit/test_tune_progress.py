@@ -27,9 +27,9 @@ class Parts:
     """A driver without a cluster: what the mailbox has heard, and what Tune tells."""
 
     def __init__(self, directory: Path) -> None:
-        self.heard: list[Event] = []
-        self.orphans: list[str] = []
-        self.forgotten: list[str] = []
+        self.heard = []
+        self.orphans = []
+        self.forgotten = []
         mailbox = SimpleNamespace(
             heard=SimpleNamespace(remote=lambda name: self.heard),
             orphan=SimpleNamespace(remote=self.orphans.append),

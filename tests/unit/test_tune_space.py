@@ -16,7 +16,7 @@ from tune.search.space import check_space, grid, trial_tree, unwrap
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
-TRAIN: dict[str, Any] = {
+TRAIN = {
     "task": "t:T",
     "epochs": 1,
     "global_batch_size": 8,
@@ -93,7 +93,7 @@ def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(config:
     assert (raised.value.field, raised.value.source) == (field, "sweep.yaml")
 
 
-WIDE: dict[str, Any] = {
+WIDE = {
     "optimizer.lr": {"loguniform": [1e-6, 1.0]},
     "optimizer.weight_decay": {"uniform": [0.0, 0.5]},
     "global_batch_size": {"min": 3, "max": 5},
@@ -164,7 +164,7 @@ def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
     trained_s: float, finished_s: float | None, accuracy: float, goes_on: bool
 ) -> None:
     records = {"f": TrialRecord("f", {}, "done", 0.0, 1.0, time_to_target_s=finished_s)}
-    why: dict[str, str] = {}
+    why = {}
     scheduler = BeatenScheduler(sweep_config().objective, records, why)
     row = {"train_time_s": trained_s, "val_accuracy": accuracy}
     found = scheduler.on_trial_result(None, types.SimpleNamespace(trial_id="t"), row)

@@ -17,7 +17,7 @@ from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
 MODULE = "task_of_test_tune_spec"
-TRAIN: dict[str, Any] = {
+TRAIN = {
     "task": f"{MODULE}:Mine",
     "name": "one-run",
     "epochs": 2,
@@ -25,7 +25,7 @@ TRAIN: dict[str, Any] = {
     "optimizer": {"lr": 0.1},
     "launcher": "local",
 }
-SWEEP: dict[str, Any] = {
+SWEEP = {
     "name": "many",
     "train": "train.yaml",
     "space": {"global_batch_size": [8, 16], "precision": ["fp32", "bf16"]},

@@ -20,7 +20,7 @@ def config(**keys: Any) -> SweepConfig:
 def view(**changes: Any) -> View:
     best = TrialRecord("a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1)
     trial = {"trial": "b", "started": time.time() - 12.3, "metrics": {"step": 120, "val_loss": 0.25, "epoch": 3}}
-    known: dict[str, Any] = {
+    known = {
         "config": config(usd_per_hour=60.0, budget={"time_s": 600.0}),
         "total": 24,
         "statuses": {"done": 9, "out_of_memory": 2},

@@ -149,7 +149,7 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
     page, first = looks.page()
     assert first != version
     assert "Running: 3 of 11 trials have ended. 2 lanes up." in page
-    assert "<td>64, fp16</td>" in page
+    assert "<td>batch 64 in fp16</td>" in page
     assert "val_loss 0.25" in page
     assert page.count('<tr class="') == 3
     assert "python -m trainers" not in page, "best.yaml is not there before the end"

@@ -17,9 +17,9 @@ class Store:
     """The key-value store of a cluster of one job, with the actors' states and who was killed."""
 
     def __init__(self) -> None:
-        self.data: dict[bytes, bytes] = {}
-        self.states: dict[str, str] = {}
-        self.killed: list[str] = []
+        self.data = {}
+        self.states = {}
+        self.killed = []
 
     def beat(self, actor: str, count: int) -> None:
         self.states.setdefault(actor, "ALIVE")

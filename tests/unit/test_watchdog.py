@@ -135,7 +135,7 @@ class Clock:
 
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the watchdog says, in place of ending this process."""
-    said: list[str] = []
+    said = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, where, budget: said.append(where))
     return said
 

@@ -32,9 +32,10 @@ from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.measure.run_log import RunLog
 from trainers.model.as_made import add_buffers, apply_changes
-from trainers.model.beside import load_beside
+from trainers.model.beside import left_beside, load_beside, sums_of
 from trainers.model.frozen import check_frozen, load_model
 from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
+from trainers.model.strategy import shorten
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.replica import Replica
 from trainers.storage import Storage
@@ -74,6 +75,7 @@ class Keeper:
         self.checkpoints = Checkpoints(storage, parts.group, keep.keep, Best.of(keep), config.tree())
         named = dict(parts.model.named_parameters(remove_duplicate=False))
         self._frozen = {name: (named[name], named[name]._version) for name in parts.frozen or ()}
+        self._left = self._sums_left()
         self.kept_step = -1
         self._kept_at = time.monotonic()
 
@@ -88,6 +90,7 @@ class Keeper:
         `figures` are those of an evaluation at this very step. Raises StorageError.
         """
         self.settle()
+        self._warn_of_left()
         step = int(position["step"])
         cut = self._cut(self._state(position))
         state, rows = (cut.rest, cut.rows or None)
@@ -170,6 +173,20 @@ class Keeper:
         if len(set(group.gather(cut.digest()))) > 1:  # an optimizer of the task's that has other tensors on each rank
             cut = Cut(state, {})
         return Cut(whole(cut.rest, group), cut.rows) if sharded else cut
+
+    def _sums_left(self) -> dict[str, str]:
+        """On rank 0, sums of what the task holds and no checkpoint has; none where its own state_dict() may have it."""
+        if self.parts.group.rank != 0 or type(self.task).state_dict is not Task.state_dict:
+            return {}
+        return sums_of(left_beside(self.task, self.parts.model, self.parts.beside))
+
+    def _warn_of_left(self) -> None:
+        """Warn, once, of what the task holds, has changed in training, and no checkpoint has: a teacher's average."""
+        now = self._sums_left()
+        if names := [name for name, then in self._left.items() if now.get(name) not in (None, then)]:
+            words = "training changes %s of the task, which no checkpoint has: %s; return them from its state_dict()"
+            logger.warning(words, shorten(names), "a run that goes on, evaluate and predict have them as made")
+            self._left = {}
 
     def _require_frozen(self) -> None:
         """Raise ConfigError where what is left out is trained after all, or was changed by hand."""

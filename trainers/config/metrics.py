@@ -40,6 +40,10 @@ _QUALIFIERS = """
 _SAY_NOTHING = {*_SPLITS, *_QUALIFIERS.split()}
 """Words after which the one in front of them decides."""
 _TURNS = {"neg", "negative", "minus", "inverse", "inv"}
+_DENIALS = {*_TURNS, "in", "un", "non"}
+"""In front of a name without a break: negmse, inaccuracy."""
+_OF_WHAT = ("at", "per")
+"""The words after them say where or of what alone: tpr_at_fpr, reward_per_step."""
 _BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
 _LONG = 6  # letters of a word that can be told from others by most of them
@@ -52,8 +56,8 @@ def direction_of(metric: str) -> Mode | None:
 
     scikit-learn's `neg_` is in front of losses whose sign it has turned.
     """
-    plain = _MINUS.sub("minus_", _BREAK.sub("_", metric).lower())
-    words: list[str] = re.findall(r"[a-z]+\d*|\d+", plain)
+    plain = _MINUS.sub("minus_", _BREAK.sub("_", metric).lower()).replace("@", "_at_")
+    words = _measured(re.findall(r"[a-z]+\d*|\d+", plain))
     if set(words) <= _SAY_NOTHING:  # scikit-learn: of a score more is better
         return "max" if "score" in words else None
     for end in range(len(words), 0, -1):
@@ -66,12 +70,22 @@ def direction_of(metric: str) -> Mode | None:
     return None
 
 
+def _measured(words: list[str]) -> list[str]:
+    """The words in front of `at` or `per`, where they are more than qualifiers."""
+    for place in range(1, len(words) - 1):
+        is_name = "_".join(words[place - 1 : place + 2]) in _KNOWN
+        if words[place] in _OF_WHAT and not is_name and not set(words[:place]) <= _SAY_NOTHING:
+            return words[:place]
+    return words
+
+
 def _known(name: str) -> Mode | None:
     """What the table says of a word or a few, also where they are numbered: acc1, rouge2, map50."""
     bare = name.rstrip("0123456789")
     found = _KNOWN.get(name) or _KNOWN.get(bare)
     if found is None and "_" not in name:
-        found = next((_KNOWN[end] for end in _ENDS if bare.endswith(end)), None)
+        ends = (end for end in _ENDS if bare.endswith(end) and bare.removesuffix(end) not in _DENIALS)
+        found = next((_KNOWN[end] for end in ends), None)
     return found
 
 

@@ -102,8 +102,9 @@ class ScheduleConfig(Settings):
 class ScalingRule(Settings):
     """How the learning rate follows the batch size."""
 
-    rule: Literal["none", "linear", "sqrt"] = Field(default="none")
-    """linear for SGD (Goyal et al. 2017), sqrt for Adam (Malladi et al. 2022)."""
+    rule: Literal["none", "linear", "sqrt", "sde"] = Field(default="none")
+    """linear for SGD (Goyal et al. 2017), sqrt for Adam; sde: the whole rule for Adam (Malladi et al. 2022), where
+    betas, `eps`, decoupled weight decay and `ema.decay` follow too."""
     base_batch_size: Positive | None = Field(default=None, examples=[64])
     """The global batch size that `optimizer.lr` was chosen for."""
 
@@ -112,6 +113,10 @@ class ScalingRule(Settings):
         unknown = self.rule != "none" and self.base_batch_size is None
         self.refuse_if(unknown, "base_batch_size", "is what the rule scales from", "add `base_batch_size: 64`")
         return self
+
+    def ratio(self, size: int) -> float:
+        """Return how many times as large as the base batch size a global batch size is; 1 without a rule."""
+        return 1.0 if self.rule == "none" or self.base_batch_size is None else size / self.base_batch_size
 
 
 class EmaConfig(Settings):

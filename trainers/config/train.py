@@ -5,6 +5,7 @@ The descriptions below the fields are also the text of `--help` and of docs/conf
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -215,6 +216,12 @@ class TrainConfig(Settings):
                 "is not for precision fp8, which needs a compiled model, torchao and a GPU of capability 8.9",
                 default,
             ),
+            (
+                self.lr_scaling.rule == "sde" and self.optimizer.name == "sgd",
+                "lr_scaling.rule",
+                "scales the moments of Adam, which sgd does not have",
+                "set `rule: linear`",
+            ),
             (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
             (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),
@@ -255,6 +262,8 @@ class TrainConfig(Settings):
     @model_validator(mode="after")
     def _eps_survives(self) -> Self:
         eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
+        if self.lr_scaling.rule == "sde":
+            eps /= math.sqrt(self.lr_scaling.ratio(self.batch_size))
         if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
             rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
             raise ConfigError("optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16")

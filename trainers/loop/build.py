@@ -33,7 +33,7 @@ from trainers.model.beside import place, trained_beside
 from trainers.model.frozen import frozen_digests
 from trainers.model.joined_optimizer import join
 from trainers.model.moving_average import MovingAverage
-from trainers.model.optimizer import check_optimizer, set_training, warn_untrained
+from trainers.model.optimizer import check_optimizer, scaled_decay, set_training, warn_untrained
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
@@ -198,15 +198,16 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
         words = "in evaluation mode while the rest is trained, as model() made it: %s"
         logger.log(logging.WARNING if learns else logging.INFO, words, shorten(names))
     optimizer = join(task.optimizer(model, config), model, type(task).__name__)
-    check_optimizer(optimizer, type(task).__name__)
+    check_optimizer(optimizer, type(task).__name__, config.lr_scaling.rule)
     beside = trained_beside(task, model, optimizer)
     place(beside.values(), group.device, spec.parameters)
     if beside and optimizer.state:  # it may have made it where they were
         optimizer.load_state_dict(optimizer.state_dict())
     if group.rank == 0:
-        warn_untrained(model, optimizer)
+        warn_untrained(model, optimizer, task)
     set_training(optimizer, True)
-    ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
+    decay = scaled_decay(config, config.batch_size)
+    ema = None if decay is None else MovingAverage(model, optimizer, decay, frozen or ())
     forward = ForwardPass(model, task, spec, group.device)
     return Trained(forward, optimizer, ema, AsMade(model), beside, frozen)
 

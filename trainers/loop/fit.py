@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,18 +44,19 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
     torch.OutOfMemoryError, and whatever the task raises.
     """
     config = config.with_global_batch()
-    task_state = copy.deepcopy(task.state_dict())
+    begun: list[dict[str, Any]] = []
     while True:
         try:
             with watched(config.failure, context) as watchdog, memory_watched(config, context):
                 _outlast(config.failure, context)
-                return _attempt(task, config, context, watchdog)
+                return _attempt(task, config, context, watchdog, begun)
         except TooLargeError as error:
             if context.world_size > 1:
                 raise TooLargeError(*error.args) from None  # without the frames that hold what did not fit
             logger.warning("%s; going on with a smaller one", error)
             context.microbatch_ceiling = next_smaller(error.microbatch_size)
-        task.load_state_dict(task_state)
+        for state in begun:
+            task.load_state_dict(state)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -69,13 +71,18 @@ def _outlast(failure: FailureConfig, context: RunContext) -> None:
         set_timeout(timedelta(seconds=min(budget_s, _LONGEST_WAIT_S)))
 
 
-def _attempt(task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog) -> RunResult:
+def _attempt(
+    task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog, begun: list[dict[str, Any]]
+) -> RunResult:
+    """`begun` gets the task's state before the first step of the first attempt, once model() has made what is in it."""
     with _torch_limits_explained(config), contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)
         if inspection is not None:
             stack.callback(inspection.close)
         parts = build_replica(task, config, context)
         stack.callback(parts.close)
+        if not begun:
+            begun.append(copy.deepcopy(task.state_dict()))
         for feed in parts.feeds:
             feed.beat = watchdog.beat
         return Training(Attempt(task, config, context, parts, watchdog), inspection, stack).run()

@@ -31,7 +31,7 @@ from trainers.loop.figures import end_window, finish, take_first_losses, validat
 from trainers.loop.monitor import Monitor
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
-from trainers.model.optimizer import lr_factor, lr_scale
+from trainers.model.optimizer import lr_factor, lr_scale, scaled_decay
 from trainers.model.strategy import shorten, unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
 from trainers.step.evaluation import batch_seed
@@ -205,6 +205,9 @@ class Training:
             if self.batch_size is not None:
                 parts.step.resized()
             self.batch_size, self.lr_scale = size, lr_scale(config, size)
+            parts.step.set_options(config, size)
+            if parts.ema is not None and (decay := scaled_decay(config, size)) is not None:
+                parts.ema.set_decay(decay)
         if parts.schedule is not None:
             parts.step.follow(parts.schedule, attempt.step, self.lr_scale)
             return

@@ -62,7 +62,9 @@ def add_buffers(model: nn.Module, changes: Mapping[str, Any], saved: Mapping[str
         owner, _, inner = name.rpartition(".")
         value = saved[name]
         if isinstance(value, Tensor):
-            model.get_submodule(owner).register_buffer(inner, value.to(device, copy=True))
+            module = model.get_submodule(owner)
+            vars(module).pop(inner, None)  # `self.mean = None` until the first forward
+            module.register_buffer(inner, value.to(device, copy=True))
 
 
 def train_as_made(model: nn.Module) -> list[str]:

@@ -3,11 +3,12 @@
 It is the model's equal: on its device, alike on all ranks, averaged over them, kept in checkpoints.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainers.errors import CheckpointError, ConfigError
@@ -49,10 +50,29 @@ def trained_beside(task: Any, model: nn.Module, optimizer: Optimizer) -> dict[st
     return found
 
 
+def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, Tensor]:
+    """Return by name the tensors of a task's attributes that are neither the model's nor `kept`."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {name: one for name, one in _all_tensors(task).items() if id(one) not in own and name not in kept}
+
+
+def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return by name the sums of those of floating point, which tell whether one has changed."""
+    return {
+        name: str(float(one.detach().sum(dtype=torch.float64)))  # as words NaN is equal to itself
+        for name, one in tensors.items()
+        if one.is_floating_point() and not one.is_meta and not is_lazy(one)
+    }
+
+
 def place(tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype | None) -> None:
     """Move tensors to a device, in place, those of floating point in a format where that is given."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def _all_tensors(task: Any) -> dict[str, Tensor]:
+    return {inner: one for name, value in vars(task).items() for inner, one in _tensors(value, name)}
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +91,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
     """Return the tensors of a task that a checkpoint has under these names; CheckpointError where one is missing."""
-    there = {inner: one for name, value in vars(task).items() for inner, one in _tensors(value, name)}
+    there = _all_tensors(task)
     if missing := sorted(names - there.keys()):
         raise CheckpointError(f"it does not fit this task, which has no `{missing[0]}`")
     return {name: there[name] for name in names}

@@ -10,7 +10,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainers.config.sections import EmaConfig
 from trainers.errors import CheckpointError
 from trainers.model.sharding import local, shard_like
 
@@ -24,13 +23,11 @@ class MovingAverage:
     narrower formats. Of a sharded model each rank averages its own part.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, config: EmaConfig, without: Collection[str] = ()
-    ) -> None:
-        """`without`: parameters by name that checkpoints leave out, for they do not move."""
-        assert config.decay is not None
-        self._decay = config.decay
-        self._average = get_ema_multi_avg_fn(config.decay)
+    def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float, without: Collection[str] = ()) -> None:
+        """`decay`: share of the average that an update keeps. `without`: parameters by name that checkpoints leave out,
+        for they do not move.
+        """
+        self.set_decay(decay)
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         kept = model.state_dict().keys()
         named = [(name, one) for name, one in model.named_parameters() if name not in without]
@@ -49,6 +46,11 @@ class MovingAverage:
     def tensors(self) -> list[Tensor]:
         """Its own tensors, beside the model's."""
         return list(self._averages.values())
+
+    def set_decay(self, decay: float) -> None:
+        """Let updates keep another share of the average from here on."""
+        self._decay = decay
+        self._average = get_ema_multi_avg_fn(decay)
 
     def follow(self, scaler: GradScaler) -> None:
         """Tell by this loss scaler, which lowers its scale then, that a step has changed nothing."""

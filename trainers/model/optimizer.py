@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError
+from trainers.model.beside import left_beside
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.moving_average import MovingAverage
 from trainers.model.sharding import is_shard
@@ -24,19 +25,48 @@ from trainers.model.torchao import NARROW, narrow_adamw
 logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+"""What torch and torchao give Adam where nothing is said."""
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
 def lr_scale(config: TrainConfig, size: int) -> float:
     """Return by what `lr_scaling` multiplies the learning rate at a global batch size.
 
-    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt: sqrt(k) (Malladi et al. 2022, arXiv 2205.10287,
-    section 4), with k = global batch size / base batch size.
+    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde: sqrt(k) (Malladi et al. 2022,
+    arXiv 2205.10287), with k = global batch size / base batch size.
     """
-    rule, base = config.lr_scaling.rule, config.lr_scaling.base_batch_size
-    if rule == "none" or base is None:
-        return 1.0
-    return size / base if rule == "linear" else math.sqrt(size / base)
+    ratio = config.lr_scaling.ratio(size)
+    return ratio if config.lr_scaling.rule == "linear" else math.sqrt(ratio)
+
+
+def scaled_options(config: TrainConfig, size: int, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of an optimizer's options, learning rate aside, that rule sde changes at a global batch size.
+
+    Gradients of k times the samples have noise of 1 / sqrt(k), which is what eps stands beside: eps / sqrt(k). Betas
+    forget as much a sample: beta^k, which is Malladi's 1 - k (1 - beta) to the first order, and never below 0.
+    Decoupled weight decay takes as much off a sample (lr * weight_decay / size stays): weight_decay * sqrt(k). L2 is a
+    part of the loss, and stays.
+    """
+    if config.lr_scaling.rule != "sde":
+        return {}
+    ratio = config.lr_scaling.ratio(size)
+    scaled: dict[str, Any] = {}
+    if "betas" in base:
+        scaled["betas"] = tuple(beta**ratio for beta in base["betas"])
+    if "eps" in base:
+        scaled["eps"] = base["eps"] / math.sqrt(ratio)
+    if "weight_decay" in base and base.get("decoupled_weight_decay", config.optimizer.name != "adam"):
+        scaled["weight_decay"] = base["weight_decay"] * math.sqrt(ratio)
+    return scaled
+
+
+def scaled_decay(config: TrainConfig, size: int) -> float | None:
+    """Return the decay of the weights' moving average at a global batch size: with rule sde an average of as many
+    samples (Busbridge et al. 2023, arXiv 2307.13813); None without an average.
+    """
+    decay = config.ema.decay
+    return decay ** config.lr_scaling.ratio(size) if decay is not None and config.lr_scaling.rule == "sde" else decay
 
 
 def built_lr(config: TrainConfig) -> float:
@@ -57,6 +87,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {"lr": built_lr(config)}
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
+    if config.batch_schedule is None:
+        options |= scaled_options(config, config.batch_size, _ADAM | options)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False  # torch 2.15 has no sharded form of it
@@ -71,10 +103,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
 
-def check_optimizer(optimizer: Optimizer, task: str) -> None:
+def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
     """Raise ConfigError for an optimizer that a step cannot use: one with a torch LR scheduler attached, since the run
-    sets the learning rate in every step, and one that asks for the loss again (LBFGS).
+    sets the learning rate in every step, one that asks for the loss again (LBFGS), and one without what the `rule` of
+    `lr_scaling` scales.
     """
+    if rule == "sde" and any("betas" not in group for group in optimizer.param_groups):
+        what = f"scales the betas of Adam, which the optimizer of {task}.optimizer() does not have"
+        raise ConfigError("lr_scaling.rule", rule, what, "set `rule: sqrt`")
     for each in optimizers_of(optimizer):
         closure = inspect.signature(type(each).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
@@ -86,10 +122,11 @@ def check_optimizer(optimizer: Optimizer, task: str) -> None:
         raise _overruled(f"{task}.optimizer()", "comes with a torch LR scheduler, which `lr_schedule` overrules")
 
 
-def warn_untrained(model: nn.Module, optimizer: Optimizer) -> None:
-    """Warn of parameters that require a gradient, and are in no optimizer."""
+def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
+    """Warn of parameters of the model and of the task's attributes that require a gradient and are in no optimizer."""
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    names = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
+    named = {**dict(model.named_parameters()), **left_beside(task, model, ())}
+    names = [name for name, one in named.items() if one.requires_grad and one.is_leaf and id(one) not in held]
     if names:
         words = "no optimizer has %s: they stay as they are (where that is meant, %s says so)"
         logger.warning(words, shorten(names), "`requires_grad_(False)`")

@@ -103,9 +103,23 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp", watch: Wat
 
 
 class Replicated(DistributedDataParallel):
-    """DDP that notes whether a pass has gone through it: one that goes by the bare module is not averaged."""
+    """DDP that notes whether a pass has gone through it: one that goes by the bare module is not averaged.
+
+    It has the module's methods and parts (`model.encode`), which are such another way.
+    """
 
     called = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; DDP averages the gradients of what follows."""

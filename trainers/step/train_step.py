@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Optimizer
 
+from trainers.config import TrainConfig
 from trainers.data.batch import Batch
 from trainers.devices.device import to_host
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.gradient_hooks import as_real, average_present
 from trainers.model.joined_optimizer import optimizers_of
-from trainers.model.optimizer import check_groups, check_lr, warn_untrained
+from trainers.model.optimizer import check_groups, check_lr, scaled_options, warn_untrained
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
 from trainers.model.strategy import Replicated, no_sync, share_buffers
@@ -69,6 +70,7 @@ class TrainStep:
         self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
+        self._base_options = [dict(param_group) for param_group in optimizer.param_groups]
         self.wanted_lrs = self._base_lrs
         """The learning rate of every group."""
         self.by_hand = False
@@ -178,7 +180,8 @@ class TrainStep:
         if self.group.world_size > 1:
             self.average_by_hand("the task has frozen or unfrozen parameters")
         if self.group.rank == 0:
-            warn_untrained(model.module if isinstance(model, Replicated) else model, self.optimizer)
+            bare = model.module if isinstance(model, Replicated) else model
+            warn_untrained(bare, self.optimizer, self.forward.task)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
@@ -288,6 +291,11 @@ class TrainStep:
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         for param_group, name, value in schedule.cycled(self.optimizer):
             param_group[name] = value
+
+    def set_options(self, config: TrainConfig, size: int) -> None:
+        """Set what else `lr_scaling` has for steps of another global batch size."""
+        for param_group, base in zip(self.optimizer.param_groups, self._base_options, strict=True):
+            param_group.update(scaled_options(config, size, base))
 
     def resized(self) -> None:
         """Note that steps have another number of samples from here on."""

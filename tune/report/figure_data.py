@@ -12,7 +12,7 @@ from typing import Any
 
 from tune.config import BATCH_KEYS, SweepConfig
 from tune.report.canvas import SERIES
-from tune.report.words import in_short, is_number, labels, shown, telling
+from tune.report.words import in_words, is_number, labels, shown, telling
 from tune.trials.record import TrialRecord
 
 SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
@@ -70,10 +70,10 @@ class FigureData:
         self.finished = [record for record in records if record.finished]
         self.out_of_memory = [record for record in records if record.status == "out_of_memory"]
         names = telling(config, records)
-        self._words = {record.id: in_short(names, record) for record in records}
+        self._words = {record.id: in_words(names, record) for record in records}
         axes = {key: Axis(key, label, _tried(config, key, records)) for key, label in labels(config, records).items()}
-        self.varied = [axis for axis in axes.values() if len(axis.values) > 1]
-        """The keys of which more than one value was tried."""
+        self.varied = [axis for axis in axes.values() if len(axis.values) > 1 and axis.key != "seed"]
+        """The keys of which more than one value was tried; a seed is a repeat."""
         self.x = _choose_x(list(axes.values()))
         # More values than colours would be a legend larger than its figure, or nothing to compare.
         rest = [axis for axis in self.varied if axis != self.x]

@@ -1,10 +1,13 @@
 """A sweep's report as a page: what it shows, and its HTML."""
 
+import base64
+import hashlib
 import math
 import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
@@ -15,10 +18,10 @@ from trainers.errors import STATUSES
 from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
-from tune.report.answer import Answer, objective_value
+from tune.report.answer import Answer
 from tune.report.figures import figures
-from tune.report.table import columns, constant, in_order
-from tune.report.words import duration
+from tune.report.table import Column, best_first, columns, constant
+from tune.report.words import amount, duration
 from tune.trials.record import Spent, TrialRecord
 
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
@@ -66,24 +69,43 @@ def contents(
     said = [f"{column.header} {cell}" for column in same if (cell := next(iter(column.cells.values()))) != "-"]
     return {
         "best": found.best,
+        "script": source("table.js"),
+        "script_hash": _hash(source("table.js")),
         "columns": table,
         "command": best_command(sweep),
         "figures": figures(config, drawn, found.best),
         "left_out": len(records) - len(drawn),
-        "reasons": found.reasons,
-        "records": in_order(config, records),
+        "answer": found,
+        "records": best_first(config, records, found),
         "same": ", ".join(said),
         "spent": spent_in_all(records),
         "stacked": next((width for most, width in _STACKED if len(table) + 1 <= most), "always"),
         "summary": whole,
-        "tiles": [one for one in shown if one.is_figure and found.best and one.cells[found.best.id] != "-"],
+        "tiles": _tiles(config, shown, found),
         "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
         "train": redact(dump_yaml(dict(resolved))),
-        "verdict": found.verdict,
         "live": None,
         "duration": duration,
         "breaks": _breaks,
     }
+
+
+def _hash(script: str) -> str:
+    """Return a script's name in a Content-Security-Policy."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _tiles(config: SweepConfig, shown: Sequence[Column], found: Answer) -> list[tuple[str, str]]:
+    """Return the best trial's figures; its objective is the answer's."""
+    if found.best is None or found.value is None:
+        return []
+    metric = config.objective.metric
+    cells = {column.header: column.cells[found.best.id] for column in shown if column.is_figure}
+    headers = {"time_to_target": "time to target", "samples_per_s": "samples/s"}
+    if len(found.finals) > 1 or "seed" in config.space:
+        cells[headers.get(metric, metric)] = amount(metric, found.value)
+    return [(header, cell) for header, cell in cells.items() if cell != "-"]
 
 
 def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
@@ -111,16 +133,19 @@ def summary(
 ) -> dict[str, Any]:
     """Return what summary.json holds, with numbers that may not be finite."""
     counts = Counter(record.status for record in records)
-    best, spent = found.best, spent_in_all(records)
-    value = objective_value(config.objective, best) if best else None
+    best = found.best
+    spent = spent_in_all(records)
     first = min((record.start_time for record in records), default=0.0)
     last = max((record.end_time for record in records), default=0.0)
     between = {"time_to_target_low_s": best.missed_target_s} if best and best.missed_target_s is not None else {}
     return {
         "name": config.name,
-        "sentence": found.sentence,
+        "answer": found.line,
+        "throughput": found.fastest,
+        "largest_batch": found.largest,
+        "doubts": [asdict(doubt) for doubt in found.doubts],
         "objective": config.objective.model_dump(exclude_none=True) | {"mode": config.objective.direction},
-        "best": {"id": best.id, "config": best.config, "value": value} | between if best else None,
+        "best": {"id": best.id, "config": best.config, "value": found.value} | between if best else None,
         "finalists": [
             {
                 "id": final.record.id,

@@ -50,6 +50,7 @@ async function look() {
         const page = new DOMParser().parseFromString(await answer.text(), "text/html");
         if (document.title !== page.title) document.title = page.title;
         follow(document.querySelector("main"), page.querySelector("main"));
+        arrange(); // of table.js
         version = answer.headers.get("ETag");
       }
       document.body.classList.remove("unreached");

@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from trainers.errors import printable as printable
-from tune.config import SweepConfig
+from tune.config import BATCH_KEYS, SweepConfig
 from tune.objective import Objective
 from tune.trials.record import TrialRecord
+
+_MOST_NAMES = 3
 
 
 def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
@@ -31,22 +33,34 @@ def metric_names(records: Sequence[TrialRecord]) -> list[str]:
     return list(dict.fromkeys(name for record in records for name in record.metrics))
 
 
-def in_short(labels: Mapping[str, str], record: TrialRecord) -> str:
-    """Return a trial by its values where they say enough: "64, bf16, lr 0.001"."""
-    return ", ".join(
-        ("" if "batch_size" in key or key == "precision" else f"{label} ") + shown(record.config.get(key))
-        for key, label in labels.items()
-    )
+def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
+    """Return a trial by the values of labelled keys: "batch 64 in bf16, lr 0.001"."""
+    batch = ""
+    precision = ""
+    rest = []
+    for key, label in labels.items():
+        value = shown(record.config.get(key))
+        if key in BATCH_KEYS:
+            batch = f"batch {value}" + " a worker" * (key != "global_batch_size")
+        elif key == "precision":
+            precision = f"in {value}" if batch else value
+        else:
+            rest.append(f"{label} {value}")
+    first = f"{batch} {precision}".strip()
+    return ", ".join([first, *rest] if first else rest)
 
 
-def in_full(labels: Mapping[str, str], record: TrialRecord) -> str:
-    """Return a trial with the names of its values: "global_batch_size 64 with bf16 and lr 0.001"."""
-    keys = sorted(labels, key=lambda key: "batch_size" not in key)
-    first, *rest = (
-        ("" if key == "precision" and key != keys[0] else f"{labels[key]} ") + shown(record.config.get(key))
-        for key in keys
-    )
-    return f"{first} with {' and '.join(rest)}" if rest else first
+def capitalized(text: str) -> str:
+    """Return a sentence with a capital letter, unless it begins with a name of a key or a value."""
+    return text[0].upper() + text[1:] if text.startswith("batch ") else text
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return at most three names, and how many more there are: "a, b, c and 2 more"."""
+    rest = len(names) - _MOST_NAMES
+    if rest > 0:
+        return f"{', '.join(names[:_MOST_NAMES])} and {rest} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def shown(value: Any) -> str:

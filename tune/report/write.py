@@ -13,7 +13,7 @@ from trainers.errors import CheckpointError
 from trainers.json_data import validated
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
-from tune.report.answer import Answer, answer, objective_value
+from tune.report.answer import Answer, answer
 from tune.report.page import best_command, contents, render, strict
 from tune.report.words import labels, metric_names, printable, target
 from tune.search.space import trial_tree
@@ -41,7 +41,7 @@ def write_report(
     tree = best_tree(config, train, found, sweep, task_dir)
     resolved = train if tree is None else build_run(tree, "best.yaml").tree()
     if tree is not None and found.best is not None:
-        sweep.write("best.yaml", (_header(best_command(sweep), config, found.best) + dump_yaml(tree)).encode())
+        sweep.write("best.yaml", (_header(best_command(sweep), config, found) + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
     shown = contents(sweep, config, resolved, records, environment, found)
@@ -71,10 +71,11 @@ def read_environment(sweep: Storage) -> dict[str, str]:
         return {}
 
 
-def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:
+def _header(command: str, config: SweepConfig, found: Answer) -> str:
     """Return the comment that best.yaml begins with."""
-    figure = f"{config.objective.metric} {objective_value(config.objective, best):.6g}"
-    lines = [f"The best trial of the sweep {config.name}: {best.id}, {figure}.", f"Run as: {command}"]
+    best = found.best
+    assert best is not None
+    lines = [f"The best trial of the sweep {config.name}: {best.id}.", found.line, f"Run as: {command}"]
     if config.objective.ends_at_target and best.time_to_target_s is not None:
         lines.append(f"The trial ended at its target, {target(config.objective)}; this run trains to its last step.")
     return "".join(f"# {printable(line)}\n" for line in lines)

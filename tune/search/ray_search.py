@@ -6,11 +6,13 @@ from typing import Any
 
 from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
-from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
-from tune.config import Range, SweepConfig, sample_values
+from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.objective import Objective
+from tune.search.around import NO_SCORE, Score, next_trials, score
 from tune.search.space import WHOLE, grid, in_probing_order
+from tune.trials import journal
 from tune.trials.interval import FAR_APART
 from tune.trials.record import TrialRecord, value_of
 
@@ -20,6 +22,8 @@ _WORTH_S = 10.0
 
 def tune_space(config: SweepConfig) -> dict[str, Any]:
     """Return the space for Tune: a grid as one list of whole trials, so that a budget can cut it."""
+    if config.around is not None:
+        return {}
     if config.search != "grid":
         return {key: _domain(values) for key, values in config.space.items()}
     trials = in_probing_order(grid(config)[: config.budget.trials])
@@ -39,6 +43,8 @@ def _domain(values: list[Any] | Range) -> Any:
 
 def num_samples(config: SweepConfig, before: int) -> int:
     """Return how many trials Tune asks for, after `before` of an earlier start."""
+    if config.around is not None:
+        return config.budget.trials or MOST_TRIALS
     if config.search == "grid":
         return 1
     return max(0, (config.budget.trials or 1) - before)
@@ -49,6 +55,8 @@ def searcher(config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = ()
 
     `before` are the trials of an earlier start, from which optuna goes on; the others choose the same again.
     """
+    if config.around is not None:
+        return ConcurrencyLimiter(AroundSearch(config), max_concurrent=lanes)
     if config.search == "optuna":
         return ConcurrencyLimiter(_optuna_search(config, before, seed), max_concurrent=lanes)
     return BasicVariantGenerator(max_concurrent=lanes, random_state=seed)
@@ -66,6 +74,36 @@ def _optuna_search(config: SweepConfig, before: Sequence[TrialRecord], seed: int
         points_to_evaluate=[record.config for record in before],
         evaluated_rewards=[reward(config.objective, record) for record in before] or None,
     )
+
+
+class AroundSearch(Searcher):
+    """Proposes what `next_trials` says; a resumed sweep proposes the same again, and hears of it from the journal."""
+
+    def __init__(self, config: SweepConfig) -> None:
+        super().__init__("objective", config.objective.direction)
+        self._config = config
+        self._scores: dict[str, Score] = {}
+        self._running: dict[str, str] = {}
+        """Our ids by Tune's."""
+
+    def suggest(self, trial_id: str) -> Any:
+        """Return the next trial; None until another has ended."""
+        running = self._running.values()
+        for trial in next_trials(self._config, self._scores):
+            if journal.trial_id(trial) not in running:
+                self._running[trial_id] = journal.trial_id(trial)
+                return trial
+        return None if running else Searcher.FINISHED
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Take in how a trial has ended; without a status it was stopped."""
+        result = result or {"status": "error"}
+        has_failed = result.get("status", "stopped") not in ("done", "stopped")
+        found = score(self._config.objective, result.get("objective"), result)
+        self._scores[self._running.pop(trial_id)] = NO_SCORE if has_failed else found
+
+    def save(self, checkpoint_path: str) -> None:
+        """Save nothing: the journal has it all."""
 
 
 def reward(objective: Objective, record: TrialRecord) -> float:

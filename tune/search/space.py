@@ -2,15 +2,18 @@
 
 import importlib.util
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainers.config.function import build_run, kind_of
 from trainers.config.model import Tree
 from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
-from tune.config import Range, SweepConfig, sample_values
+from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
+from tune.search.around import next_trials, scores_of
+from tune.trials.journal import trial_id
 from tune.trials.microbatch_bounds import bisection_order
+from tune.trials.record import TrialRecord
 
 WHOLE = "whole_trial"
 """The one key of Tune's configuration of a trial that was not drawn key by key."""
@@ -46,10 +49,20 @@ def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
 
 
 def grid(config: SweepConfig) -> list[dict[str, Any]]:
-    """Return all combinations of the lists, in order; none for any other search."""
+    """Return all combinations of the lists, in order, with `around` the first ones; none for any other search."""
     if config.search != "grid":
         return []
-    return [dict(zip(config.space, values, strict=True)) for values in itertools.product(*config.space.values())]
+    lists = map(sample_values, config.space.values())
+    return [dict(zip(config.space, values, strict=True)) for values in itertools.product(*lists)]
+
+
+def open_trials(config: SweepConfig, records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
+    """Return the trials of a grid that have no record yet; with `around` those that are known to be needed."""
+    ended = {record.id for record in records if record.purpose == "trial"}
+    if config.around is None:
+        return [trial for trial in grid(config)[: config.budget.trials] if trial_id(trial) not in ended]
+    left = MOST_TRIALS if config.budget.trials is None else max(0, config.budget.trials - len(ended))
+    return next_trials(config, scores_of(config.objective, records))[:left]
 
 
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
@@ -59,12 +72,26 @@ def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
 
 
 def known_space(space: Mapping[str, list[Any] | Range], train: Tree, source: str) -> dict[str, list[Any] | Range]:
-    """Return a space with a function's own keys by the names that its `keys` give them."""
+    """Return a space with a function's own keys by the names that its `keys` give them, and with the run's own number
+    where one is `around`.
+    """
     names = {path: name for name, path in (train.get("keys") or {}).items()}
     for path, name in names.items():
         if path in space and name in space:
             raise ConfigError(f"space.{path}", MISSING, f"is {name}, which is there too", "keep one of the two", source)
-    return {names.get(key, key): values for key, values in space.items()}
+    return {names.get(key, key): _from_run(key, values, train, source) for key, values in space.items()}
+
+
+def _from_run(key: str, values: list[Any] | Range, train: Tree, source: str) -> list[Any] | Range:
+    if isinstance(values, list) or values.around != "run":
+        return values
+    start: Any = train
+    for part in key.split("."):
+        start = start.get(part) if isinstance(start, dict) else None
+    if isinstance(start, bool) or not isinstance(start, int | float) or not start > 0:
+        rule = "begins with the run's own value, which is no number above 0"
+        raise ConfigError(f"space.{key}", "around", rule, f"give `{key}` below `train`", source)
+    return Range(around=float(start))
 
 
 def planned_trials(config: SweepConfig) -> int:

@@ -68,7 +68,7 @@ class SweepPlan:
         return cls(
             train=train,
             num_trials=spec.num_trials,
-            is_independent=config.search in ("grid", "random"),
+            is_independent=config.search in ("grid", "random") and config.around is None,
             precisions=tuple(precision if isinstance(precision, list) else precision.choice or []),
             use_gpu=use_gpu,
             max_lanes=max_lanes,
@@ -190,7 +190,7 @@ class Forecast:
         yield f"{self.spec.config.name} on {printable(cluster.name)} ({where})"
         again = f" ({self.ended} more have ended already)" if self.ended else ""
         rows = {
-            "trials": f"{self.trials}{again}",
+            "trials": f"{'at least ' * (self.spec.config.around is not None)}{self.trials}{again}",
             "lanes": self._lanes(),
             "nodes": self.held.words,
             "fully grown": f"{self.most.words}, {self.most.usd_per_hour} USD/hour",

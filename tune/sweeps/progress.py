@@ -295,7 +295,7 @@ class Progress(tune.Callback):
         for lane in self._busy:
             self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
         spent_s = time.monotonic() - self._began
-        view = View(self._config, self._plan.num_trials, self._statuses, state, self.seen, self._best, spent_s)
+        view = View(self._config, self._total, self._statuses, state, self.seen, self._best, spent_s)
         self.terminal.update(view)
         if now - self._written >= WRITE_EVERY_S:
             self._written = now
@@ -305,10 +305,15 @@ class Progress(tune.Callback):
                 )
                 for lane, one in sorted(state["running"].items())
             ]
-            live = Live("running", self._plan.num_trials, len(state["lanes"]), running)
+            live = Live("running", self._total, len(state["lanes"]), running)
             if live != self._live:
                 self._live = live
                 write_live(self._storage, live)
+
+    @property
+    def _total(self) -> int:
+        """Trials as far as they are known: a rate that is searched around needs more than the first ones."""
+        return max(self._plan.num_trials, len(self.seen))
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""
@@ -336,7 +341,7 @@ class Progress(tune.Callback):
             return
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
-            f"trial {self._statuses.total()}/{self._plan.num_trials}",
+            f"trial {self._statuses.total()}/{self._total}",
             _shown_config(record.config),
             record.status,
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",

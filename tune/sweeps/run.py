@@ -30,7 +30,7 @@ from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.ray_internals import without_tags
-from tune.report.words import duration, in_short, labels
+from tune.report.words import duration, in_words, labels
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
@@ -287,7 +287,7 @@ def _run_repeats(spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progr
         records.append(record)
         ended[record.id] = record
         reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
-        say(f"repeat {len(ended)}  {in_short(names, finalist)}  seed {seed}  {record.status}  {reached}")
+        say(f"repeat {len(ended)}  {in_words(names, finalist)}  seed {seed}  {record.status}  {reached}")
         wanted = repeats_to_run(spec.config, spec.train, records)
     return ended
 

@@ -23,8 +23,8 @@ from tune.config import Range, SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
-from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
-from tune.trials.journal import Journal, trial_id
+from tune.search.space import check_space, known_space, open_trials, planned_trials, trial_tree
+from tune.trials.journal import Journal
 
 SAVED = "sweep.yaml"
 
@@ -191,10 +191,8 @@ def is_complete(spec: SweepSpec) -> bool:
     """
     config, records = spec.config, Journal(spec.storage).records()
     ended = {record.id for record in records if record.purpose == "trial"}
-    if config.search == "grid":
-        has_ended = ended.issuperset(trial_id(trial) for trial in grid(config)[: config.budget.trials])
-    else:
-        has_ended = len(ended) >= spec.num_trials
+    is_grid = config.search == "grid"
+    has_ended = not open_trials(config, records) if is_grid else len(ended) >= spec.num_trials
     return has_ended and not repeats_to_run(config, spec.train, records)
 
 

@@ -51,7 +51,7 @@ class SweepResult:
     records: list[TrialRecord]
     """All trials, with those that failed."""
     answer: Answer
-    """What the sweep says: `sentence`, `ranking`, and more."""
+    """What the sweep says: `line`, `doubts`, `ranking`, and more."""
 
     @property
     def best(self) -> TrialRecord | None:
@@ -75,14 +75,14 @@ class SweepResult:
         table: pd.DataFrame = parquet.read_table(BufferReader(self.spec.storage.read("results.parquet"))).to_pandas()
         return table
 
-    def table(self) -> Table:
-        """Return the table that the command prints, for rich."""
+    def table(self, width: int | None = None) -> Table:
+        """Return the table that the command prints, for rich; at most `width` characters wide."""
         from tune.report.table import table
 
-        return table(self.spec.config, self.records, self.answer)
+        return table(self.spec.config, self.records, self.answer, width)
 
     def __repr__(self) -> str:
-        return redact(f"{self.answer.sentence}\n  report {self.report}")
+        return redact(f"{self.answer.text}\n  report {self.report}")
 
     def _repr_html_(self) -> str:
         from rich.text import Text

@@ -1,0 +1,107 @@
+"""What a sweep does not know, each with what would settle it. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainers.errors import counted
+from tune.config import SweepConfig
+from tune.objective import TO_TARGET
+from tune.report.words import duration, in_words, listed, number, printable, telling
+from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
+from tune.trials.interval import EQUAL
+from tune.trials.record import TrialRecord
+
+_CROWDED = 0.25
+_TELLING = 10.0
+"""A bound on how much faster another trial may be says nothing above it."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that the sweep does not know."""
+
+    what: str
+    """In a sentence without its full stop."""
+    settled_by: str
+    """What would tell: a key, or another machine."""
+
+    @property
+    def text(self) -> str:
+        """Both in one line."""
+        return f"{self.what}. Settled by {self.settled_by}."
+
+
+def doubts(
+    config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final], most_ahead: float | None
+) -> list[Doubt]:
+    """Return what is in doubt: the order first, then how the machine was while this was measured."""
+    kinds = (
+        _once(config, records, found, most_ahead),
+        _one_seed(config, records),
+        _crowded(records),
+        _disturbed(config, records),
+        _busy(records),
+    )
+    return [doubt for doubt in kinds if doubt is not None]
+
+
+def _once(
+    config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final], most_ahead: float | None
+) -> Doubt | None:
+    """Configurations that ran once and may be faster than the best."""
+    if most_ahead is None or most_ahead <= 1 + EQUAL:
+        return None
+    bound = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
+    how_much = bound if most_ahead <= _TELLING else "faster by an amount that nothing limits"
+    repeated = [final.record.id for final in found]
+    rest = [record for record in rivals(config, records) if record.id not in repeated]
+    if not found:
+        return Doubt(f"One run each: another trial may be {how_much}", "repeats (`finalists: 2` or more)")
+    if not rest:
+        return Doubt(f"Another trial may be {how_much}", "more repeats, for which a longer search leaves time")
+    names = telling(config, records)
+    who = listed([in_words(names, record) for record in rest])
+    wanted = min(MOST_FINALISTS, len(repeated) + len(rest))
+    return Doubt(f"{printable(who)} ran once: another trial may be {how_much}", f"`finalists: {wanted}`")
+
+
+def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+    """Figures that differ between seeds, of one run each."""
+    is_measured = config.objective.metric in (
+        *TO_TARGET,
+        "samples_per_s",
+        "step_time_s",
+        "peak_memory_bytes",
+        "energy_j",
+    )
+    is_compared = sum(record.finished for record in records) > 1
+    if is_measured or "seed" in config.space or not is_compared:
+        return None
+    return Doubt("One seed each: another may change the order", "`seed: [0, 1, 2]` in the space")
+
+
+def _crowded(records: Sequence[TrialRecord]) -> Doubt | None:
+    ratio = crowding(records)
+    if ratio is None or ratio <= 1 + EQUAL:
+        return None
+    return Doubt(f"The finalists ran {number(ratio, 2)} times as fast alone as beside other trials", "`lanes: 1`")
+
+
+def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+    disturbed = [record for record in records if record.disturbed_s]
+    if not disturbed:
+        return None
+    worst = max(disturbed, key=lambda record: record.disturbed_s or 0.0)
+    who = printable(in_words(telling(config, records), worst))
+    longest = duration(worst.disturbed_s or 0.0)
+    what = f"{counted(len(disturbed), 'trial')} stood still or had no processor, for up to {longest} ({who})"
+    return Doubt(f"{what}: samples/s leave that out", "a machine without other work")
+
+
+def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
+    waits = {"trials": pressure(records), "repeats": pressure(records, repeats=True)}
+    shares = [f"{who} {share:.0%}" for who, share in waits.items() if share is not None and share > _CROWDED]
+    if not shares:
+        return None
+    what = f"Work on the nodes waited for a processor ({', '.join(shares)} of their time)"
+    return Doubt(f"{what}: times are those of a busy machine", "`lanes: 1`, or a machine without other work")

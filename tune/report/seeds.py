@@ -1,0 +1,82 @@
+"""Configurations that ran with several seeds of the space: a seed is a repeat, never a choice. Pure."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainers.measure.step_times import student_t
+from tune.objective import TO_TARGET, Objective
+from tune.search.finalists import LEVEL
+from tune.trials.interval import Interval
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
+
+_RATIOS = (*TO_TARGET, "samples_per_s", "step_time_s", "energy_j", "peak_memory_bytes")
+"""Metrics of which ratios are compared: their mean is the geometric one."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What its seeds say of a configuration."""
+
+    record: TrialRecord
+    """The run whose value is the median, without its seed."""
+    runs: list[tuple[float, TrialRecord]]
+    """Those with a value of the objective, best first."""
+    mean: Interval
+    """Of the objective, with the 95 % interval; the spread is pooled over all configurations."""
+    num_missed: int
+    """Seeds without a value: their runs failed, or did not reach the target."""
+    is_equal: bool
+    """Whether the best configuration's mean cannot be told apart from this one's."""
+
+    @property
+    def num_seeds(self) -> int:
+        """Of those with a value."""
+        return len(self.runs)
+
+
+def without_seed(record: TrialRecord) -> TrialRecord:
+    """Return a record as one of its configuration, whatever its seed."""
+    return replace(record, config={key: value for key, value in record.config.items() if key != "seed"})
+
+
+def by_configuration(
+    objective: Objective, ranked: Sequence[tuple[float, TrialRecord]], records: Sequence[TrialRecord]
+) -> list[Configuration]:
+    """Return the configurations, best mean first; those of which a seed has no value come last.
+
+    `ranked`: the records that have a value of the objective, best first. Each configuration is compared with the best
+    by a t-test, at a level of 5 % over all pairs: the best is chosen by the same values (Bonferroni).
+    """
+    groups: dict[str, list[tuple[float, TrialRecord]]] = {}
+    for value, record in ranked:
+        groups.setdefault(_key(record), []).append((value, record))
+    is_ratio = objective.metric in _RATIOS and all(value > 0 for value, _ in ranked)
+    samples = {key: [math.log(value) if is_ratio else value for value, _ in runs] for key, runs in groups.items()}
+    freedom = len(ranked) - len(groups)
+    squares = sum(statistics.variance(own) * (len(own) - 1) for own in samples.values() if len(own) > 1)
+    spread = math.sqrt(squares / freedom) if freedom else 0.0
+    tried = {key: sum(_key(record) == key for record in records if record.purpose != "repeat") for key in groups}
+    missed = {key: tried[key] - len(runs) for key, runs in groups.items()}
+    means = {key: statistics.fmean(own) for key, own in samples.items()}
+    sign = 1 if objective.direction == "min" else -1
+    order = sorted(groups, key=lambda key: (missed[key] > 0, sign * means[key]))
+    found = []
+    for key in order:
+        runs = groups[key]
+        half = student_t(freedom, 0.975) * spread / math.sqrt(len(runs)) if freedom else 0.0
+        ends = [means[key], means[key] - half, means[key] + half]
+        mean = Interval(*(map(math.exp, ends) if is_ratio else ends))
+        _, median = runs[(len(runs) - 1) // 2]
+        gap = sign * (means[key] - means[order[0]])
+        level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
+        error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[order[0]]))
+        is_equal = not freedom or (gap <= student_t(freedom, level) * error and missed[key] == missed[order[0]])
+        found.append(Configuration(without_seed(median), runs, mean, missed[key], is_equal))
+    return found
+
+
+def _key(record: TrialRecord) -> str:
+    return trial_id(without_seed(record).config)
