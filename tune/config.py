@@ -142,10 +142,8 @@ class SweepConfig(Settings):
     finalists: Literal["auto"] | Count = Field(
         default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
     )
-    """With objective *_to_target: how many trials that one run each cannot tell apart are repeated alone, with other
-    seeds, once the search has ended, the fastest first; auto: up to 8 that there is time for. Repeats take at most half
-    of the time that the search took, but 15 s, and two of each of as many as are named, in any case. They end as soon
-    as it is clear who is first, or clear that it will not be, after 16 of each at the latest."""
+    """With *_to_target: how many trials that one run cannot tell apart are repeated with other seeds; auto: up to 8.
+    Repeats take at most half of the search's time, or 15 s, and end once one is clearly first."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
     usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])

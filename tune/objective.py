@@ -42,9 +42,8 @@ class Objective(Settings):
     """min or max; known by itself for *_to_target, samples_per_s and what is measured besides, and as
     `early_stopping.mode` is."""
     target: dict[str, float | Mode] | None = Field(default=None, examples=[{"val_accuracy": 0.97}])
-    """The metric and the value to reach: time_to_target and usd_to_target count until then. With these two a trial
-    ends at the evaluation that meets it, or once it has trained 2.5 times as long as another took. Where the name does
-    not say whether it has to fall (min) or to rise (max): `{val_topk: 0.9, mode: max}`."""
+    """The metric and value that time_to_target and usd_to_target count to. There a trial ends, or when it has trained
+    2.5 times as long as another took. A name without a known direction needs it: `{val_topk: 0.9, mode: max}`."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:

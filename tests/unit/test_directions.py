@@ -146,6 +146,7 @@ def test_a_target_is_met_in_its_own_direction(objective: dict[str, Any], expecte
     ("typed", "meant"),
     [
         ("val_acuracy", "val_accuracy"),
+        ("val_los", "val_loss"),
         ("accuraccy", "accuracy"),
         ("time_to_targt", "time_to_target"),
         ("samples_per_sec", "samples_per_s"),

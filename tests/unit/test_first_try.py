@@ -222,6 +222,8 @@ class Shaped(Table):
         ({"metrics": lambda error: {"mae": float(error.mean())}}, "metric mae"),
         ({"metrics": lambda error: {"mae": error.expand(-1, 2)}}, "metric mae"),
         ({"metrics": lambda error: error[:, 0]}, "Shaped.metrics()"),
+        ({"metrics": lambda error: {"of": {"mae": error[:, 0]}, "of_mae": error[:, 0]}}, "metric"),
+        ({"loss": lambda error: error.detach().mean()}, "Shaped.loss()"),
         ({"metrics": lambda error: {"of": {"mae": error[:, 0], "rmse": {"squared": error**2}}}}, None),
     ],
 )

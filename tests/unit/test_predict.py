@@ -159,10 +159,24 @@ def train(tmp_path: Path, **changes: Any) -> RunSpec:
     return spec
 
 
-def work(location: Path, split: str = "val", which: str = "newest", out: Path | None = None, **changes: Any) -> Any:
+class Turned(Kept):
+    """Lists its rows in another order, as a set of names does in another process."""
+
+    def dataset(self, split: str) -> TensorDataset:
+        return TensorDataset(*(tensor.flip(0) for tensor in super().dataset(split).tensors))
+
+
+def work(
+    location: Path,
+    split: str = "val",
+    which: str = "newest",
+    out: Path | None = None,
+    kind: type[Kept] = Kept,
+    **changes: Any,
+) -> Any:
     spec = run_spec(str(location), {key.replace("__", "."): value for key, value in changes.items()}, None)
     job = Inference(**dataclasses.asdict(spec), split=split, which=which, out=str(out) if out else None)
-    result = infer(Kept(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"), job)
+    result = infer(kind(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"), job)
     assert job.read_result(result.to_json().encode()) == result
     return result
 
@@ -175,6 +189,16 @@ def test_the_figures_of_training_come_out_again_to_the_last_bit(precision: str, 
         assert result.metrics == {name: value for name, value in before.items() if name.startswith("val_")}
         assert result.metrics["val_seen"] == before["step"], "the task's own state is the checkpoint's"
         assert (result.samples, result.step) == (203, before["step"])
+
+
+@pytest.mark.parametrize(("kind", "split", "said"), [(Kept, "val", 0), (Turned, "val", 1), (Turned, "few", 0)])
+def test_other_validation_samples_than_in_training_are_said(
+    kind: type[Kept], split: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = train(tmp_path)
+    caplog.clear()
+    work(Path(spec.uri), split, kind=kind)
+    assert [record.levelname for record in caplog.records].count("WARNING") == said
 
 
 def test_predictions_are_the_trained_models(tmp_path: Path) -> None:

@@ -224,8 +224,10 @@ class Made(Tiny):
         super().__init__()
         self.way = way
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         model = super().model()
+        if self.way == "two":
+            return model, model
         if self.way == "late":
             model.register_forward_pre_hook(_add_parameter)
         if self.way == "complex":
@@ -237,12 +239,16 @@ class Made(Tiny):
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
         if self.way == "LBFGS":
             return torch.optim.LBFGS(model.parameters())
+        if self.way == "with its scheduler":
+            return [AdamW(model.parameters())], []
         if self.way == "elsewhere":
             return AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
         self.given = super().optimizer(model, config)
         return self.given
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model: Any, step: int) -> None:
+        if self.way == "replaced" and step == 2:
+            model[0].bias = nn.Parameter(model[0].bias.detach().clone())
         if self.way == "given later":
             self.given.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})  # type: ignore[union-attr]
 
@@ -258,6 +264,9 @@ def _add_parameter(model: nn.Module, inputs: Any) -> None:
         ("", {"global_batch_size": 21}, "drop_last"),
         ("", {"microbatch_size": 1}, "microbatch_size"),
         ("late", {}, "task"),
+        ("replaced", {"checkpoint": {"every_steps": 99}}, "task"),
+        ("two", {}, "Made.model()"),
+        ("with its scheduler", {}, "Made.optimizer()"),
         ("LBFGS", {}, "Made.optimizer()"),
         ("elsewhere", {}, "Made.optimizer()"),
         ("given later", {"checkpoint": {"every_steps": 2}}, "Made.optimizer()"),

@@ -60,6 +60,8 @@ class Position:
     """Of the samples in its epoch."""
     samples: str = ""
     """What tells a few of them from others."""
+    held_back: str = ""
+    """The same of validation."""
     stopping: dict[str, int | float | str | None] = field(default_factory=dict)
     """Of early stopping; nothing in runs without it."""
     stream: StreamPlace | None = None

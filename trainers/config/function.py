@@ -68,19 +68,18 @@ class FunctionConfig(Settings):
     )
     """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
     keys: dict[str, str] = Field(default_factory=dict, examples=[{"global_batch_size": f"{_CONFIG}.batch_size"}])
-    """Which of the function's own keys hold `global_batch_size` (of one optimizer step over all workers) or
-    `batch_size_per_worker`, and `precision` (in whatever words the function has for it), as `{global_batch_size:
-    train_loop_config.batch_size}`: boundary, answer and figures use them."""
+    """Which of the function's own keys hold `precision` (in its own words) and `global_batch_size` or
+    `batch_size_per_worker`, as `{global_batch_size: train_loop_config.batch_size}`. Out of memory, the answer and
+    figures go by them."""
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     """Workers and what each of them gets."""
     failure: FunctionFailure = Field(default_factory=FunctionFailure)
     """Restarts."""
 
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Experiment trackers that get the metrics, configuration and result of a task's run, and a sweep as a run with its
-    trials below it: mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as `module:Class`; `{tracker:
-    mlflow, project: digits}` names the project or experiment. Where a tracker is, its own environment variables say
-    (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
+    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio, tensorboard, csv, or your sink as
+    `module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say where
+    they are (MLFLOW_TRACKING_URI)."""
 
     @model_validator(mode="after")
     def _keys_are_there(self) -> Self:

@@ -108,9 +108,10 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
 
 def _meant(metric: str) -> str | None:
     """The name that a misspelt one is nearest to, as a whole or in its last word; None where it is like none."""
-    if (near := nearest(metric, _KNOWN, cutoff=0.85)) is not None:
-        return near
     last = metric.rpartition("_")[2]
+    for name in (metric, last):
+        if (near := nearest(name, _KNOWN, cutoff=0.85)) is not None:
+            return metric.removesuffix(name) + near
     near = nearest(last, [name for name in _KNOWN if len(name) >= _LONG]) if len(last) >= _LONG else None
     return None if near is None else metric.removesuffix(last) + near
 

@@ -240,8 +240,8 @@ class CheckpointConfig(Settings):
     best_mode: Mode | None = Field(default=None)
     """Whether a small or a large `best` is good; known by itself as `early_stopping.mode` is."""
     parameters: Literal["all", "trained"] = Field(default="all")
-    """What of the model is written. trained: without what the task's `model()` has frozen, which a run that goes on,
-    `evaluate` and `predict` take from `model()`; where it is not the same any more, the checkpoint is refused."""
+    """What of the model is written. trained: without the parameters that the task's `model()` has frozen. Whoever loads
+    the checkpoint gets them from `model()`; if they have changed, it is refused."""
     async_: bool = Field(default=False, alias="async")
     """Copy the state to host memory in the loop, and write it to storage while training goes on."""
 
@@ -281,9 +281,8 @@ class FailureConfig(Settings):
     hung: Restarts = Field(default=POLICIES["hung"].restarts)
     """No step was made for `hang_timeout_s`, or a phase took longer than that allows."""
     hang_timeout_s: Seconds = Field(default=1800)
-    """Seconds without a batch in training or evaluation until the stacks of all ranks are saved and the workers end.
-    Each phase without batches (import, setup, dataset, model, probe, compilation, checkpoint, end) may take four times
-    as long, and at least 60."""
+    """Seconds without a batch until the stacks of all ranks are saved and the workers end. A phase without batches
+    (import, setup, dataset, model, probe, compilation, checkpoint, end) may take four times as long, and always 60."""
 
     @property
     def of_phases_s(self) -> float:

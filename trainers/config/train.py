@@ -120,15 +120,12 @@ class TrainConfig(Settings):
     fullgraph: bool = Field(default=False)
     """Make a graph break in the model an error; loss() may always break its graph."""
     cuda_graphs: AutoOrBool = Field(default="auto")
-    """Capture whole steps as CUDA graphs and replay them: for small models that the host cannot feed. One worker, any
-    precision (fp16's loss scaler is captured too), a fused optimizer; steps of other shapes, as the short last one of
-    an epoch, run without. A replay runs no Python code of the task, so replays are compared with the steps themselves
-    now and then, and ended where they differ. auto: on a GPU, where steps of one microbatch are at least 3 % faster, a
-    step changes no attribute of the task, and activations have room twice."""
+    """Capture whole steps as CUDA graphs, for small models that the host cannot feed. Needs one worker and a fused
+    optimizer. A replay runs no Python code of the task, so replays are checked now and then, and ended where they
+    differ. auto: on a GPU, steps of one microbatch that it makes at least 3 % faster."""
     activation_checkpointing: Literal["none", "selective", "full"] = Field(default="none")
-    """Compute activations again in the backward pass instead of keeping them, in the blocks that a ModuleList or
-    Sequential of the model repeats. full: all of a block, for one more forward pass; selective: matrix products,
-    convolutions and attention are kept. Losses stay the same."""
+    """Compute activations again in the backward pass, in blocks that a ModuleList or Sequential repeats. full: all of
+    a block; selective: all but matrix products, convolutions and attention. Losses stay the same."""
     channels_last: AutoOrBool = Field(default="auto")
     """Memory format of 4-D parameters and batches; auto: channels last for convolutions on CUDA."""
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
@@ -157,10 +154,9 @@ class TrainConfig(Settings):
     failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
     """Restarts for each kind of failure (`launcher: ray`)."""
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Experiment trackers that get the metrics, configuration and result of a task's run, and a sweep as a run with its
-    trials below it: mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as `module:Class`; `{tracker:
-    mlflow, project: digits}` names the project or experiment. Where a tracker is, its own environment variables say
-    (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
+    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio, tensorboard, csv, or your sink as
+    `module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say where
+    they are (MLFLOW_TRACKING_URI)."""
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)

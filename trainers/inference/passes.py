@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from trainers.devices.rng import drawn_alike
 from trainers.errors import CheckpointError, ConfigError, counted
 from trainers.inference.saved_run import SavedRun, read_trained
 from trainers.launch.spec import Job, RunSpec, make_spec
+from trainers.loop.data import tell_samples
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.as_made import add_buffers
@@ -53,6 +55,8 @@ from trainers.task import Task, load_split, task_feed
 
 if TYPE_CHECKING:
     import pandas as pd
+
+logger = logging.getLogger(__name__)
 
 _INDEX = "index"
 _WINDOW = 16  # batches of a rank between two meetings of all ranks
@@ -133,7 +137,8 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         raise ConfigError("--split", job.split, "has no sample, or a dataset without length", "name another split")
     if not isinstance(dataset, Rereadable):
         same_rows_on_ranks(job.split, dataset, group)
-    checkpoint, step, model, spec = load_trained(task, config, group, spec, job)
+    checkpoint, position, model, spec = load_trained(task, config, group, spec, job)
+    step = position["step"]
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
     seed_all(config.seed + context.rank)
@@ -153,6 +158,12 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         synchronize(device)
         group.barrier()
         time_s = time.perf_counter() - began
+        told = position.get("held_back") if job.split == "val" else None
+        if group.rank == 0 and told and told != tell_samples(dataset):
+            words = (
+                "dataset(%r) gives other samples than in training, which may have trained on these; let it follow %s"
+            )
+            logger.warning(words, job.split, "from a seed, and sort what a set or a directory lists")
     finally:
         feed.close()
     metrics = {f"{job.split}_{name.removeprefix('val_')}": value for name, value in figures.items()}
@@ -163,8 +174,8 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
 
 def load_trained(
     task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
-) -> tuple[str, int, nn.Module, PrecisionSpec]:
-    """Return the checkpoint's location and step, the model with its weights, and the precision with its layout."""
+) -> tuple[str, dict[str, Any], nn.Module, PrecisionSpec]:
+    """Return the checkpoint's location and position, the model with its weights, and the precision with its layout."""
     run = SavedRun(job.storage, config)
     found = run.checkpoint(job.which) if group.rank == 0 else None
     name = group.first(found.name if found else "")
@@ -176,7 +187,7 @@ def load_trained(
     spec = spec.with_layout(config.channels_last, model, group.device)
     model = spec.convert_model(model).to(group.device)
     try:
-        step = int(state["position"]["step"])
+        position = {**state["position"], "step": int(state["position"]["step"])}
         check_frozen(state.get("frozen"), frozen)
         check_dtypes(state["model"], model.state_dict())
         add_buffers(model, state.get("switched", {}), state["model"])
@@ -192,7 +203,7 @@ def load_trained(
         raise CheckpointError(f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}") from error
     for module in modules_beside(task, model):
         module.eval()
-    return archive.storage.locate(name), step, model.eval(), spec
+    return archive.storage.locate(name), position, model.eval(), spec
 
 
 def run_spec(location: str, overrides: dict[str, Any], world_size: int | None) -> RunSpec:

@@ -85,7 +85,10 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     train_feed, val_feed = feed(train), None if val is None else feed(val)
     seed_all(config.seed)
     enter("model")
-    made = task.model()
+    made: Any = task.model()
+    if not isinstance(made, nn.Module):
+        rule = "must be a module, an instance of nn.Module"
+        raise ConfigError(f"{type(task).__name__}.model()", type(made).__name__, rule, "return it alone")
     materialise(task, made, train)
     trained = make_trained(task, made, config, group)
     share_tensors(list(trained.beside.values()), group)
@@ -119,6 +122,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
                 _try_single(probe, sampler.anchor(0))
             flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
         samples = tell_samples(train)
+        held_back = tell_samples(val)
         found.append(check_apart(train, val))
         if val is not None and not is_sharded(model):
             enter("evaluation")
@@ -154,6 +158,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         beside=trained.beside,
         frozen=trained.frozen,
         samples=samples,
+        held_back=held_back,
         even=even,
         warnings=warnings,
     )

@@ -84,6 +84,7 @@ class Checkpointing:
             "window": parts.step.open_losses(attempt.open_steps)() if attempt.open_steps else {},
             "order": parts.sampler.name(),
             "samples": parts.samples,
+            "held_back": parts.held_back,
             "stopping": attempt.stopping.state_dict(),
             "stream": stream.state_at(attempt.samples) if isinstance(stream, Stream) else None,
             "stream_mark": attempt.stream_mark(),

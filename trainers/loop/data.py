@@ -107,15 +107,15 @@ def check_length(train: Any, sampler: StepSampler) -> None:
         raise ConfigError('dataset("train")', type(train).__name__, rule, fix)
 
 
-def tell_samples(train: Any) -> str:
-    """Return what tells a few training samples from others, for a `throwaway` block: a run that goes on must find them
-    again. Nothing of a stream, which does so itself, and of samples that are others each time.
+def tell_samples(dataset: Any) -> str:
+    """Return what tells a few samples from others, for a `throwaway` block: a run that goes on must find them again.
+    Nothing of a stream, which does so itself, and of samples that are others each time.
     """
     told: set[str] = set()
     with contextlib.suppress(Exception):  # training says it better
-        for _ in range(0 if isinstance(train, Stream) else 2):
+        for _ in range(0 if isinstance(dataset, Stream | Rereadable) else 2):
             seed_host(0)
-            told.add(digest(fetch(train, sorted({0, len(train) // 2, len(train) - 1}), list)))
+            told.add(digest(fetch(dataset, sorted({0, len(dataset) // 2, len(dataset) - 1}), list)))
     return told.pop() if len(told) == 1 else ""
 
 

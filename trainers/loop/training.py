@@ -217,12 +217,16 @@ class Training:
     def look_at_first_step(self) -> None:
         """Warn of parameters without a gradient after the first step; ConfigError for those that came in it."""
         parts = self.attempt.parts
-        if late := parts.as_made.late_parameters(parts.model):
-            rule = "is made in a forward pass, when the optimizer has its parameters already"
-            raise ConfigError("task", self.attempt.config.task, f"has a model whose `{late[0]}` {rule}", _MADE_EARLY)
+        self._refuse_late()
         phased = isinstance(parts.step, PhasedStep)  # which says it itself, of each phase
         if not phased and self.attempt.context.rank == 0 and (names := unused_parameters(parts.model)):
             logger.warning("the loss of the first step does not depend on %s: it has not trained them", shorten(names))
+
+    def _refuse_late(self) -> None:
+        parts = self.attempt.parts
+        if late := parts.as_made.late_parameters(parts.model):
+            rule = "is made while it trains, when the optimizer has its parameters already"
+            raise ConfigError("task", self.attempt.config.task, f"has a model whose `{late[0]}` {rule}", _MADE_EARLY)
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
@@ -253,6 +257,7 @@ class Training:
         agreed = self.asked.next(at_once)
         self.attempt.later.append((self.attempt.step, partial(self.attempt.clock.settle, self.attempt.clock.spans)))
         if self.agreements % _CHECK_EVERY == 0 or self.attempt.step == self.attempt.end:
+            self._refuse_late()
             check_replicas(self.attempt)
         self.agreements += 1
         if self.slow_start:

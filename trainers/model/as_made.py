@@ -16,6 +16,7 @@ class AsMade:
     def __init__(self, model: nn.Module) -> None:
         self._required, self._training = _switches(model)
         self._shapes = _shapes(model)
+        self._parameters = list(model.parameters())
 
     def changes(self, model: nn.Module) -> dict[str, Any]:
         """Return what is otherwise now, as plain data; nothing where all is as it was."""
@@ -33,8 +34,9 @@ class AsMade:
         return {name: changed for name, changed in found.items() if changed}
 
     def late_parameters(self, model: nn.Module) -> list[str]:
-        """Return the names of parameters that the model was made without."""
-        return [name for name, one in model.named_parameters() if name not in self._shapes and one.requires_grad]
+        """Return the names of parameters that the model was made without, or that have been put in another's place."""
+        made = {id(one) for one in self._parameters}
+        return [name for name, one in model.named_parameters() if id(one) not in made and one.requires_grad]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -88,12 +88,17 @@ def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def join(given: Optimizer | Mapping[str, Optimizer], model: nn.Module, task: str) -> Optimizer:
-    """Return what the class `task` gave as optimizer as one; ConfigError where two of several have one parameter."""
+    """Return what the class `task` gave as optimizer as one; ConfigError where that is none, or where two of several
+    have one parameter.
+    """
+    field, fix = f"{task}.optimizer()", "return a dict of optimizers by name, each with parameters of its own"
     if not isinstance(given, Mapping):
+        if not hasattr(given, "param_groups"):
+            alone = "return it alone, and its scheduler from schedule()"
+            raise ConfigError(field, type(given).__name__, "must be an optimizer, or a dict of them by name", alone)
         return given
     owners: dict[int, str] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    field, fix = f"{task}.optimizer()", "return a dict of optimizers by name, each with parameters of its own"
     for name, part in given.items():
         if not isinstance(name, str) or not isinstance(part, Optimizer):
             raise ConfigError(field, {name: type(part).__name__}, "must be an optimizer by its name", fix)

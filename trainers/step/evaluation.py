@@ -266,10 +266,12 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
         raise ConfigError(f"{task}.metrics()", type(found).__name__, rule, "return {} where there are none")
     flat: dict[str, Any] = {}
     for name, value in found.items():
+        parts: dict[str, Any] = {name: value}
         if isinstance(value, Mapping):
-            flat |= {f"{name}_{key}": part for key, part in _flat(value, task).items()}
-        else:
-            flat[name] = value
+            parts = {f"{name}_{key}": part for key, part in _flat(value, task).items()}
+        if twice := flat.keys() & parts.keys():
+            raise _taken(min(twice), "is the name of two metrics", task)
+        flat |= parts
     return flat
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.data.batch import Batch
-from trainers.errors import ConfigError
+from trainers.errors import MISSING, ConfigError
 from trainers.model.precision import PrecisionSpec
 from trainers.model.strategy import raise_if_unused
 from trainers.step.device_mismatch import raise_if_mismatch
@@ -56,9 +56,14 @@ class ForwardPass:
         return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss alone; ConfigError where it is not one number."""
+        """Return the loss alone; ConfigError where it is not one number, or nothing can be learned from it."""
         loss = self(batch)[1]
-        return self.scalar(loss) if loss is None else loss
+        loss = self.scalar(loss) if loss is None else loss
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            rule = "must depend on parameters that require a gradient, and does not for this batch"
+            fix = "leave out detach(), no_grad() and requires_grad_(False), or add `0 * outputs.sum()` for such batches"
+            raise ConfigError(f"{type(self.task).__name__}.{self.said}", MISSING, rule, fix)
+        return loss
 
     def scalar(self, loss: Any) -> Tensor:
         """Return the task's loss as a tensor of no dimension; ConfigError where it is something else."""

@@ -46,6 +46,8 @@ class Replica:
     """Digests of the parameters that checkpoints leave out; None where they have them all."""
     samples: str
     """What tells a few training samples from others."""
+    held_back: str
+    """The same of validation."""
     even: bool = False
     """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
     warnings: list[str] = field(default_factory=list)
