@@ -53,7 +53,7 @@ def test_flags_are_set_whatever_they_were() -> None:
     set_flags(CPU, threads=1, deterministic=False)
     assert torch.get_num_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.benchmark
 
 
 def test_memory_figures_are_of_this_process() -> None:

@@ -11,7 +11,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(torch.float32)
     torch.backends.cudnn.enabled = True
-    torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.benchmark = False  # but for training's own steps
     torch.backends.cudnn.deterministic = deterministic
     # What half-precision products sum in: torch's own choice. fp32 products follow the precision (apply_matmul).
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
@@ -172,16 +172,6 @@ def take_spare(device: torch.device) -> Tensor | None:
         return None
     allowed = total_memory_bytes(device) * torch.cuda.get_per_process_memory_fraction(device)
     return torch.empty(int(_SPARE_SHARE * allowed), dtype=torch.uint8, device=device)
-
-
-@contextlib.contextmanager
-def no_autotune() -> Iterator[None]:
-    """Let cuDNN take its first algorithm for shapes that are met once."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def grow_segments() -> None:

@@ -158,10 +158,12 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
     config, context, parts, clock = attempt.config, attempt.context, attempt.parts, attempt.clock
     group, speed = parts.group, clock.throughput()
     ranks = monitor.finish()
+    attempt.watchdog.enter("closing")
     compiled = inspection.compiled() if inspection is not None else None
     mfu = monitor.mfu(speed.samples_per_s) if speed is not None else None
-    of_rank_0 = group.first((speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled))
-    throughput, first_step_s, flops_per_sample, mfu, compiled = of_rank_0
+    phases = attempt.watchdog.spent_s
+    of_rank_0 = group.first((speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled, phases))
+    throughput, first_step_s, flops_per_sample, mfu, compiled, phases = of_rank_0
     result = RunResult(
         status=status,
         steps=attempt.step,
@@ -187,6 +189,7 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,
+        phases_s=dict(phases),
         warnings=parts.warnings,
     )
     if attempt.log is not None and context.storage is not None:

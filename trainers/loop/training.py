@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _CHECK_EVERY = 100
 """Agreements between two looks at whether ranks still have the same parameters."""
+_TUNED_STEPS = 300
+"""From so many steps on cuDNN's search for the fastest algorithms, about a second, pays for itself."""
 _MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyLinear)"
 
 
@@ -56,6 +58,8 @@ class Training:
         """Of the last step, where there is a schedule."""
         self.lr_scale = 1.0
         """What `lr_scaling` makes of that size, where there is a schedule."""
+        self.tunes = False
+        """Whether cuDNN searches for the fastest algorithms of full steps; an epoch's short one comes too seldom."""
         self.agreements = 0
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
         self.monitor = Monitor(attempt.parts, attempt.clock)
@@ -73,6 +77,8 @@ class Training:
         if attempt.log is not None and storage is not None:  # before others wait for rank 0 in a step
             storage.write("environment.json", json.dumps(environment(parts.device), indent=2).encode())
         self.checkpointing.resume()
+        is_long = attempt.end - attempt.step >= _TUNED_STEPS
+        self.tunes = is_long and parts.device.type == "cuda" and not attempt.config.deterministic
         if isinstance(stream := parts.train_feed.dataset, Stream):
             stream.beat = watchdog.beat
             self.slow_start |= attempt.step > 0  # what was trained may have to be read again
@@ -170,6 +176,8 @@ class Training:
             if parts.ema is not None:
                 parts.ema.take_unfrozen()
             size = sampler.step_size(step)
+            if self.tunes:
+                torch.backends.cudnn.benchmark = size == sampler.batches.size(attempt.step)
             try:
                 parts.step(batches, sizes, size, idle=not any(sizes))
             except (RuntimeError, MemoryError) as error:
@@ -177,6 +185,8 @@ class Training:
                     where = device_name(parts.device)
                     refuse_microbatch(error, parts.microbatch_size, attempt.config, attempt.context, where)
                 raise
+            if self.tunes:
+                torch.backends.cudnn.benchmark = False
             attempt.step += 1
             if self.task_after_step is not None:
                 with torch.no_grad():

@@ -41,7 +41,11 @@ class Watchdog:
     def __init__(self, failure: FailureConfig, context: RunContext) -> None:
         self._failure, self._context = failure, context
         self._thread_id = threading.get_ident()
-        self.enter("the start")
+        self.spent_s: dict[str, float] = {}
+        """The time of each phase that has ended."""
+        self._phase = ("the start", False)
+        self.beat()
+        self._entered = self._last
         self._closed = threading.Event()
         # Without a name: nothing is left of it though the process is killed.
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
@@ -56,6 +60,9 @@ class Watchdog:
     def enter(self, phase: str, steps: bool = False) -> None:
         """Note that another phase begins; one of `steps` beats, and each beat has the budget of a step."""
         self.beat()  # first: the thread must not measure an old beat by a shorter budget
+        left, _ = self._phase
+        self.spent_s[left] = self.spent_s.get(left, 0.0) + self._last - self._entered
+        self._entered = self._last
         self._phase = (phase, steps)
 
     @contextlib.contextmanager

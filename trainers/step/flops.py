@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainers.data.batch import fetch, map_tensors
-from trainers.devices.device import no_autotune
 from trainers.model.activations import activations_kept
 from trainers.step.forward import ForwardPass
 from trainers.task import Task
@@ -48,19 +47,18 @@ def count_flops(
         microbatch = microbatch[:_LIKE_SAMPLES]
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _AllModules()  # type: ignore[assignment]
-    with no_autotune():
-        try:
-            with torch.no_grad():
-                batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
-                batch = task.transform(batch, True)
-            with counter, activations_kept():
-                for one in phases or (forward,):
-                    with one.alone():
-                        one.loss(batch).backward()
-        except Exception as error:
-            # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
-            logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
-            return None
+    try:
+        with torch.no_grad():
+            batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
+            batch = task.transform(batch, True)
+        with counter, activations_kept():
+            for one in phases or (forward,):
+                with one.alone():
+                    one.loss(batch).backward()
+    except Exception as error:
+        # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
+        logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
+        return None
     differs = phases and type(task).phases is not Task.phases
     return None if differs else counter.get_total_flops() / len(microbatch) or None
 

@@ -56,6 +56,8 @@ class Spent:
     """All of it; what is neither starting nor training is evaluation."""
     first_step_s: _Amount | None = None
     """Of training_s, the first step, which compiles."""
+    phases_s: dict[str, _Amount] = field(default_factory=dict)
+    """All of total_s by phase; of a training function nothing."""
 
 
 @dataclass(frozen=True)
