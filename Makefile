@@ -51,12 +51,13 @@ build/ray-contract-%/installed: pyproject.toml constraints.txt
 	  pytest pytest-timeout psutil
 	@touch $@
 
-# What needs a GPU, on a CUDA that needs none, with another torch in an environment of its own (6 GB, minutes):
-# `make gpu-fake TORCH=2.11.0`. The range is in pyproject.toml; tests/fake_cuda says what cannot be seen there.
+# What needs a GPU, on a CUDA that needs none, and what is compiled, with another torch in an environment of its own
+# (6 GB, minutes): `make gpu-fake TORCH=2.11.0`. The range is in pyproject.toml; tests/fake_cuda has what is not seen.
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 FAKE := build/gpu-fake-$(TORCH)
 gpu-fake: $(FAKE)/installed
 	$(FAKE)/bin/python -m tests.fake_cuda -m pytest -m gpu -n 2 tests/gpu
+	$(FAKE)/bin/python -m pytest -m "not full" tests/unit/test_profiling.py
 
 # All that comes with a torch goes by that torch.
 build/gpu-fake-%/installed: pyproject.toml constraints.txt

@@ -32,9 +32,8 @@ IS_ON = RUNTIME in os.environ.get("LD_PRELOAD", "")
 
 CANNOT = {
     "arithmetic": "the CPU computes in float32 what a GPU does in TF32 or float8",
-    "speed": "times are the CPU's",
-    "kernels": "no kernel of Triton or cuDNN runs",
-    "profiler": "Kineto's CUPTI needs the real driver",
+    "speed": "a benchmark of it is one of the CPU, and takes minutes",
+    "profiler": "no kernel runs that Kineto could record",
     "nccl": "NCCL needs the real driver",
     "nvml": "there is no NVML",
 }

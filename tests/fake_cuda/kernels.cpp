@@ -323,12 +323,6 @@ std::tuple<Tensor, Tensor, Tensor> cudnn_batch_norm_backward(
                                         {true, true, true});
 }
 
-// Attention without a kernel of its own: products and a softmax.
-int64_t attention_by_products(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                              std::optional<double>, bool) {
-  return 0;
-}
-
 // ---- Loading ----
 
 std::set<std::string> replaced_operators() {
@@ -357,7 +351,10 @@ __attribute__((constructor)) void replace_operators() {
   library.impl("copy_", TORCH_FN(copy));
   library.impl("cudnn_batch_norm", TORCH_FN(cudnn_batch_norm));
   library.impl("cudnn_batch_norm_backward", TORCH_FN(cudnn_batch_norm_backward));
-  library.impl("_fused_sdp_choice", TORCH_FN(attention_by_products));
+  // Attention has products and a softmax then, not a kernel of its own.
+  at::globalContext().setSDPUseFlash(false);
+  at::globalContext().setSDPUseMemEfficient(false);
+  at::globalContext().setSDPUseCuDNN(false);
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.profiler import memory_watched, save_memory_report
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
+from trainers.model.strategy import compile_model
 from trainers.storage import Storage
 
 GPU = torch.device("cuda", 1)
@@ -167,6 +168,17 @@ def test_training_its_loss_and_evaluation_are_one_graph_each(tmp_path: Path, dyn
     assert result.compile == {"graphs": 3, "graph_breaks": 0, "recompiles": 1}
     assert result.throughput is not None
     assert result.first_step_s is not None
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]
+)
+def test_a_model_of_torchs_own_class_is_one_graph(model: nn.Module, dynamo: None) -> None:
+    """By itself torch 2.11 leaves such a module eager, and says nothing."""
+    compile_model(model, "default", fullgraph=True)
+    watch = profiler.CompileWatch()
+    model(torch.ones(4, 8, 8)).sum().backward()
+    assert watch.figures() == {"graphs": 1, "graph_breaks": 0, "recompiles": 0}
 
 
 @pytest.mark.full

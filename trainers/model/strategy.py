@@ -176,14 +176,25 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     between its units stays eager.
     """
     if not is_sharded(model):
-        model.compile(mode=mode, fullgraph=fullgraph, dynamic=False)
+        model._compiled_call_impl = torch.compile(  # what `model.compile` sets
+            _in_own_frame(model._call_impl), mode=mode, fullgraph=fullgraph, dynamic=False
+        )
         return
     sharded = [module for module in model.modules() if is_sharded(module)]
     units, limits = sharded[1:] or sharded, torch._dynamo.config
     # Equal units share their graphs; unequal ones of a class count together, and would soon be too many for torch.
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS_OF_A_UNIT * len(units))
     for unit in units:
-        unit.forward = torch.compile(unit.forward, mode=mode, fullgraph=fullgraph, dynamic=False)
+        unit.forward = torch.compile(_in_own_frame(unit.forward), mode=mode, fullgraph=fullgraph, dynamic=False)
+
+
+def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` in a frame of this file: those of torch's own modules torch 2.11 leaves eager, with all in them."""
+
+    def called(*inputs: Any, **kwargs: Any) -> Any:
+        return call(*inputs, **kwargs)
+
+    return called
 
 
 def compile_loss(loss: Callable[[Any, Any], Any], mode: str) -> Callable[[Any, Any], Any]:

@@ -1,0 +1,85 @@
+"""What a run keeps of its GPU: profiled steps, what lay in memory when it ran out, the driver's readings."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.runs import CUDA, Hungry, Images, train
+from trainers.causes import classify
+from trainers.devices.nvml import GpuReadings
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 3
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """The folder that a profiled run leaves."""
+    train(CUDA, tmp_path, Images(), profile_steps=STEPS)
+    return tmp_path / "profile"
+
+
+def events(profile: Path) -> list[dict[str, Any]]:
+    with gzip.open(profile / "trace.json.gz", "rt", errors="replace") as stream:
+        found: list[dict[str, Any]] = json.load(stream)["traceEvents"]
+    return found
+
+
+def test_profiled_steps_show_the_memory_of_the_gpu(profile: Path) -> None:
+    names = {str(event.get("name")) for event in events(profile)}
+    assert len([name for name in names if name.startswith("ProfilerStep")]) == STEPS
+    points = json.loads((profile / "memory_timeline.json").read_text())
+    weights = sum(parameter.nbytes for parameter in Images().model().parameters())
+    assert min(allocated for _, allocated in points) > weights  # not the change alone, as on a CPU
+    assert (profile / "memory_timeline.png").stat().st_size > 0
+
+
+@pytest.mark.real_gpu("profiler")
+def test_profiled_steps_show_kernels(profile: Path) -> None:
+    kernels = [event for event in events(profile) if event.get("cat") == "kernel"]
+    assert len(kernels) > STEPS
+    assert all(event["dur"] >= 0 for event in kernels)
+
+
+def test_a_run_out_of_memory_leaves_what_lay_in_it(tmp_path: Path) -> None:
+    too_large = torch.cuda.get_device_properties(CUDA).total_memory
+    with pytest.raises(RuntimeError) as raised:
+        train(CUDA, tmp_path, Hungry(bytes_per_sample=too_large))
+    assert classify(raised.value) == "out_of_memory"
+    assert "Allocated memory" in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
+    assert (tmp_path / "memory" / "rank-0-snapshot.pickle").stat().st_size > 0
+
+
+@pytest.mark.real_gpu("nvml")
+def test_the_driver_tells_of_the_gpu() -> None:
+    readings = GpuReadings(CUDA)
+    taken = readings.take()
+    assert readings.name == str(torch.cuda.get_device_properties(CUDA).uuid)
+    assert taken is not None
+    assert 0 < taken["memory_used_bytes"] <= taken["memory_total_bytes"]
+
+
+class Watched(Images):
+    """Notes whether cuDNN may tune in each forward pass of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tuned: list[bool] = []
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            self.tuned.append(torch.backends.cudnn.benchmark)
+        return super().forward(model, batch)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cudnn_tunes_unless_a_run_has_to_repeat(deterministic: bool) -> None:
+    task = Watched()
+    train(CUDA, task=task, deterministic=deterministic, cuda_graphs=False)
+    assert task.tuned[-1] is not deterministic
