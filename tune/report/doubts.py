@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from trainers.errors import counted
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET
-from tune.report.words import duration, in_words, listed, number, printable, telling
+from tune.report.words import capitalized, duration, in_words, listed, number, printable, telling
 from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
 from tune.trials.interval import EQUAL
 from tune.trials.record import TrialRecord
@@ -62,7 +62,7 @@ def _once(
     names = telling(config, records)
     who = listed([in_words(names, record) for record in rest])
     wanted = min(MOST_FINALISTS, len(repeated) + len(rest))
-    return Doubt(f"{printable(who)} ran once: another trial may be {how_much}", f"`finalists: {wanted}`")
+    return Doubt(f"{printable(capitalized(who))} ran once: another trial may be {how_much}", f"`finalists: {wanted}`")
 
 
 def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
