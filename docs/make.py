@@ -66,7 +66,7 @@ def commands() -> str:
         about, _, exit_codes = (inspect.getdoc(module) or "").rpartition("\n\n")
         about = re.sub(r"^    (.*)$", r"```text\n\1\n```", about, flags=re.MULTILINE)
         parts += [f"## python -m {door}\n", f"{about}\n", f"{exit_codes}\n"]
-        parts += [f"```text\n{one.help()}\n```\n" for one in door_commands(door, settings).values()]
+        parts += [f"```text\n{one.help()}\n```\n" for one in newest(door_commands(door, settings))]
     return "\n".join(parts)
 
 
@@ -87,6 +87,11 @@ def door_commands(door: str, settings: type[Settings] | None) -> dict[str, Comma
     finally:
         module.run = run
     return {word: Command(f"python -m {door} {word}".rstrip(), function, settings) for word, function in found.items()}
+
+
+def newest(commands: dict[str, Command]) -> list[Command]:
+    """Of two names of one function the newer."""
+    return list({command.function: command for command in commands.values()}.values())
 
 
 def api() -> str:

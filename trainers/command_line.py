@@ -177,7 +177,9 @@ def run(
         return 0
     if not args or {"-h", "--help"} & set(args):
         about, _, exit_codes = (doc or "").strip().rpartition("\n\n")
-        shown = [command(name).help()] if name else [about, *(command(word).help() for word in functions)]
+        # Of two names of one function the newer.
+        newest = {function: word for word, function in functions.items()}
+        shown = [command(name).help()] if name else [about, *(command(word).help() for word in newest.values())]
         if config is not None and not name:
             exit_codes += (
                 f"\n\n`{call} --schema` prints the JSON schema of its file, for editors.\n\n{reference(config)}"

@@ -23,8 +23,8 @@ class RunContext:
     source: Storage | None = None
     """The run whose newest checkpoint this one begins with, while it has none of its own; None: from the start."""
     refuge: Storage | None = None
-    """Where a run without storage keeps its state when its node is taken away, and begins with it where `source` is
-    the same place; None: it is lost."""
+    """Where a run without storage keeps its state: when its node is taken away, and begins with it where `source` is
+    the same place; where its `checkpoint` says when, also then and at its end. None: it is lost."""
     take: Take | None = None
     """Takes the run's records from rank 0 as they are made, at once; None where nobody wants them."""
     draws_line: bool = False

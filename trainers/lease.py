@@ -42,6 +42,10 @@ _TRUSTED_S = 0.5
 """How long a look at the lease is believed: shorter than SETTLE_S, after which a newcomer begins to write."""
 
 
+class InUseError(ConfigError):
+    """Another process has the lease."""
+
+
 @dataclass(frozen=True)
 class Holder:
     """What stands in `lease.json`."""
@@ -258,7 +262,7 @@ class _Lease:
 
     def _in_use(self, holder: Holder) -> ConfigError:
         rule = f"is in use: {holder}, writes to {self._storage.uri}"
-        return ConfigError("name", self._storage.name, rule, "stop it first, or give another `--name`")
+        return InUseError("name", self._storage.name, rule, "stop it first, or give another `--name`")
 
     def _beat(self) -> None:
         """Renew the lease until it is released or lost; the body of its thread."""

@@ -1,4 +1,6 @@
-"""Many training runs: `from tune import sweep` sweeps batch size, precision and any other configuration key."""
+"""Many training runs: `from tune import sweep` sweeps batch size, precision and any other configuration key; `extend`
+goes on with a sweep, and `steer` has one that runs do something.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tune.sweeps.sweep import sweep
+    from tune.sweeps.steer import steer
+    from tune.sweeps.sweep import extend, sweep
 
-__all__ = ["sweep"]
+__all__ = ["extend", "steer", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public name only when it is used: `import tune` alone imports no Ray."""
+    """Import a public name only when it is used: `import tune` alone imports no Ray."""
     if name in __all__:
-        return getattr(importlib.import_module("tune.sweeps.sweep"), name)
+        module = "steer" if name == "steer" else "sweep"
+        return getattr(importlib.import_module(f"tune.sweeps.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

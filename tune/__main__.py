@@ -17,13 +17,23 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field
 
 from trainers.command_line import leave, run
+from trainers.config.yaml import parse_yaml
+from trainers.lease import InUseError
 from trainers.output import Output
 from tune.config import SweepConfig
-from tune.sweeps.spec import SweepSpec, is_complete, read_saved, read_sweep
+from tune.report.words import in_a_line
+from tune.sweeps.extension import order_extension
+from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read_sweep
+from tune.sweeps.steer import known_trials
+from tune.sweeps.steer import steer as steer_sweep
 from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
+_Steer = Annotated[
+    tuple[str, ...],
+    Field(min_length=1, title="SWEEP [ACTION [TRIAL [KEY=VALUE]...]]", description="its directory, and what to do"),
+]
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
 
@@ -40,9 +50,42 @@ def sweep(
     return _sweep(read_sweep(location, overrides), fresh, not no_check, output)
 
 
-def resume(directory: _Directory, output: Output, *, no_check: _NoCheck = False) -> int:
-    """Go on with a sweep that was cut off."""
-    return _sweep(read_saved(directory), False, not no_check, output)
+def extend(directory: _Directory, overrides: dict[str, Any], output: Output, *, no_check: _NoCheck = False) -> int:
+    """Go on with a sweep, and with other keys where some are given: more points, trials or epochs, another objective.
+
+    What is known is not trained again; keys of the run are `--train.dotted.key value`. Of a sweep that runs it is said
+    to its process, which does so. `resume` is the same.
+    """
+    try:
+        return _sweep(order_extension(directory, overrides), False, not no_check, output)
+    except InUseError as error:
+        if not overrides:
+            raise
+        words = f"{error.rule}; it goes on with {', '.join(overrides)} once its trials have ended"
+        output.result(f"the sweep {words}", words, {"status": "running"})
+        return 0
+
+
+def steer(words: _Steer, output: Output) -> int:
+    """Have a sweep, which may run elsewhere, do something: stop, clone or first TRIAL, pause, go-on; or list trials.
+
+    stop: it ends at its next evaluation, or never starts. clone: again, with KEY=VALUE changed. first: it runs next.
+    pause: no further trial starts, until go-on.
+    """
+    directory, *rest = words
+    spec = read_kept(directory)
+    if not rest:
+        trials = known_trials(spec)
+        lines = [f"{name}  {trial.status:12}  {in_a_line(trial.config)}" for name, trial in trials.items()]
+        output.result("\n".join(lines), f"{len(trials)} trials", {"trials": {n: asdict(t) for n, t in trials.items()}})
+        return 0
+    action, *rest = rest
+    keys = dict(word.partition("=")[::2] for word in rest[1:])
+    values = {key: parse_yaml(text, f"command line, {key}") for key, text in keys.items()}
+    name = steer_sweep(directory, action, *rest[:1], **values)  # type: ignore[arg-type] # (it checks the action)
+    said = " ".join(filter(None, (action, name)))
+    output.result(f"{said}: done within seconds where the sweep runs, else by `{spec.resume()}`", said, {"trial": name})
+    return 0
 
 
 def report(directory: _Directory, output: Output) -> int:
@@ -90,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     functions: dict[str, Callable[..., int]] = {
         "": sweep,
-        "resume": resume,
+        "resume": extend,
+        "extend": extend,
+        "steer": steer,
         "report": report,
         "watch": watch,
         "plan": plan,

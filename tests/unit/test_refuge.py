@@ -1,4 +1,4 @@
-"""A run that keeps nothing but its state when its node is taken away, as a trial in a lane does."""
+"""A run that keeps nothing but its state, as a trial in a lane does: when its node is taken away, or to be longer."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 from tests.specs import make
 from trainers.context import RunContext
 from trainers.errors import PreemptedError
+from trainers.measure.result import RunResult
 from trainers.storage import Storage
 
 
@@ -28,7 +29,7 @@ class Lane(RunContext):
 
 
 def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
-    spec, refuge = make(tmp_path), Storage(str(tmp_path / "refuge"))
+    spec, refuge = make(tmp_path, checkpoint={}), Storage(str(tmp_path / "refuge"))
     unbroken = Lane(refuge)
     whole = spec.execute(unbroken)
     assert not refuge.exists(), "without a notice nothing is written"
@@ -40,8 +41,9 @@ def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
     second = Lane(refuge)
     second.source = refuge
     rest = spec.execute(second)
-    assert [row["step"] for row in first.rows + second.rows] == [10, 20, 30], "no step is trained twice"
-    assert first.rows + second.rows == unbroken.rows, "to the bit"
+    assert rest.train_time_s > rest.earlier_time_s > 0, "no step is trained twice"
+    assert [row["step"] for row in first.rows] == [10]
+    assert second.rows == unbroken.rows, "to the bit, and what was told before is told again"
     assert (rest.status, rest.steps, rest.metrics) == (whole.status, whole.steps, whole.metrics)
     assert refuge.names("checkpoints") == kept == ["step-000000000010"], "nothing else is kept"
 
@@ -49,3 +51,55 @@ def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
 def test_without_a_refuge_the_notice_is_told_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(PreemptedError, match="step 10 is kept in None"):
         make(tmp_path).execute(Lane(None, taken=True))
+
+
+def longer(tmp_path: Path, **changes: Any) -> tuple[Lane, RunResult, Lane]:
+    """A run of 25 steps, which is then one of 50; and one that was that from its beginning."""
+    refuge = Storage(str(tmp_path / "refuge"))
+    changes = {"log_every_steps": 10, **changes}
+    make(tmp_path, max_steps=25, **changes).execute(Lane(refuge))
+    spec, longer, unbroken = make(tmp_path, max_steps=50, **changes), Lane(refuge), Lane(None)
+    result = spec.execute(longer)
+    spec.execute(unbroken)
+    return longer, result, unbroken
+
+
+def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(tmp_path: Path) -> None:
+    """Neither the window of the log nor the evaluation that the shorter one ended with is one of its own."""
+    lane, result, unbroken = longer(tmp_path)
+    assert result.train_time_s > result.earlier_time_s > 0
+    assert [row["step"] for row in lane.rows] == [10, 20, 30, 40, 50]
+    assert lane.rows == unbroken.rows
+    assert result.warnings == []
+
+
+def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path: Path) -> None:
+    """Which stays as it is."""
+    first, second = (Storage(str(tmp_path / name)) for name in ("first", "second"))
+    make(tmp_path, max_steps=20).execute(Lane(first))
+    clone, unbroken = Lane(second), Lane(None)
+    clone.source = first
+    make(tmp_path).execute(clone)
+    make(tmp_path).execute(unbroken)
+    assert clone.rows == unbroken.rows
+    assert first.names("checkpoints")[-1] == "step-000000000020"
+    assert second.names("checkpoints")[-1] == "step-000000000030"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr_schedule": {"name": "cosine"}}, "the learning rate goes by the number of steps, 25 then, 50 now"),
+        ({"lr_schedule": {"warmup": 0.1}}, "the learning rate goes by the number of steps, 25 then, 50 now"),
+        ({"early_stopping": {"metric": "val_loss", "patience": 9}}, "had one more, at the end of 25 steps"),
+    ],
+)
+def test_where_a_longer_run_would_have_been_another_it_begins_anew_and_says_so(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    lane, result, unbroken = longer(tmp_path, **changes)
+    assert result.earlier_time_s == 0
+    assert lane.rows == unbroken.rows
+    [warning] = result.warnings
+    assert warning.startswith("trained anew: ")
+    assert words in warning

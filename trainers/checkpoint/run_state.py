@@ -121,19 +121,25 @@ class Keeper:
         if where is not None:
             self.told(where)
 
-    def resume(self, source: Storage | None = None) -> dict[str, Any] | None:
+    def resume(self, source: Storage | None, check: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
         """Take back the newest complete checkpoint that fits, and return its position; None when there is none.
 
         A run without one begins with that of the run `source`, another one, which must have one: else CheckpointError.
+        `check` raises CheckpointError for a position that cannot be gone back to.
         """
+
+        def check_position(loaded: Loaded) -> None:
+            check(loaded.state["position"])
+
+        uses = (self._check, check_position, self._apply)
         if self.log is not None:
             self.storage.clear_aside(idle_s=_LONG_DEAD_S)
-        if (loaded := self.checkpoints.load(self._check, self._apply)) is not None:
+        if (loaded := self.checkpoints.load(*uses)) is not None:
             self.kept_step = int(loaded.state["position"]["step"])
             if self.log is not None:
                 self.log.cut(self.kept_step)
         elif source is not None:
-            loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load(self._check, self._apply)
+            loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load(*uses)
             if loaded is None:
                 raise CheckpointError(f"there is no complete checkpoint in {source.uri} to begin with")
         return None if loaded is None else loaded.state["position"]

@@ -72,8 +72,11 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
+    reported: list[dict[str, float]] = field(default_factory=list)
+    """Evaluations of a run that keeps nothing else."""
     window: dict[str, tuple[float, _Count]] = field(default_factory=dict)
-    """Sums of losses since the last window of the log, and of how many steps; nothing where it ended here."""
+    """Sums of losses since the last window of the log, and of how many steps; nothing where it ended here, in its
+    time."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

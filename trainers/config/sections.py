@@ -230,7 +230,8 @@ class CheckpointConfig(Settings):
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
     every_epochs: Positive | None = Field(default=None)
-    """Epochs between two checkpoints (1 when no key is set; of a stream without epochs, `every_s: 600`)."""
+    """Epochs between two checkpoints (1 when no key is set; of a stream without epochs, `every_s: 600`). Trials of a
+    sweep write none when no key is set."""
     every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
     keep: Positive = Field(default=2)
@@ -244,6 +245,11 @@ class CheckpointConfig(Settings):
     the checkpoint gets them from `model()`; if they have changed, it is refused."""
     async_: bool = Field(default=False, alias="async")
     """Copy the state to host memory in the loop, and write it to storage while training goes on."""
+
+    @property
+    def says_when(self) -> bool:
+        """Whether a key says when."""
+        return (self.every_steps, self.every_epochs, self.every_s) != (None, None, None)
 
     @model_validator(mode="after")
     def _mode_has_a_metric(self) -> Self:

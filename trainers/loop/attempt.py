@@ -18,6 +18,7 @@ from trainers.measure.clock import StepClock
 from trainers.measure.result import Pauses
 from trainers.measure.run_log import RunLog
 from trainers.step.replica import Replica
+from trainers.step.train_step import Losses
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,10 @@ class Attempt:
         self.logged_step = 0
         """The last step of the last window of the log."""
         self.evaluated_step = -1
+        self.reported: list[dict[str, float]] = []
+        """The evaluations that the launcher was told of, where only checkpoints keep them."""
+        self.cut_window: Losses = {}
+        """The last window of the log, where it ended before its time, with the run."""
         self.weightless = 0
         """Steps of this attempt from which nothing is learnt, for their samples weigh nothing."""
         self.checkpoint: str | None = None
@@ -140,9 +145,13 @@ class Attempt:
 
     def due(self, every_steps: int | None, every_epochs: int | None) -> bool:
         """Return whether the step that has just ended completes such an interval."""
+        return self.is_due(self.step, every_steps, every_epochs)
+
+    def is_due(self, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
+        """Return whether a step completes such an interval."""
         if every_steps is not None:
-            return self.step % every_steps == 0
-        epoch, index = self.parts.sampler.batches.place(self.step)
+            return step % every_steps == 0
+        epoch, index = self.parts.sampler.batches.place(step)
         return index == 0 and epoch % (every_epochs or 1) == 0
 
     def settle(self, step: int) -> None:
@@ -180,4 +189,7 @@ class Attempt:
 
     def report(self, checkpoint: str | None) -> None:
         """Tell the launcher where the run is, with its figures and maybe a checkpoint that is complete."""
-        self.context.report({**self.position(), **self.metrics}, checkpoint, self.elapsed_s)
+        row = {**self.position(), **self.metrics}
+        if checkpoint is None and self.context.storage is None:
+            self.reported.append(row)
+        self.context.report(row, checkpoint, self.elapsed_s)

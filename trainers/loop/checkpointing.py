@@ -7,7 +7,7 @@ from typing import Any
 
 from trainers.checkpoint.run_state import Keeper
 from trainers.data.stream import Stream
-from trainers.errors import counted
+from trainers.errors import CheckpointError, counted
 from trainers.loop.attempt import Attempt
 from trainers.model.optimizer import averaged, set_training
 from trainers.storage import Storage
@@ -19,8 +19,8 @@ STREAM_S = 600.0
 
 
 class Checkpointing:
-    """Keeps an attempt's checkpoints; without storage nothing is ever due, and where there is a refuge one is written
-    before the node is taken away.
+    """Keeps an attempt's checkpoints; without storage nothing is ever due, unless there is a refuge and `checkpoint`
+    says when, and where there is a refuge one is written before the node is taken away.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -30,6 +30,10 @@ class Checkpointing:
             config = config.model_copy(update={"checkpoint": chosen.model_copy(update={"every_s": STREAM_S})})
         self._config, self._every = config, config.checkpoint
         self._keeper: Keeper | None = None
+        self._off_course = ""
+        """Why a checkpoint is none of a run as long as this one."""
+        if storage is None and chosen.says_when:
+            storage = attempt.context.refuge
         if storage:
             self._keeper = self._make(storage)
 
@@ -81,7 +85,8 @@ class Checkpointing:
             "metrics": dict(attempt.metrics),
             "evaluated_step": attempt.evaluated_step,
             "total_steps": parts.total_steps,
-            "window": parts.step.open_losses(attempt.open_steps)() if attempt.open_steps else {},
+            "window": parts.step.open_losses(attempt.open_steps)() if attempt.open_steps else attempt.cut_window,
+            "reported": attempt.reported,
             "order": parts.sampler.name(),
             "samples": parts.samples,
             "held_back": parts.held_back,
@@ -117,12 +122,21 @@ class Checkpointing:
         self.settle()
 
     def resume(self) -> None:
-        """Go back to the newest complete checkpoint, if there is one, and begin a stream where it was in it."""
+        """Go back to the newest complete checkpoint, if there is one, and begin a stream where it was in it.
+
+        A trial begins anew, and says so, where a run as long as it is now would not have come through that state.
+        """
         attempt, context = self.attempt, self.attempt.context
         keeper = self._keeper
         if keeper is None and context.refuge is not None and context.source is not None:
             keeper = self._make(context.refuge)  # for this alone: nothing else is kept
-        position = keeper.resume(context.source) if keeper is not None else None
+        position = None
+        try:
+            position = keeper.resume(context.source, self._check_course) if keeper is not None else None
+        except CheckpointError:
+            if not self._off_course:
+                raise
+            attempt.parts.warnings.append(f"trained anew: {self._off_course}")
         if keeper is not None and position is not None:
             self._go_back(keeper, position)
         if isinstance(stream := attempt.parts.train_feed.dataset, Stream):
@@ -133,13 +147,17 @@ class Checkpointing:
         attempt = self.attempt
         set_training(attempt.parts.optimizer, True)
         attempt.step = attempt.logged_step = attempt.parts.step.number = int(position["step"])
-        if losses := position["window"]:
+        if (losses := position["window"]) and attempt.step < attempt.end:
             attempt.logged_step -= losses["train_loss"][1]
             attempt.parts.step.set_losses(losses)
         attempt.clock.train_time_s = attempt.earlier_time_s = float(position["train_time_s"])
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])
         attempt.stopping.load_state_dict(position["stopping"])
+        for row in position["reported"]:
+            if position["total_steps"] == attempt.parts.total_steps or self._is_evaluated(row["step"]):
+                attempt.reported.append(row)
+                attempt.context.report(row, None, attempt.elapsed_s)
         attempt.end_early()
         if keeper.kept_step == attempt.step:
             attempt.checkpoint = keeper.checkpoints.locate(attempt.step)
@@ -147,16 +165,40 @@ class Checkpointing:
             logger.info("resumed at step %d from %s", attempt.step, attempt.checkpoint or attempt.context.source)
             self._say_other(position)
 
+    def _is_evaluated(self, step: float) -> bool:
+        """Whether a run that goes on after a step is evaluated there."""
+        evaluate = self.attempt.config.evaluate
+        return self.attempt.is_due(int(step), evaluate.every_steps, evaluate.every_epochs)
+
+    @property
+    def _goes_by_length(self) -> bool:
+        """Whether the learning rate depends on how many steps the run has."""
+        parts, course = self.attempt.parts, self.attempt.config.lr_schedule
+        by_length = course.name != "constant" or isinstance(course.warmup, float)
+        return by_length or (parts.schedule is not None and not parts.schedule.by_figure)
+
+    def _check_course(self, position: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where a trial of another length would be another one from its beginning."""
+        parts, then = self.attempt.parts, position["total_steps"]
+        if self.attempt.context.storage is not None or then == parts.total_steps:
+            return
+        if self._goes_by_length:
+            self._off_course = f"the learning rate goes by the number of steps, {then} then, {parts.total_steps} now"
+        elif (position["stopping"] or parts.schedule is not None) and not self._is_evaluated(
+            position["evaluated_step"]
+        ):
+            self._off_course = f"what follows evaluations had one more, at the end of {then} steps"
+        if self._off_course:
+            raise CheckpointError(self._off_course)
+
     def _say_other(self, position: Mapping[str, Any]) -> None:
         """Warn of what the checkpoint was trained with and this run is not."""
-        parts, course = self.attempt.parts, self.attempt.config.lr_schedule
+        parts = self.attempt.parts
         are_told = position["samples"] and parts.samples
         if are_told and position["samples"] != parts.samples:
             words = "the training split gives other samples than before step %d: some may come twice, others never; %s"
             logger.warning(words, self.attempt.step, "let its order follow from a seed, and sort the names of files")
-        by_length = course.name != "constant" or isinstance(course.warmup, float)
-        by_length |= parts.schedule is not None and not parts.schedule.by_figure
-        if by_length and position["total_steps"] != parts.total_steps:
+        if self._goes_by_length and position["total_steps"] != parts.total_steps:
             words = "the run has %s now, and had %d: a learning rate that goes by this leaves the course that it was on"
             logger.warning(words, counted(parts.total_steps, "step"), position["total_steps"])
 

@@ -54,6 +54,7 @@ def _log_window(
     parts, clock = attempt.parts, attempt.clock
     clock.settle(spans)
     taken = read_losses()
+    attempt.cut_window = taken if record["step"] % attempt.config.log_every_steps else {}
     _, weightless = taken[WEIGHTLESS]
     if weightless and not attempt.weightless and attempt.context.rank == 0:
         words = (

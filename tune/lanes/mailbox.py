@@ -20,6 +20,8 @@ from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
 from tune.objective import check_reported
+from tune.trials.record import BY_HAND
+from tune.trials.steering import Steering
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Mailbox:
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
         self._expected = 0
+        self._steering = Steering()
         self._notes: list[str] = []
         self._broken: str | None = None
         self._reported: set[str] = set()
@@ -84,13 +87,40 @@ class Mailbox:
         await self._drop_checkpoints(trial)  # of a start that was cut off
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
-        elif not self._refused(trial):
+        elif not (self._stopped(trial) or self._refused(trial)):
             await self._enqueue(assignment.ticket)
         return assignment.ticket
+
+    async def steer(self, steering: Steering) -> None:
+        """Do what a user wants: what all actions so far come to."""
+        self._steering = steering
+        waiting = [self._trials[ticket] for ticket in self._queue]
+        self._queue = deque(trial.assignment.ticket for trial in waiting if not self._stopped(trial))
+        self._sort()
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    def _stopped(self, trial: Submission) -> bool:
+        """End a trial that a user has stopped, and that runs on no lane; returns whether it is one."""
+        if trial.assignment.trial not in self._steering.stopped:
+            return False
+        trial.tell(Event(outcome={"status": "stopped", "message": BY_HAND}))
+        return True
+
+    def _sort(self) -> None:
+        """Put what a user wants first before the rest of the queue."""
+        first = self._steering.first
+
+        def place(ticket: str) -> int:
+            trial = self._trials[ticket].assignment.trial
+            return first.index(trial) if trial in first else len(first)
+
+        self._queue = deque(sorted(self._queue, key=place))
 
     async def _enqueue(self, ticket: str, first: bool = False) -> None:
         async with self._arrived:
             self._queue.insert(0 if first else len(self._queue), ticket)
+            self._sort()
             self._arrived.notify_all()
 
     async def hello(self, lane: int, device: str = "", rank: int = 0, num_ranks: int = 1) -> None:
@@ -184,6 +214,9 @@ class Mailbox:
                     if trial.function is not None and self._sweep is not None:
                         own = self._sweep.child("lanes", trial.assignment.trial)
                         trial.assignment = replace(trial.assignment, storage=own)
+                    elif self._sweep is not None and trial.assignment.keeps_state:
+                        refuge = self._sweep.child("states", trial.assignment.trial)
+                        trial.assignment = replace(trial.assignment, refuge=refuge)
                     elif self._sweep is not None:
                         # Of this submission alone: a driver that was killed may have left another's.
                         refuge = self._sweep.child("lanes", ticket.replace("/", "-"))
@@ -200,11 +233,17 @@ class Mailbox:
         device = self._lanes.up.get(lane, "")
         queued = [self._trials[ticket] for ticket in self._queue]
         # Since they came, lanes may have come back with another device.
-        live = [one.assignment.ticket for one in queued if not (one.cancelled or one.ended or self._refused(one))]
+        over = [one.cancelled or one.ended or self._stopped(one) or self._refused(one) for one in queued]
+        live = [one.assignment.ticket for one, is_over in zip(queued, over, strict=True) if not is_over]
         self._queue = deque(live)
+        if self._steering.paused:
+            return None
+        held = {self._trials[ticket].assignment.trial for ticket in self._running.values()}
         # A lane on another device may still run those that do not fit on this one.
         for ticket in live:
             trial = self._trials[ticket]
+            if trial.assignment.keeps_state and trial.assignment.trial in held:
+                continue  # an earlier submission of it, which writes to the same place
             if self._microbatches.why_not(trial, device) is None:
                 self._queue.remove(ticket)
                 if device:
@@ -242,7 +281,11 @@ class Mailbox:
         if not trial.events or metrics["step"] > trial.events[-1].metrics.get("step", -1):
             trial.tell(Event(metrics))
         self._reported.update(metrics)
-        return not (trial.cancelled or self._closed)
+        return not self._is_unwanted(trial)
+
+    def _is_unwanted(self, trial: Submission) -> bool:
+        """Whether a trial should stop at its report."""
+        return trial.cancelled or self._closed or trial.assignment.trial in self._steering.stopped
 
     async def report_part(
         self, ticket: str, attempt: int, number: int, num_ranks: int, row: dict[str, float], checkpoint: str | None
@@ -266,7 +309,7 @@ class Mailbox:
             del trial.reports[attempt, number]
             target = trial.assignment.target
             is_met = target is not None and target.is_met(report.row)
-            ends = trial.cancelled or self._closed or is_met
+            ends = self._is_unwanted(trial) or is_met
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
@@ -319,15 +362,25 @@ class Mailbox:
             self.say(f"trial {trial.assignment.trial} has failed, and starts again: {outcome['message']}")
             await self._enqueue(ticket, first=True)
             return
+        if outcome["status"] == "stopped" and trial.assignment.trial in self._steering.stopped:
+            outcome["message"] = BY_HAND
         trial.tell(Event(outcome={"lane": lane, **outcome}))
         await self._drop_checkpoints(trial)
+        if trial.assignment.keeps_state:
+            async with self._arrived:  # another submission of it may wait
+                self._arrived.notify_all()
 
     async def _drop_checkpoints(self, trial: Submission) -> None:
-        """Delete what the training function of a trial has reported, or what a task's has kept in its refuge."""
+        """Delete what the training function of a trial has reported, or what a task's has kept in its refuge; not what
+        a longer training of it may go on from.
+        """
         if self._sweep is not None and trial.function is not None:
             with contextlib.suppress(StorageError):
                 await asyncio.to_thread(self._sweep.delete, f"lanes/{trial.assignment.trial}")
-        if trial.is_kept and trial.assignment.refuge is not None:
+        keeps = trial.assignment.keeps_state
+        if keeps and (not trial.ended or trial.outcome["status"] in ("done", "stopped")):
+            return
+        if (trial.is_kept or keeps) and trial.assignment.refuge is not None:
             trial.is_kept = False
             with contextlib.suppress(StorageError):
                 await asyncio.to_thread(trial.assignment.refuge.delete, "")

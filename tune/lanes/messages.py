@@ -70,6 +70,12 @@ class Assignment:
     begun: Begun | None = None
     """Where a training function goes on that was started before."""
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its checkpoints are kept: where its configuration says when to write them."""
+        chosen = self.tree.get("checkpoint", {})
+        return any(value and key.startswith("every_") for key, value in chosen.items())
+
 
 def new_ticket(name: str) -> str:
     """A name for one submission of a trial."""

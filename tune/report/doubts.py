@@ -9,6 +9,7 @@ from tune.objective import TO_TARGET
 from tune.report.words import capitalized, duration, in_words, listed, number, printable, telling
 from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
 from tune.trials.interval import EQUAL
+from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
 _CROWDED = 0.25
@@ -38,6 +39,7 @@ def doubts(
     kinds = (
         _once(config, records, found, most_ahead),
         _one_seed(config, records),
+        _by_hand(config, records),
         _crowded(records),
         _disturbed(config, records),
         _busy(records),
@@ -78,6 +80,18 @@ def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | No
     if is_measured or "seed" in config.space or not is_compared:
         return None
     return Doubt("One seed each: another may change the order", "`seed: [0, 1, 2]` in the space")
+
+
+def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+    """Trials that a user has stopped, and that no clone was trained in place of."""
+    ended = {trial_id(record.config) for record in records if not record.is_censored}
+    names = telling(config, records)
+    stopped = [in_words(names, one) for one in records if one.is_censored and trial_id(one.config) not in ended]
+    if not stopped:
+        return None
+    verb = "was" if len(stopped) == 1 else "were"
+    what = f"{printable(capitalized(listed(stopped)))} {verb} stopped by hand: how good it would have been is open"
+    return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
 
 
 def _crowded(records: Sequence[TrialRecord]) -> Doubt | None:

@@ -47,9 +47,15 @@ def by_configuration(
 ) -> list[Configuration]:
     """Return the configurations, best mean first; those of which a seed has no value come last.
 
+    What a user has stopped tells nothing, nor does a second run of the very same.
+
     `ranked`: the records that have a value of the objective, best first. Each configuration is compared with the best
     by a t-test, at a level of 5 % over all pairs: the best is chosen by the same values (Bonferroni).
     """
+    searched = [record for record in reversed(records) if record.purpose != "repeat" and not record.is_censored]
+    first = {trial_id(record.config): record for record in searched}.values()
+    ids = {record.id for record in first}
+    ranked = [(value, record) for value, record in ranked if record.id in ids]
     groups: dict[str, list[tuple[float, TrialRecord]]] = {}
     for value, record in ranked:
         groups.setdefault(_key(record), []).append((value, record))
@@ -58,7 +64,7 @@ def by_configuration(
     freedom = len(ranked) - len(groups)
     squares = sum(statistics.variance(own) * (len(own) - 1) for own in samples.values() if len(own) > 1)
     spread = math.sqrt(squares / freedom) if freedom else 0.0
-    tried = {key: sum(_key(record) == key for record in records if record.purpose != "repeat") for key in groups}
+    tried = {key: sum(_key(record) == key for record in first) for key in groups}
     missed = {key: tried[key] - len(runs) for key, runs in groups.items()}
     means = {key: statistics.fmean(own) for key, own in samples.items()}
     sign = 1 if objective.direction == "min" else -1

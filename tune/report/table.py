@@ -44,7 +44,7 @@ def table(config: SweepConfig, records: list[TrialRecord], answer: Answer, width
     left_out = beaten.union(failed[_MOST_ROWS // 4 :] if len(records) > _MOST_ROWS else ())
     rows = [record for record in records if record.id not in left_out]
     shown = columns(config, rows)
-    counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "repeat")}
+    counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "clone", "repeat")}
     said = [f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n]
     title = f"{config.name}: {', '.join(said) or 'no trials'}"
     notes = [] if answer.best is None else [f"* best by {printable(config.objective.metric)}"]

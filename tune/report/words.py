@@ -63,6 +63,11 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
+def in_a_line(config: Mapping[str, Any]) -> str:
+    """Return a trial's configuration by the last parts of its keys."""
+    return "  ".join(f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items())
+
+
 def shown(value: Any) -> str:
     """Return a value of the configuration as YAML has it in one line, numbers to four digits."""
     if isinstance(value, bool) or value is None:

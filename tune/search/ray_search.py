@@ -67,12 +67,13 @@ def _optuna_search(config: SweepConfig, before: Sequence[TrialRecord], seed: int
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
+    known = [record for record in before if not record.is_censored]
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
         seed=seed + len(before),  # else a resumed search would draw its first random trials again
-        points_to_evaluate=[record.config for record in before],
-        evaluated_rewards=[reward(config.objective, record) for record in before] or None,
+        points_to_evaluate=[record.config for record in known],
+        evaluated_rewards=[reward(config.objective, record) for record in known] or None,
     )
 
 
@@ -107,7 +108,11 @@ class AroundSearch(Searcher):
 
 
 def reward(objective: Objective, record: TrialRecord) -> float:
-    """Return a trial's objective; the worst where it has none."""
+    """Return a trial's objective; the worst where it has none, and NaN, which searches leave out, where a user has
+    stopped it.
+    """
+    if record.is_censored:
+        return math.nan
     value = value_of(objective.metric, record)
     return worst(objective) if value is None else value
 

@@ -28,16 +28,18 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
         fix = "run `pip install 'paceline[optuna]'`"
         raise ConfigError("search", "optuna", "the package optuna is not installed", fix, source)
     for key, values in config.space.items():
+        for value in sample_values(values):
+            check_trial(train, {key: value}, source)
+    for trial in grid(config):
+        check_trial(train, trial, source)
+
+
+def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for what is no trial of a run."""
+    for key in trial:
         if key.split(".")[0] in ("scaling", "launcher", "name", "storage_path", "task_dir", "keys"):
             rule = "cannot vary inside a sweep: lanes are set up once"
             raise ConfigError(f"space.{key}", MISSING, rule, "set it under `train:` and run a sweep for each", source)
-        for value in sample_values(values):
-            _check(train, {key: value}, source)
-    for trial in grid(config):
-        _check(train, trial, source)
-
-
-def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
     try:
         build_run(trial_tree(train, trial), "space")
     except ConfigError as error:

@@ -30,14 +30,14 @@ from tune.config import SweepConfig
 from tune.lanes.messages import Event
 from tune.report.answer import objective_value
 from tune.report.table import as_html
-from tune.report.words import duration, shown
+from tune.report.words import duration, in_a_line
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal, trial_id
 from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
-from tune.trials.record import TrialRecord, make_record
+from tune.trials.record import BY_HAND, Purpose, TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,6 @@ class View:
     spent_s: float
 
 
-def _shown_config(config: Mapping[str, Any]) -> str:
-    """A trial's configuration in a line: the last parts of its keys."""
-    return "  ".join(f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items())
-
-
 def render(view: View) -> RenderableType:
     """The live table."""
     config, running = view.config, view.state["running"]
@@ -82,13 +77,13 @@ def render(view: View) -> RenderableType:
     for lane, trial in sorted(running.items()):
         metrics = trial["metrics"]
         newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
-        words, age_s = _shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
+        words, age_s = in_a_line(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
         cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
         table.add_row(*(Text(redact(cell)) for cell in cells))
     lines = []
     if view.best is not None:
         value, record = view.best
-        lines.append(f"best so far   {config.objective.metric} {value:.4g}   {_shown_config(record.config)}")
+        lines.append(f"best so far   {config.objective.metric} {value:.4g}   {in_a_line(record.config)}")
     for label, (low, high) in view.state["boundary"].items():
         known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
         lines.append(f"microbatch    {label}: {', '.join(known)}")
@@ -222,6 +217,8 @@ class Progress(tune.Callback):
         self.seen: dict[str, dict[str, Any]] = {}
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
+        self.steer: Callable[[], None] | None = None
+        """Called every second: does what a user wants."""
         self.reasons: dict[str, str] = {}
         """Why a scheduler has stopped trials, by Tune's id."""
         self._started: dict[str, float] = {}
@@ -280,6 +277,8 @@ class Progress(tune.Callback):
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
+        if self.steer is not None:
+            self.steer()
         state = ray.get(self._mailbox.watch.remote(self._notes))
         if state["refusal"] is not None:
             raise state["refusal"].at(self._source)
@@ -332,6 +331,10 @@ class Progress(tune.Callback):
         self._pace.trial_ended(was_known)
         if record is None:
             return
+        self._say_end(record, was_known)
+
+    def _say_end(self, record: TrialRecord, was_known: bool = False) -> None:
+        """Count a trial that has ended, and say how, unless an earlier start has."""
         self._statuses[record.status] += 1
         value = objective_value(self._config.objective, record)
         sign = 1 if self._config.objective.direction == "min" else -1
@@ -342,7 +345,7 @@ class Progress(tune.Callback):
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
             f"trial {self._statuses.total()}/{self._total}",
-            _shown_config(record.config),
+            in_a_line(record.config),
             record.status,
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
             figures,
@@ -369,13 +372,21 @@ class Progress(tune.Callback):
         except (PacelineError, ray.exceptions.RayError) as error:
             self.failure = self.failure or error
 
-    def _record(self, name: str, why_stopped: str) -> None:
+    def record_clone(self, name: str, started: float) -> None:
+        """Note the record of a trial that a user has added, and that has ended."""
+        self._started[name] = started
+        with self._noting_failure():
+            self._record(name, BY_HAND, "clone")
+        if (record := self.records.get(name)) is not None:
+            self._say_end(record)
+
+    def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
         """Note a trial's record; write it where there is none: storage was gone, or somebody has stopped the trial.
 
         One without an evaluation gets none.
         """
         record = self._journal.find(name)
-        if record is None and (record := self._from_mailbox(name, why_stopped)) is not None:
+        if record is None and (record := self._from_mailbox(name, why_stopped, purpose)) is not None:
             self._journal.append(record)
         if record is not None:
             self.records[name] = record
@@ -387,7 +398,7 @@ class Progress(tune.Callback):
         """Tell of a trial that has ended, where records are wanted."""
         self._output.record({"record": "trial", **asdict(record)})
 
-    def _from_mailbox(self, name: str, why_stopped: str) -> TrialRecord | None:
+    def _from_mailbox(self, name: str, why_stopped: str, purpose: Purpose) -> TrialRecord | None:
         """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
@@ -402,6 +413,7 @@ class Progress(tune.Callback):
             reports,
             outcome or {"status": "stopped", "message": why_stopped},
             self._plan.lane_usd_per_hour,
+            purpose,
         )
 
     def record_rest(self, is_over_budget: bool) -> None:

@@ -35,7 +35,8 @@ from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.progress import Pace, Progress
-from tune.sweeps.spec import Interrupted, SweepSpec, save
+from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
+from tune.sweeps.steered import Steered
 from tune.sweeps.trial import LaneTrial
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, make_record
@@ -74,7 +75,7 @@ def _run_sweep(
     records = Journal(spec.storage).records()
     kept = {record.id for record in records}
     # Trials without a record, or the repeats of finalists.
-    to_run = max(1, plan.num_trials - sum(record.purpose == "trial" for record in records))
+    to_run = max(1, num_missing(spec.config, records))
     first_lanes = min(plan.num_lanes, to_run)
     shape = f"{counted(first_lanes, 'lane')} of {counted(plan.train.scaling.max_workers, 'worker')}"
     logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, shape)
@@ -97,22 +98,36 @@ def _run_sweep(
 
     progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output)
     progress.seen.update({record.id: record.config for record in before})
-    progress.records.update({record.id: record for record in before})
+    progress.records.update({record.id: record for record in records})
+    steered = Steered(spec, mailbox, progress)
+    progress.steer = steered.look
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
         with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
+            steered.look()
             lanes.grow(first_lanes)
             began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment(), without_tags():
                 _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
-            is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
-            progress.record_rest(is_over_budget)
-            if not is_over_budget:
-                repeats = _run_repeats(spec, plan, lanes, progress)
+
+            def is_over_budget() -> bool:
+                return time.monotonic() - began >= (budget_s or math.inf)
+
+            while True:
+                while steered.has_clones and not is_over_budget():
+                    progress.tick()
+                    time.sleep(_LOOK_S)
+                progress.record_rest(is_over_budget())
+                if is_over_budget() or steered.is_extended:
+                    break
+                with steered.alone():
+                    repeats = _run_repeats(spec, plan, lanes, progress)
                 progress.records |= repeats
                 for name in repeats.keys() - kept:
                     progress.tell(repeats[name])
+                if not steered.has_clones:
+                    break
             progress.restore_records()
             save(spec)
             if restarts := _restarts(ray.get(mailbox.restarts.remote())):

@@ -3,8 +3,8 @@
 import contextlib
 import shlex
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
 from tune.search.space import check_space, known_space, open_trials, planned_trials, trial_tree
 from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
+from tune.trials.steering import Actions
 
 SAVED = "sweep.yaml"
 
@@ -48,6 +50,8 @@ class SweepSpec:
     """The sweep's directory."""
     token: str = ""
     """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
+    is_kept: bool = False
+    """Whether it was read from its directory, with what it is to be extended by."""
 
     @property
     def storage(self) -> Storage:
@@ -158,12 +162,17 @@ def _spec(
     return SweepSpec(config, kept, run.path, source, uri)
 
 
-def read_saved(location: str) -> SweepSpec:
-    """Read the sweep that a directory holds, to run it; ConfigError when there is none, or it cannot run here."""
+def read_saved(location: str, overrides: Mapping[str, Any] | None = None) -> SweepSpec:
+    """Read the sweep that a directory holds, to run it, with what it is to be extended by and further overrides.
+
+    Raises ConfigError when there is none, or it cannot run here.
+    """
     kept = read_kept(location)
     task_dir = kept.train.get("task_dir")
     directory = Path(task_dir) if task_dir and isinstance(task_dir, str) else None
-    return _spec(kept.config, kept.train, kept.source, kept.source, directory, own_workers=True)
+    keys = Actions(kept.storage).read().extension | dict(overrides or {})
+    tree = kept.config.model_dump(exclude_none=True)
+    return replace(sweep_with(tree, kept.source, directory, keys), is_kept=True)
 
 
 def read_kept(location: str) -> SweepSpec:
@@ -189,11 +198,18 @@ def is_complete(spec: SweepSpec) -> bool:
     """Whether every trial has a record, and finalists their repeats; a random search that has drawn a configuration
     twice is known to be complete only by running it.
     """
-    config, records = spec.config, Journal(spec.storage).records()
+    records = Journal(spec.storage).records()
+    clones = Actions(spec.storage).read().clones
+    has_ended = not num_missing(spec.config, records) and clones.keys() <= {record.id for record in records}
+    return has_ended and not repeats_to_run(spec.config, spec.train, records)
+
+
+def num_missing(config: SweepConfig, records: Sequence[TrialRecord]) -> int:
+    """Return how many trials of the search have no record."""
+    if config.search == "grid":
+        return len(open_trials(config, records))
     ended = {record.id for record in records if record.purpose == "trial"}
-    is_grid = config.search == "grid"
-    has_ended = not open_trials(config, records) if is_grid else len(ended) >= spec.num_trials
-    return has_ended and not repeats_to_run(config, spec.train, records)
+    return max(0, planned_trials(config) - len(ended))
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
@@ -208,7 +224,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
-        then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
+        then, train = (with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
         pairs = {key: (before.get(key), now.get(key)) for key in ("space", "search", "objective")}
         if not count:  # it may name no metric, which has ended the sweep
             del pairs["objective"]
@@ -217,14 +233,15 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))
         for key, (was, value) in pairs.items():
             if was != value:
-                fix = "sweep under another `--name`, or start anew with --fresh"
+                extend = f"go on with what is known by `python -m tune extend {shlex.quote(storage.uri)}`"
+                fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 
 
-def _with_defaults(train: Any, source: str) -> dict[str, Any]:
+def with_defaults(train: Any, source: str) -> dict[str, Any]:
     """`train` as an older version saved it, with the defaults of the keys that it did not have yet."""
     tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run

@@ -21,10 +21,12 @@ from trainers.output import Output
 from trainers.redaction import redact
 from trainers.tracking.process import followed
 from trainers.tracking.sinks import check_trackers
-from tune.sweeps.spec import SAVED, Interrupted, SweepSpec, is_complete, prepare, sweep_with
+from tune.sweeps.extension import apply_extension, content, order_extension
+from tune.sweeps.spec import SAVED, Interrupted, SweepSpec, is_complete, prepare, read_saved, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.live import Live, write_live
 from tune.trials.record import TrialRecord
+from tune.trials.steering import Actions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,6 +133,25 @@ def sweep(
     return run_to_answer(spec, fresh, check)
 
 
+def extend(directory: str | os.PathLike[str], *, check: bool = True, **keys: Any) -> SweepResult:
+    """Go on with the sweep in a directory (or URI), and with other keys where some are given: `python -m tune extend`.
+
+    What is known is not trained again, and trials that are to be longer go on from their last checkpoint, where they
+    have one. Raises what `sweep` raises, and InUseError, a ConfigError, where the sweep runs: it goes on with the keys
+    once its trials have ended.
+
+    Args:
+        directory: The sweep's.
+        check: Look at the nodes of a cluster first.
+        keys: Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of its keys that it names), and of
+            the run (`**{"train.epochs": 10}`).
+    """
+    check_thread("extend()")
+    overrides = plain(keys, "extend()", [])
+    overrides |= {f"space.{key}": values for key, values in overrides.pop("space", {}).items()}
+    return run_to_answer(order_extension(os.fspath(directory), overrides), False, check)
+
+
 def run_to_answer(
     spec: SweepSpec, fresh: bool, checked: bool, is_command: bool = False, output: Output | None = None
 ) -> SweepResult:
@@ -146,7 +167,7 @@ def run_to_answer(
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         token = stack.enter_context(held(spec.storage, SAVED))
-        before = prepare(spec, fresh)
+        before = apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
@@ -174,6 +195,16 @@ def run_to_answer(
                         imports[0].result()
                         from tune.sweeps.run import environment, run_sweep
                     records = run_sweep(spec, checked, facts, output, zygote)
+                    while Actions(spec.storage).read().extension:  # of the sweep while it ran, or before
+                        following = replace(read_saved(spec.uri), token=token)
+                        if content(following) == content(spec):
+                            break
+                        spec = following
+                        apply_extension(spec)
+                        if is_complete(spec):
+                            records = Journal(spec.storage).records()
+                        else:
+                            records = run_sweep(spec, checked, facts, output)
                     answer = beside.submit(_answer, spec, records, environment() | facts)
             except (Interrupted, KeyboardInterrupt):
                 raise SweepInterrupted(prepare(spec, False)) from None

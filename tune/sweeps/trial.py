@@ -17,12 +17,14 @@ from tune.search.ray_search import reward, worst
 from tune.search.space import trial_tree, unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, make_record, time_to_target
+from tune.trials.record import Purpose, TrialRecord, make_record, time_to_target
 
 
-def assignment_of(trial: dict[str, Any], train: dict[str, Any], objective: Objective) -> Assignment:
-    """Return what a lane is given of a trial that the search proposes."""
-    name = trial_id(trial)
+def assignment_of(
+    trial: dict[str, Any], train: dict[str, Any], objective: Objective, purpose: Purpose = "trial"
+) -> Assignment:
+    """Return what a lane is given of a trial that the search proposes, or a user."""
+    name = trial_id(trial, purpose)
     target = objective.goal if objective.ends_at_target else None
     return Assignment(new_ticket(name), name, trial_tree(train, trial), target=target, watches=objective.watched)
 

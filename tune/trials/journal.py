@@ -37,6 +37,12 @@ class Journal:
         """Write a record; return when it is durable."""
         self._storage.write(f"{record.id}.json", json.dumps(asdict(record)).encode())
 
+    def set_aside(self, record: TrialRecord) -> None:
+        """Move a record out of the way, to `before/`: its trial runs again, or goes on."""
+        name = f"before/{record.id}-{record.end_time:.0f}.json"
+        self._storage.parent.write(name, json.dumps(asdict(record)).encode())
+        self._storage.delete(f"{record.id}.json")
+
     def find(self, trial: str) -> TrialRecord | None:
         """Return the record of a trial that has ended, else None."""
         return self._read(f"{trial}.json") if self._storage.exists(f"{trial}.json") else None

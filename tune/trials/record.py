@@ -13,8 +13,10 @@ from trainers.redaction import redact
 from tune.objective import Objective
 from tune.trials.interval import Interval, dollars
 
-Purpose = Literal["trial", "repeat"]
-"""trial: one of the search; repeat: a finalist again, alone, with another seed."""
+Purpose = Literal["trial", "repeat", "clone"]
+"""trial: one of the search; repeat: a finalist again, alone, with another seed; clone: one that a user has added."""
+BY_HAND = "stopped by hand"
+"""Message of a trial that a user has stopped."""
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=200)]
 """Of a trial: it becomes the name of a file."""
@@ -112,6 +114,11 @@ class TrialRecord:
     def finished(self) -> bool:
         """Whether the trial has a result."""
         return self.status in ("done", "stopped")
+
+    @property
+    def is_censored(self) -> bool:
+        """Whether a user has stopped the trial: what it would have come to nobody knows."""
+        return self.status == "stopped" and self.message == BY_HAND
 
     @property
     def missed_target_s(self) -> float | None:

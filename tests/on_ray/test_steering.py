@@ -1,0 +1,114 @@
+"""Sweeps in their users' hands: extended, stopped, cloned, in another order; nothing is trained twice."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_ray.test_lanes import rows, run, sweep
+from tests.on_ray.test_sweep_faults import kill
+from tests.specs import evaluations, make
+from tests.waits import until, when
+from trainers.errors import PacelineError
+from trainers.launch.local import run_local
+from tune import steer
+from tune.sweeps.extension import apply_extension, order_extension
+from tune.sweeps.sweep import run_to_answer
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import BY_HAND
+
+pytestmark = [pytest.mark.ray, pytest.mark.full]
+
+
+def count(file: Path) -> int:
+    """Steps that were trained."""
+    return len(file.read_text().split()) if file.exists() else 0
+
+
+def train(steps: Path, gate: Path) -> dict[str, Any]:
+    args = {"steps": str(steps), "gate": str(gate), "pause_s": 0.02}
+    checkpoint = {"every_steps": 5, "keep": 1}
+    return {"task": "tests.lane_tasks:Counted", "task_args": args, "max_steps": 25, "checkpoint": checkpoint}
+
+
+def unbroken(tmp_path: Path, seed: int, **changes: Any) -> list[dict[str, float]]:
+    """The curve of a run that was that long from its beginning."""
+    spec = make(tmp_path, name=f"seed-{seed}", seed=seed, **changes)
+    run_local(spec)
+    return rows(evaluations(spec))
+
+
+def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(tmp_path: Path, driver: Any) -> None:
+    from tune.sweeps.run import run_sweep
+
+    steps = tmp_path / "steps"
+    spec = sweep(tmp_path, {"seed": [1, 2, 3]}, train(steps, tmp_path), budget={"trials": 2})
+    thread = when(lambda: count(steps) >= 37, lambda: kill("Mailbox"))
+    with pytest.raises(PacelineError):
+        run(spec)
+    thread.join()
+    before = count(steps)
+    assert 37 <= before < 50
+
+    keys = {"space.seed": [1, 2, 3, 4], "budget.trials": 4, "train.max_steps": 50}
+    longer = order_extension(spec.uri, keys)
+    assert apply_extension(longer) == 0, "the only one that had ended is to be longer"
+    assert {record.status for record in run_sweep(longer)} == {"done"}
+    assert 200 <= count(steps) < 200 + 5, "the second had its last checkpoint at most 5 steps before its end"
+    records = {record.config["seed"]: record for record in Journal(spec.storage).records()}
+    assert records.keys() == {1, 2, 3, 4}
+    for seed in (1, 2, 3):  # which was done, which was cut off, which is new
+        assert rows(records[seed].curve) == unbroken(tmp_path, seed, max_steps=50)
+
+    target = {"objective.metric": "time_to_target", "objective.target": {"val_accuracy": 0.5}, "finalists": 0}
+    result = run_to_answer(order_extension(spec.uri, target), False, False)
+    assert count(steps) < 205
+    assert all(record.time_to_target_s is not None for record in result.records)
+    assert "val_accuracy 0.5" in result.answer.text
+
+
+def test_a_running_sweep_does_what_its_user_wants(
+    tmp_path: Path, driver: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps, gate = tmp_path / "steps", tmp_path / "gate"
+    spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, train(steps, gate))
+    ids = {seed: trial_id({"seed": seed}) for seed in (1, 2, 3, 4)}
+
+    def use() -> None:
+        steer(spec.uri, "pause")
+        for seed in (1, 2):
+            steer(spec.uri, "stop", ids[seed][:8])
+        steer(spec.uri, "first", ids[4])
+        order_extension(spec.uri, {"train.max_steps": 30})
+        until(lambda: any(message.startswith("extended by") for message in caplog.messages), "the driver's word")
+        gate.touch()
+        until(lambda: Journal(spec.storage).find(ids[1]), "the end of the first")
+        steer(spec.uri, "clone", ids[1])
+        steer(spec.uri, "go-on")
+
+    thread = when(lambda: count(steps) >= 3, use)
+    said = logging.getLogger("tune.sweeps.progress")
+    said.addHandler(caplog.handler)  # whatever becomes of the log of those above it
+    try:
+        result = run_to_answer(spec, False, False)
+    finally:
+        said.removeHandler(caplog.handler)
+    thread.join()
+    by_id = {record.id: record for record in result.records}
+    first, never, third, fourth = (by_id[ids[seed]] for seed in (1, 2, 3, 4))
+    clone = by_id[trial_id({"seed": 1}, "clone")]
+    assert [(first.status, first.message), (never.status, never.message)] == [("stopped", BY_HAND)] * 2
+    assert (len(first.curve), never.curve) == (1, [])
+    assert fourth.spent is not None
+    assert third.spent is not None
+    assert fourth.spent.began < third.spent.began
+    assert "- seed 2 was stopped by hand: how good it would have been is open." in result.answer.text, (
+        "of seed 1 the clone tells"
+    )
+    for record in (clone, third, fourth):
+        assert record.status == "done"
+    assert clone.purpose == "clone"
+    assert rows(clone.curve) == unbroken(tmp_path, 1, max_steps=30)
+    assert rows(third.curve) == unbroken(tmp_path, 3, max_steps=30)
+    assert count(steps) == 3 * 30, "the clone went on from the checkpoint of the trial that was stopped"

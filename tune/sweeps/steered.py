@@ -1,0 +1,105 @@
+"""A running sweep in its user's hands: the driver looks at the actions in its directory, and does them (Ray)."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from trainers.errors import StorageError
+from tune.search.space import open_trials
+from tune.sweeps.progress import Progress
+from tune.sweeps.spec import SweepSpec
+from tune.sweeps.trial import assignment_of
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import BY_HAND
+from tune.trials.steering import Actions, Clone, Steering
+
+
+class Steered:
+    """What a user has had the sweep do, as far as it is done."""
+
+    def __init__(self, spec: SweepSpec, mailbox: Any, progress: Progress) -> None:
+        self._spec, self._mailbox, self._progress = spec, mailbox, progress
+        self._actions, self._journal = Actions(spec.storage), Journal(spec.storage)
+        known = self._actions.read()
+        self._steering = Steering(extension=known.extension)
+        self._told = replace(known, paused=False)
+        self._begun: set[str] = set()
+        self._running: dict[str, tuple[str, float]] = {}
+        """Clones that have not ended: the ticket of each, and when it was submitted."""
+        self._is_alone = False
+        self.is_extended = False
+        """Whether the sweep goes on with another configuration once its trials have ended."""
+
+    @property
+    def has_clones(self) -> bool:
+        """Whether clones run, or are about to."""
+        return bool(self._running or self._steering.clones.keys() - self._begun)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Begin no clone in the block."""
+        self._is_alone = True
+        yield
+        self._is_alone = False
+
+    def look(self) -> None:
+        """Do what is new, and record the clones that have ended."""
+        steering = self._steering
+        with contextlib.suppress(StorageError):
+            steering = self._actions.read()
+        if steering != self._steering:
+            self._do(steering)
+        if not self._is_alone:
+            for name in sorted(steering.clones.keys() - self._begun):
+                self._begin(name, steering.clones[name])
+        for name, (ticket, started) in list(self._running.items()):
+            events = ray.get(self._mailbox.heard.remote(name))
+            if events and events[-1].outcome is not None:
+                del self._running[name]
+                self._progress.record_clone(name, started)
+                self._mailbox.forget.remote(ticket)
+
+    def _do(self, steering: Steering) -> None:
+        """Have lanes take trials as is wanted now."""
+        before, self._steering = self._steering, steering
+        ray.get(self._mailbox.steer.remote(steering))
+        trials = {trial_id(trial): trial for trial in open_trials(self._spec.config, self._journal.records())}
+        for name in steering.first:
+            if name in trials and name not in before.first:
+                assignment = assignment_of(trials[name], self._spec.train, self._spec.config.objective)
+                ray.get(self._mailbox.submit_ahead.remote(assignment))
+        self.is_extended = self.is_extended or steering.extension != before.extension
+        for words in told(self._told, steering, self._spec):
+            self._progress.terminal.say(words)
+        self._told = steering
+
+    def _begin(self, name: str, clone: Clone) -> None:
+        """Submit a clone that has no record yet."""
+        self._begun.add(name)
+        if self._journal.find(name) is not None:
+            return
+        self._progress.seen[name] = clone.config
+        assignment = assignment_of(clone.config, self._spec.train, self._spec.config.objective, "clone")
+        states = self._spec.storage.child("states", clone.of)
+        if clone.goes_on and self._journal.find(clone.of) is not None and states.exists():
+            assignment = replace(assignment, source=states.uri)
+        self._running[name] = ray.get(self._mailbox.submit.remote(assignment)), time.time()
+
+
+def told(before: Steering, now: Steering, spec: SweepSpec) -> Iterator[str]:
+    """Yield a sentence for all that is new."""
+    goes_on = f"`python -m tune steer {spec.uri} go-on`"
+    if now.paused != before.paused:
+        yield f"paused by hand: lanes take no trial until {goes_on}" if now.paused else "lanes take trials again"
+    for name in sorted(now.stopped - before.stopped):
+        yield f"trial {name}: {BY_HAND}, at its next evaluation if it runs"
+    if now.first[:1] != before.first[:1]:
+        yield f"trial {now.first[0]} is the next"
+    for name in sorted(now.clones.keys() - before.clones.keys()):
+        yield f"trial {name} is a clone of trial {now.clones[name].of}"
+    if now.extension != before.extension:
+        yield f"extended by {now.extension}: it goes on so once its trials have ended"
