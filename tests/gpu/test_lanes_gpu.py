@@ -18,6 +18,7 @@ TOO_LARGE = 1 << 50
 
 
 @pytest.mark.full
+@pytest.mark.real_gpu("nvml")  # by which a zygote counts GPUs
 def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: lanes were not seen")
     precisions = ["fp32", "bf16", "fp16"]
