@@ -39,12 +39,14 @@ def _smaller_is_better(mode: str, value: float | None) -> float:
 
 
 def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str, Score]:
-    """Return the scores of trials that have ended, by id."""
-    return {
-        record.id: score(objective, value_of(objective.metric, record), record.metrics) if record.finished else NO_SCORE
-        for record in records
-        if record.purpose == "trial"
-    }
+    """Return the scores of trials that have ended, by id; one that a user has stopped has no value, as when it ran."""
+    found = {}
+    for record in records:
+        if record.purpose != "trial":
+            continue
+        value = None if record.is_censored else value_of(objective.metric, record)
+        found[record.id] = score(objective, value, record.metrics) if record.finished else NO_SCORE
+    return found
 
 
 def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[dict[str, Any]]:
