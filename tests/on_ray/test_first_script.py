@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,19 +17,21 @@ pytestmark = pytest.mark.ray
 
 def stranger(home: Path, *command: str) -> str:
     """Run Python with nothing in its environment but PATH and a new HOME; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "PYTHONPATH": str(REPOSITORY),
-            "TMPDIR": os.environ["TMPDIR"],
-        },
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
+    # Of its own: Ray joins whatever cluster it finds in the one of the suite, where other scripts run beside this.
+    with tempfile.TemporaryDirectory(prefix="s", dir=os.environ["TMPDIR"], ignore_cleanup_errors=True) as temporary:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(home),
+                "PYTHONPATH": str(REPOSITORY),
+                "TMPDIR": temporary,
+            },
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
