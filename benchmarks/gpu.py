@@ -61,6 +61,10 @@ PARTS = [
     _tests("moves", 4),
     _tests("memory", 5),
     _tests("training", 7),
+    _tests("loop", 4),
+    _tests("group", 2),
+    _tests("reports", 3),
+    _tests("tuning", 3),
     _tests("lanes", 5),
     _tests("benchmarks", 5),
     _benchmark("resident", 3),
@@ -68,6 +72,7 @@ PARTS = [
     _benchmark("guides", 5, "2"),
     _benchmark("ladder", 7),
     _tests("graphs", 7),
+    _tests("graphs_auto", 6),
     _tests("failed_capture", 3),
 ]
 """Most telling first."""

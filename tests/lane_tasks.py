@@ -89,17 +89,22 @@ class Limited(Blobs):
 
 
 class Counted(Blobs):
-    """Adds a line to a file for every step that is trained; in the fifth it waits for a `gate`, a file."""
+    """Adds a line to a file for every step that is trained; in one of them it waits for a `gate`: a directory, which
+    stays, or a file, which lets one trial through.
+    """
 
-    def __init__(self, steps: str, gate: str = "", **args: Any) -> None:
+    def __init__(self, steps: str, gate: str = "", waits_in: int = 5, **args: Any) -> None:
         super().__init__(**args)
         self.steps, self.gate = Path(steps), Path(gate)
+        self.waits_in = waits_in
 
     def after_step(self, model: nn.Module, step: int) -> None:
         with self.steps.open("a") as file:
             file.write(f"{step}\n")
-        while step == 5 and not self.gate.exists():
+        while step == self.waits_in and not self.gate.exists():
             time.sleep(0.05)
+        if step == self.waits_in and self.gate.is_file():
+            self.gate.unlink()
 
 
 class Poison(Blobs):

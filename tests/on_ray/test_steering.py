@@ -26,8 +26,8 @@ def count(file: Path) -> int:
     return len(file.read_text().split()) if file.exists() else 0
 
 
-def train(steps: Path, gate: Path) -> dict[str, Any]:
-    args = {"steps": str(steps), "gate": str(gate), "pause_s": 0.02}
+def train(steps: Path, gate: Path, waits_in: int = 5) -> dict[str, Any]:
+    args = {"steps": str(steps), "gate": str(gate), "waits_in": waits_in}
     checkpoint = {"every_steps": 5, "keep": 1}
     return {"task": "tests.lane_tasks:Counted", "task_args": args, "max_steps": 25, "checkpoint": checkpoint}
 
@@ -42,20 +42,21 @@ def unbroken(tmp_path: Path, seed: int, **changes: Any) -> list[dict[str, float]
 def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(tmp_path: Path, driver: Any) -> None:
     from tune.sweeps.run import run_sweep
 
-    steps = tmp_path / "steps"
-    spec = sweep(tmp_path, {"seed": [1, 2, 3]}, train(steps, tmp_path), budget={"trials": 2})
+    steps, gate = tmp_path / "steps", tmp_path / "gate"
+    gate.touch()  # for the first trial; the second waits in its twelfth step
+    spec = sweep(tmp_path, {"seed": [1, 2, 3]}, train(steps, gate, waits_in=12), budget={"trials": 2})
     thread = when(lambda: count(steps) >= 37, lambda: kill("Mailbox"))
     with pytest.raises(PacelineError):
         run(spec)
     thread.join()
-    before = count(steps)
-    assert 37 <= before < 50
+    assert count(steps) == 37
+    gate.mkdir()
 
     keys = {"space.seed": [1, 2, 3, 4], "budget.trials": 4, "train.max_steps": 50}
     longer = order_extension(spec.uri, keys)
     assert apply_extension(longer) == 0, "the only one that had ended is to be longer"
     assert {record.status for record in run_sweep(longer)} == {"done"}
-    assert 200 <= count(steps) < 200 + 5, "the second had its last checkpoint at most 5 steps before its end"
+    assert 200 <= count(steps) <= 200 + 7, "of the second's twelve steps its checkpoints had five at least"
     records = {record.config["seed"]: record for record in Journal(spec.storage).records()}
     assert records.keys() == {1, 2, 3, 4}
     for seed in (1, 2, 3):  # which was done, which was cut off, which is new
@@ -63,7 +64,7 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(tmp
 
     target = {"objective.metric": "time_to_target", "objective.target": {"val_accuracy": 0.5}, "finalists": 0}
     result = run_to_answer(order_extension(spec.uri, target), False, False)
-    assert count(steps) < 205
+    assert count(steps) <= 207
     assert all(record.time_to_target_s is not None for record in result.records)
     assert "val_accuracy 0.5" in result.answer.text
 
@@ -82,7 +83,7 @@ def test_a_running_sweep_does_what_its_user_wants(
         steer(spec.uri, "first", ids[4])
         order_extension(spec.uri, {"train.max_steps": 30})
         until(lambda: any(message.startswith("extended by") for message in caplog.messages), "the driver's word")
-        gate.touch()
+        gate.mkdir()
         until(lambda: Journal(spec.storage).find(ids[1]), "the end of the first")
         steer(spec.uri, "clone", ids[1])
         steer(spec.uri, "go-on")

@@ -31,8 +31,10 @@ def test_a_model_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(predicted, "Kept", WithPeft)
     spec = predicted.train(tmp_path / "run", checkpoint__parameters="trained")
     last = predicted.evaluations(spec)[-1]
-    assert predicted.work(Path(spec.uri)).metrics == {name: one for name, one in last.items() if name[:4] == "val_"}
-    predicted.work(Path(spec.uri), out=str(tmp_path / "out.parquet"))
+    assert predicted.work(Path(spec.uri), kind=WithPeft).metrics == {
+        name: one for name, one in last.items() if name[:4] == "val_"
+    }
+    predicted.work(Path(spec.uri), kind=WithPeft, out=str(tmp_path / "out.parquet"))
     export(spec.uri, str(tmp_path / "out.safetensors"))
     exported = safetensors.torch.load_file(tmp_path / "out.safetensors")
     learned = {name for name in exported if "running" not in name and "tracked" not in name}

@@ -48,7 +48,7 @@ class SweepHistory:
         artifacts: dict[str, bytes] = {}
         if ended == "done":
             summary = self._sweep.read_json("summary.json", dict[str, Any])
-            tags |= {**summary["environment"], "sentence": redact(summary["sentence"])}
+            tags |= {**summary["environment"], "answer": redact(summary["answer"])}
             values = {"trials": float(summary["trials"])}
             if (best := summary["best"]) is not None:
                 tags["best"] = best["id"]
