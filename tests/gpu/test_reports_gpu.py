@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, Hungry, Images, train
 from trainers.causes import classify
@@ -63,23 +62,3 @@ def test_the_driver_tells_of_the_gpu() -> None:
     assert readings.name == str(torch.cuda.get_device_properties(CUDA).uuid)
     assert taken is not None
     assert 0 < taken["memory_used_bytes"] <= taken["memory_total_bytes"]
-
-
-class Watched(Images):
-    """Notes whether cuDNN may tune in each forward pass of training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tuned: list[bool] = []
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        if model.training:
-            self.tuned.append(torch.backends.cudnn.benchmark)
-        return super().forward(model, batch)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_cudnn_tunes_unless_a_run_has_to_repeat(deterministic: bool) -> None:
-    task = Watched()
-    train(CUDA, task=task, deterministic=deterministic, cuda_graphs=False)
-    assert task.tuned[-1] is not deterministic
