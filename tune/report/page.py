@@ -105,7 +105,7 @@ def _tiles(config: SweepConfig, shown: Sequence[Column], found: Answer) -> list[
     headers = {"time_to_target": "time to target", "samples_per_s": "samples/s"}
     if len(found.finals) > 1 or "seed" in config.space:
         cells[headers.get(metric, metric)] = amount(metric, found.value)
-    return [(header, cell) for header, cell in cells.items() if cell != "-"]
+    return [(header, cell) for header, cell in cells.items() if cell != "-" and header not in ("starting", "training")]
 
 
 def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
