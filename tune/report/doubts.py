@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from trainers.errors import counted
 from tune.config import SweepConfig
-from tune.objective import TO_TARGET
+from tune.objective import MEASURED
 from tune.report.words import capitalized, duration, in_words, listed, number, printable, telling
 from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
 from tune.trials.interval import EQUAL
@@ -69,13 +69,7 @@ def _once(
 
 def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
     """Figures that differ between seeds, of one run each."""
-    is_measured = config.objective.metric in (
-        *TO_TARGET,
-        "samples_per_s",
-        "step_time_s",
-        "peak_memory_bytes",
-        "energy_j",
-    )
+    is_measured = config.objective.metric in MEASURED
     is_compared = sum(record.finished for record in records) > 1
     if is_measured or "seed" in config.space or not is_compared:
         return None
@@ -89,8 +83,11 @@ def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | Non
     stopped = [in_words(names, one) for one in records if one.is_censored and trial_id(one.config) not in ended]
     if not stopped:
         return None
-    verb = "was" if len(stopped) == 1 else "were"
-    what = f"{printable(capitalized(listed(stopped)))} {verb} stopped by hand: how good it would have been is open"
+    who = printable(capitalized(listed(stopped)))
+    if len(stopped) == 1:
+        what = f"{who} was stopped by hand: how good it would have been is open"
+    else:
+        what = f"{who} were stopped by hand: how good they would have been is open"
     return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
 
 

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainers.measure.step_times import student_t
-from tune.objective import TO_TARGET, Objective
+from tune.objective import MEASURED, Objective
 from tune.search.finalists import LEVEL
 from tune.trials.interval import Interval
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
-
-_RATIOS = (*TO_TARGET, "samples_per_s", "step_time_s", "energy_j", "peak_memory_bytes")
-"""Metrics of which ratios are compared: their mean is the geometric one."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def by_configuration(
     groups: dict[str, list[tuple[float, TrialRecord]]] = {}
     for value, record in ranked:
         groups.setdefault(_key(record), []).append((value, record))
-    is_ratio = objective.metric in _RATIOS and all(value > 0 for value, _ in ranked)
+    is_ratio = objective.metric in MEASURED and all(value > 0 for value, _ in ranked)  # means are geometric
     samples = {key: [math.log(value) if is_ratio else value for value, _ in runs] for key, runs in groups.items()}
     freedom = len(ranked) - len(groups)
     squares = sum(statistics.variance(own) * (len(own) - 1) for own in samples.values() if len(own) > 1)
