@@ -200,7 +200,7 @@ def test_a_sweep_is_a_run_with_its_trials_below_it(
     resume = ("-m", "tune", "resume", spec.uri)
     while True:  # a slow machine sends in several starts
         done = command(*resume, cwd=tmp_path, env=environment, forked=True)
-        assert (done.code, done.err.count("Error")) == (0, 0), done.out + done.err
+        assert (done.code, (done.out + done.err).count("Error")) == (0, 0), done.out + done.err
         if "tracking:" not in done.out:
             break
     assert_is_sweep(tmp_path, spec, records)
