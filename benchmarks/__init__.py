@@ -1,1 +1,3 @@
-"""One script a claim, every peer in the same run; results/ is dated, with hardware and versions."""
+"""One script a claim, every peer in the same run; results/ is dated, with hardware and
+versions.
+"""

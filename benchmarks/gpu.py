@@ -1,9 +1,12 @@
-"""What a GPU shows, in parts that go on where they stopped: the tests that need one, and the benchmarks.
+"""What a GPU shows, in parts that go on where they stopped: the tests that need one,
+and the benchmarks.
 
-Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--keep]
-A call runs the parts that have no result for this card and this commit yet, as many as its minutes hold, and prints one
-page: what held, what did not with the line to look at, what was not seen; `--keep` writes it to benchmarks/results.
-Without a GPU it is the same page, in miniature. docs/gpu.md says what it needs.
+Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--keep] A call runs the
+parts that have no result for this card and this commit yet, as many as its minutes
+hold, and prints one
+page: what held, what did not with the line to look at, what was not seen; `--keep`
+writes it to benchmarks/results. Without a GPU it is the same page, in miniature.
+docs/gpu.md says what it needs.
 """
 
 from __future__ import annotations
@@ -47,11 +50,18 @@ class Part:
 
 
 def _tests(name: str, minutes: float) -> Part:
-    return Part(name, ("pytest", f"tests/gpu/test_{name}_gpu.py", "-q", "-p", "no:cacheprovider"), minutes)
+    return Part(
+        name,
+        ("pytest", f"tests/gpu/test_{name}_gpu.py", "-q", "-p", "no:cacheprovider"),
+        minutes,
+    )
 
 
 def _benchmark(name: str, minutes: float, *arguments: str) -> Part:
-    limit = ("--minutes", f"{minutes - 0.5:g}")  # it drops its least important rows where it would take more
+    limit = (
+        "--minutes",
+        f"{minutes - 0.5:g}",
+    )  # it drops its least important rows where it would take more
     return Part(name, (f"benchmarks.{name}", *arguments, *limit), minutes)
 
 
@@ -96,7 +106,11 @@ def read_junit(text: str, seconds: float) -> Outcome:
     outcome = Outcome(seconds)
     for case in ET.fromstring(text).iter("testcase"):  # noqa: S314 (our own file)
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        bad = (
+            case.find("failure")
+            if case.find("failure") is not None
+            else case.find("error")
+        )
         skipped = case.find("skipped")
         if bad is not None:
             places = _LOOK_AT.findall(bad.text or "")
@@ -113,30 +127,55 @@ def execute(part: Part, directory: Path) -> Outcome:
     """Run a part to its end, or until its minutes are over."""
     junit = directory / f"{part.name}.xml"
     junit.unlink(missing_ok=True)
-    command = [sys.executable, "-m", *part.arguments, *([f"--junitxml={junit}"] if part.is_test else [])]
+    command = [
+        sys.executable,
+        "-m",
+        *part.arguments,
+        *([f"--junitxml={junit}"] if part.is_test else []),
+    ]
     print(f"\n== {' '.join(command[1:])}", flush=True)
-    began, log = time.monotonic(), directory / f"{part.name}.log"
+    began = time.monotonic()
+    log = directory / f"{part.name}.log"
     with log.open("w") as file:
         try:
             ended = subprocess.run(
-                command, cwd=REPOSITORY, check=False, stdout=file, stderr=subprocess.STDOUT, timeout=part.minutes * 60
+                command,
+                cwd=REPOSITORY,
+                check=False,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=part.minutes * 60,
             )
-            how = f"it ended with exit code {ended.returncode}" if ended.returncode else ""
+            how = (
+                f"it ended with exit code {ended.returncode}"
+                if ended.returncode
+                else ""
+            )
         except subprocess.TimeoutExpired:
             how = f"it did not end within {part.minutes:g} minutes"
     seconds = time.monotonic() - began
     output = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
-    outcome = read_junit(junit.read_text(), seconds) if junit.exists() else Outcome(seconds)
+    outcome = (
+        read_junit(junit.read_text(), seconds) if junit.exists() else Outcome(seconds)
+    )
     if how and not outcome.broken:
         last = (output.splitlines() or ["it said nothing"])[-1]
-        outcome.broken.append((" ".join(part.arguments), f"{how}: {last}", str(log.relative_to(REPOSITORY))))
+        outcome.broken.append(
+            (
+                " ".join(part.arguments),
+                f"{how}: {last}",
+                str(log.relative_to(REPOSITORY)),
+            )
+        )
     elif not part.is_test:
         outcome.held.append(part.name)
     outcome.output = "" if part.is_test and not outcome.broken else output
     return outcome
 
 
-def page(about: dict[str, str], found: dict[str, Outcome], parts: Sequence[Part] = PARTS) -> str:
+def page(
+    about: dict[str, str], found: dict[str, Outcome], parts: Sequence[Part] = PARTS
+) -> str:
     """Everything that is known so far, as Markdown."""
     lines = [f"# What {about.get('gpu', 'the CPU, in miniature')} showed", ""]
     lines += [f"- {name}: {value}" for name, value in about.items()]
@@ -151,30 +190,55 @@ def page(about: dict[str, str], found: dict[str, Outcome], parts: Sequence[Part]
         lines.append(f"| {part.name} | {' | '.join(map(str, cells))} |")
     ran = [found[part.name] for part in parts if part.name in found]
     lines += ["", "## Did not hold", ""]
-    lines += [f"- `{name}`: {said} (look at {where})" for one in ran for name, said, where in one.broken] or [
-        "Nothing."
-    ]
+    lines += [
+        f"- `{name}`: {said} (look at {where})"
+        for one in ran
+        for name, said, where in one.broken
+    ] or ["Nothing."]
     reasons = Counter(reason for one in ran for _, reason in one.unseen)
     lines += ["", "## Not seen", ""]
-    lines += [f"- {count} tests: {reason}" for reason, count in reasons.most_common()] or ["Nothing."]
+    lines += [
+        f"- {count} tests: {reason}" for reason, count in reasons.most_common()
+    ] or ["Nothing."]
     for part in parts:
         if part.name in found and found[part.name].output:
-            lines += ["", f"## {part.name}", "", "```text", found[part.name].output, "```"]
+            lines += [
+                "",
+                f"## {part.name}",
+                "",
+                "```text",
+                found[part.name].output,
+                "```",
+            ]
     return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=7.5, help="of this call")
-    parser.add_argument("--again", action="append", default=[], metavar="PART", choices=[part.name for part in parts])
-    parser.add_argument("--keep", action="store_true", help="write the page to benchmarks/results")
+    parser.add_argument(
+        "--again",
+        action="append",
+        default=[],
+        metavar="PART",
+        choices=[part.name for part in parts],
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="write the page to benchmarks/results"
+    )
     given = parser.parse_args(argv)
     began = time.monotonic()
     about = _about()
     card = re.sub(r"\W+", "-", about.get("gpu", "cpu")).lower()
     directory = STATE / f"{card}-{about.get('git_commit', 'no-commit')[:12]}"
     directory.mkdir(parents=True, exist_ok=True)
-    found = {part.name: kept for part in parts if part.name not in given.again and (kept := _kept(directory, part))}
+    found = {
+        part.name: kept
+        for part in parts
+        if part.name not in given.again and (kept := _kept(directory, part))
+    }
     late = []
     for part in parts:
         if part.name in found:
@@ -183,7 +247,9 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
             late.append(part.name)
             continue
         found[part.name] = execute(part, directory)
-        (directory / f"{part.name}.json").write_text(json.dumps(asdict(found[part.name]), indent=2) + "\n")
+        (directory / f"{part.name}.json").write_text(
+            json.dumps(asdict(found[part.name]), indent=2) + "\n"
+        )
     text = page(about, found, parts)
     print(f"\n{text}")
     if given.keep:
@@ -205,7 +271,9 @@ def _about() -> dict[str, str]:
     if device.type == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
-            about["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+            about["driver"] = subprocess.run(
+                query, capture_output=True, text=True, check=True
+            ).stdout.split("\n")[0]
         except (OSError, subprocess.CalledProcessError):
             about["driver"] = "unknown"
     return about

@@ -1,4 +1,6 @@
-"""The training loop of the guides, with their loader: what benchmarks/guides.py measures the loading claims against."""
+"""The training loop of the guides, with their loader: what benchmarks/guides.py
+measures the loading claims against.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,14 @@ from trainers.devices.device import synchronize
 from trainers.task import Task
 
 
-def plain_training(kind: Kind, task: Task, workers: int, device: torch.device) -> Generator[int, None, None]:
-    """A guide's training loop over its loader, for ever: gives the samples of each step, which is only issued.
+def plain_training(
+    kind: Kind, task: Task, workers: int, device: torch.device
+) -> Generator[int, None, None]:
+    """A guide's training loop over its loader, for ever: gives the samples of each
+    step, which is only issued.
 
-    Per-sample transforms of torchvision; with `workers`, loader processes, pinned memory and asynchronous copies.
+    Per-sample transforms of torchvision; with `workers`, loader processes, pinned
+    memory and asynchronous copies.
     """
     data = PerSample(*make_data(kind).tensors, guides_transform("cifar"))
     on_gpu = device.type == "cuda"
@@ -32,10 +38,15 @@ def plain_training(kind: Kind, task: Task, workers: int, device: torch.device) -
     model = task.model().to(device)
     if on_gpu:
         model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True
+    )
     while True:
         for images, labels in loader:
-            batch = (images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+            batch = (
+                images.to(device, non_blocking=True),
+                labels.to(device, non_blocking=True),
+            )
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
                 loss = task.loss(model(batch[0]), batch)
@@ -44,12 +55,17 @@ def plain_training(kind: Kind, task: Task, workers: int, device: torch.device) -
             yield len(labels)
 
 
-def plain_rate(steps: Iterator[int], warm_steps: int, seconds: float, device: torch.device) -> float:
-    """Samples/s of the steps after some: as many as were loaded ahead while nobody trained."""
+def plain_rate(
+    steps: Iterator[int], warm_steps: int, seconds: float, device: torch.device
+) -> float:
+    """Samples/s of the steps after some: as many as were loaded ahead while nobody
+    trained.
+    """
     for _ in range(warm_steps):
         next(steps)
     synchronize(device)
-    samples, began = 0, time.perf_counter()
+    samples = 0
+    began = time.perf_counter()
     while time.perf_counter() - began < seconds or samples == 0:
         samples += next(steps)
     synchronize(device)

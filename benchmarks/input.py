@@ -1,17 +1,23 @@
-"""How fast do batches arrive? The guides' loader, ours, and the limit: copying slices of a tensor in memory.
+"""How fast do batches arrive?
 
-Run as: python -m benchmarks.input [ROUNDS] [--only mnist,cifar,imagenet,rows] [--seconds 0.5] [--short] [--keep]
-Samples that nobody has to decode, in memory or in a mapped Arrow file, random order, one core, torch on one thread:
+The guides' loader, ours, and the limit: copying slices of a tensor in memory.
 
-    loader         as the guides write it: a Dataset like torchvision's (an array to a PIL image, transforms a sample)
-                   in a DataLoader; rows: a TensorDataset in one. Measured twice: the A/A floor
+Run as: python -m benchmarks.input [ROUNDS] [--only mnist,cifar,imagenet,rows]
+[--seconds 0.5] [--short] [--keep] Samples that nobody has to decode, in memory or in a
+mapped Arrow file, random order, one core, torch on one thread:
+
+    loader         as the guides write it: a Dataset like torchvision's (an array to a
+                   PIL image, transforms a sample) in a DataLoader; rows: a
+                   TensorDataset in one. Measured twice: the A/A floor
     loader xN      the same with N worker processes, which may use as many cores
-    resident       ours: a whole batch indexed from resident tensors, as it is stored (uint8)
-    memory         ours: the same through the loader for what does not fit the device
-    arrow          ours: a whole batch gathered from a mapped Arrow file
-    + transform    ours, until the model's input is there, as with `loader`: floats, normalised, CIFAR-10's cropped and
-                   mirrored at random (and a blank square), ImageNet's cropped and scaled at random. On the CPU here
-    slice          the limit: consecutive slices of the tensor, copied, in order and without an index
+    resident       ours: a whole batch indexed from resident tensors, as it is stored
+    (uint8) memory         ours: the same through the loader for what does not fit the
+    device arrow          ours: a whole batch gathered from a mapped Arrow file
+    + transform    ours, until the model's input is there, as with `loader`: floats,
+                   normalised, CIFAR-10's cropped and mirrored at random (and a blank
+                   square), ImageNet's cropped and scaled at random. On the CPU here
+    slice          the limit: consecutive slices of the tensor, copied, in order and
+    without an index
 """
 
 from __future__ import annotations
@@ -62,10 +68,15 @@ KINDS = {
 class PerSample(Dataset[Any]):
     """A sample at a time, as torchvision's MNIST and CIFAR10 give it."""
 
-    def __init__(self, images: Tensor, labels: Tensor, transform: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self, images: Tensor, labels: Tensor, transform: Callable[[Any], Tensor]
+    ) -> None:
         channels_last = images.permute(0, 2, 3, 1).numpy()
-        self.images = channels_last[..., 0] if images.shape[1] == 1 else channels_last.copy()
-        self.labels, self.transform = labels, transform
+        self.images = (
+            channels_last[..., 0] if images.shape[1] == 1 else channels_last.copy()
+        )
+        self.labels = labels
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -73,7 +84,9 @@ class PerSample(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         from PIL import Image
 
-        return self.transform(Image.fromarray(self.images[index])), int(self.labels[index])
+        return self.transform(Image.fromarray(self.images[index])), int(
+            self.labels[index]
+        )
 
 
 def task_of(name: str) -> Task:
@@ -118,15 +131,24 @@ def make_data(kind: Kind) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (kind.samples,), generator=generator)
     if len(kind.shape) == 1:
-        return TensorDataset(torch.randn(kind.samples, *kind.shape, generator=generator), labels)
-    pixels = torch.randint(256, (kind.samples, *kind.shape), dtype=torch.uint8, generator=generator)
+        return TensorDataset(
+            torch.randn(kind.samples, *kind.shape, generator=generator), labels
+        )
+    pixels = torch.randint(
+        256, (kind.samples, *kind.shape), dtype=torch.uint8, generator=generator
+    )
     return TensorDataset(pixels, labels)
 
 
 def write_arrow(data: TensorDataset, path: Path) -> ArrowDataset:
     """The same samples in an Arrow file, mapped."""
     values, labels = data.tensors
-    table = pa.table({"value": pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy()), "label": labels.numpy()})
+    table = pa.table(
+        {
+            "value": pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy()),
+            "label": labels.numpy(),
+        }
+    )
     with pa.ipc.new_file(str(path), table.schema) as writer:
         writer.write_table(table)
     return ArrowDataset(path, ["value", "label"])
@@ -139,14 +161,20 @@ def guides_loader(name: str, kind: Kind, data: TensorDataset, workers: int) -> E
         dataset = PerSample(*data.tensors, guides_transform(name))
     sampler = RandomSampler(data, num_samples=min(kind.looked_at, kind.samples))
     loader = DataLoader(
-        dataset, batch_size=kind.batch, sampler=sampler, num_workers=workers, persistent_workers=workers > 0
+        dataset,
+        batch_size=kind.batch,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
     )
     return lambda: loader
 
 
 def feed(data: Dataset[Any], task: Task, kind: Kind, resident: bool) -> Epoch:
     """Our batches of one epoch."""
-    source = task_feed(data, task, DataConfig(resident=resident), _CPU, sharers=1, seed=0)
+    source = task_feed(
+        data, task, DataConfig(resident=resident), _CPU, sharers=1, seed=0
+    )
     order = torch.randperm(kind.samples, generator=torch.Generator().manual_seed(0))
     return lambda: source.batches(order.split(kind.batch), training=True)
 
@@ -154,19 +182,25 @@ def feed(data: Dataset[Any], task: Task, kind: Kind, resident: bool) -> Epoch:
 def slices(data: TensorDataset, kind: Kind) -> Epoch:
     """Consecutive slices, copied."""
     starts = range(0, kind.samples, kind.batch)
-    return lambda: ([tensor[start : start + kind.batch].clone() for tensor in data.tensors] for start in starts)
+    return lambda: (
+        [tensor[start : start + kind.batch].clone() for tensor in data.tensors]
+        for start in starts
+    )
 
 
 def rate(epoch: Epoch, seconds: float) -> float:
     """Samples/s over whole epochs."""
-    samples, began = 0, time.perf_counter()
+    samples = 0
+    began = time.perf_counter()
     while (elapsed := time.perf_counter() - began) < seconds or samples == 0:
         for batch in epoch():
             samples += len(batch[1])
     return samples / elapsed
 
 
-def measure(name: str, kind: Kind, rounds: int, seconds: float, workers: int = _WORKERS) -> dict[str, Any]:
+def measure(
+    name: str, kind: Kind, rounds: int, seconds: float, workers: int = _WORKERS
+) -> dict[str, Any]:
     """The figures of one kind of sample, and each peer's share of the limit."""
     data = make_data(kind)
     with tempfile.TemporaryDirectory(prefix="input-") as directory:
@@ -181,18 +215,30 @@ def measure(name: str, kind: Kind, rounds: int, seconds: float, workers: int = _
             "slice": slices(data, kind),
         }
         if len(kind.shape) == 3:
-            epochs["resident + transform"] = feed(data, task_of(name), kind, resident=True)
-            epochs["arrow + transform"] = feed(arrow, task_of(name), kind, resident=False)
-        peers = {peer: lambda epoch=epoch: rate(epoch, seconds) for peer, epoch in epochs.items()}  # type: ignore[misc]
+            epochs["resident + transform"] = feed(
+                data, task_of(name), kind, resident=True
+            )
+            epochs["arrow + transform"] = feed(
+                arrow, task_of(name), kind, resident=False
+            )
+        peers = {
+            peer: lambda epoch=epoch: rate(epoch, seconds)
+            for peer, epoch in epochs.items()
+        }  # type: ignore[misc]
         found = interleave(peers, rounds)
     summary = summarize(found, "loader", "loader again")
     show(f"{name}: {list(kind.shape)}, batch {kind.batch}", "samples/s", summary)
     shares = {
-        peer: statistics.median(value / limit for value, limit in zip(values, found["slice"], strict=True))
+        peer: statistics.median(
+            value / limit for value, limit in zip(values, found["slice"], strict=True)
+        )
         for peer, values in found.items()
         if peer in ("resident", "memory", "arrow")
     }
-    print("  share of slice: " + "   ".join(f"{peer} {share:.2f}" for peer, share in shares.items()))
+    print(
+        "  share of slice: "
+        + "   ".join(f"{peer} {share:.2f}" for peer, share in shares.items())
+    )
     return {**summary, "share_of_slice": shares}
 
 
@@ -204,12 +250,20 @@ def main(rounds: int, kinds: list[str], seconds: float, keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rounds", nargs="?", type=int, default=5)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=list(KINDS)
+    )
     parser.add_argument("--seconds", type=float, default=0.5)
-    parser.add_argument("--short", action="store_true", help="two rounds of a tenth of a second each")
-    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    parser.add_argument(
+        "--short", action="store_true", help="two rounds of a tenth of a second each"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="write to benchmarks/results"
+    )
     given = parser.parse_args()
     rounds, seconds = (2, 0.1) if given.short else (given.rounds, given.seconds)
     main(rounds, given.only, seconds, given.keep)

@@ -1,25 +1,29 @@
-"""What does each step of mixed precision and compilation bring on one GPU? Four models, rung by rung.
+"""What does each step of mixed precision and compilation bring on one GPU? Four models,
+rung by rung.
 
-Run as: python -m benchmarks.ladder [--works resnet50,bert-large,gpt,cnn] [--rungs fp32,bf16,...] [--seconds 2]
-                                    [--minutes 4.75] [--small] [--keep]
-Every rung is a run of the product's own loop on an example's train.yaml with a few keys changed, and keeps what the
-rungs before it changed:
+Run as: python -m benchmarks.ladder [--works resnet50,bert-large,gpt,cnn] [--rungs
+                                    fp32,bf16,...] [--seconds 2] [--minutes 4.75]
+                                    [--small] [--keep]
+Every rung is a run of the product's own loop on an example's train.yaml with a few keys
+changed, and keeps what the rungs before it changed:
 
-    fp32            no TF32, contiguous tensors, an optimizer that is not fused
-    tf32, bf16      precision: one takes the other's place; everything after stands on bf16
-    fp16            a branch of its own: with the loss scaler, and what an optimizer that is not fused costs under it
-    channels_last   models with convolutions only
-    fused           the product's own optimizer. It always fuses; the rungs before take its optimizer unfused
-    compile         torch.compile: seconds that it added to the first step, and the steps after which they are won back
-    cuda_graph      compiled, and whole steps captured and replayed
-    bf16 again      the A/A floor: a difference between rungs that is smaller is none
+    fp32            no TF32, contiguous tensors, an optimizer that is not fused tf32,
+    bf16      precision: one takes the other's place; everything after stands on bf16
+    fp16            a branch of its own: with the loss scaler, and what an optimizer
+    that is not fused costs under it channels_last   models with convolutions only fused
+    the product's own optimizer. It always fuses; the rungs before take its optimizer
+    unfused compile         torch.compile: seconds that it added to the first step, and
+    the steps after which they are won back cuda_graph      compiled, and whole steps
+    captured and replayed bf16 again      the A/A floor: a difference between rungs that
+    is smaller is none
 
-A rung that fails or does not fit is a row that says so. Figures: samples/s after warm-up with the 95 % interval of the
-step time over n steps; peak of allocated memory (data included, at most 0.5 GB); TFLOP/s of the model by torch's own
-counter; MFU against the data sheet (peaks.csv) and against a product of two 8192 x 8192 matrices in the same
-run, both in the rung's precision.
-Rungs run in order of importance, and `--minutes` drops the last of them.
-`--small` (the default without CUDA) are miniatures, which show that the script works and nothing of speed.
+A rung that fails or does not fit is a row that says so. Figures: samples/s after
+warm-up with the 95 % interval of the step time over n steps; peak of allocated memory
+(data included, at most 0.5 GB); TFLOP/s of the model by torch's own counter; MFU
+against the data sheet (peaks.csv) and against a product of two 8192 x 8192 matrices in
+the same run, both in the rung's precision. Rungs run in order of importance, and
+`--minutes` drops the last of them. `--small` (the default without CUDA) are miniatures,
+which show that the script works and nothing of speed.
 """
 
 from __future__ import annotations
@@ -47,9 +51,23 @@ from benchmarks.runs import (
 from trainers.causes import classify
 
 WORKS: dict[str, Work] = {
-    "resnet50": example("imagenet", 256, long_steps=True, synthetic=True, samples=256 * 5),
-    "bert-large": example("bert", 128, long_steps=True, synthetic=True, geometry="large", samples=128 * 40),
-    "gpt": example("gpt", 16, True, context=1024, width=1536, heads=12, layers=12, lines=16 * 40 * 18, packed=True),
+    "resnet50": example(
+        "imagenet", 256, long_steps=True, synthetic=True, samples=256 * 5
+    ),
+    "bert-large": example(
+        "bert", 128, long_steps=True, synthetic=True, geometry="large", samples=128 * 40
+    ),
+    "gpt": example(
+        "gpt",
+        16,
+        True,
+        context=1024,
+        width=1536,
+        heads=12,
+        layers=12,
+        lines=16 * 40 * 18,
+        packed=True,
+    ),
     "cnn": example("mnist", 128, synthetic=True, samples=128 * 400),
 }
 _SMALLEST = {"architecture": "shufflenet_v2_x0_5", "stored": 40, "size": 32}
@@ -97,8 +115,15 @@ class Row:
 
 
 def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
-    """The ladder from its foot. `host_bound`: small steps, of which a CUDA graph is expected to bring most."""
-    state: dict[str, Any] = {"precision": "fp32", "channels_last": False, "cuda_graphs": False}
+    """The ladder from its foot.
+
+    `host_bound`: small steps, of which a CUDA graph is expected to bring most.
+    """
+    state: dict[str, Any] = {
+        "precision": "fp32",
+        "channels_last": False,
+        "cuda_graphs": False,
+    }
     bf16 = state | {"precision": "bf16"}
     last = bf16 | {"channels_last": convolutions}
     compiled = last | {"compile": "default"}
@@ -110,31 +135,58 @@ def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
         *([Rung("channels_last", last, False, "bf16", 1)] if convolutions else []),
         Rung("fused", last, True, "channels_last" if convolutions else "bf16", 1),
         Rung("compile", compiled, True, "fused", 3),
-        Rung("cuda_graph", compiled | {"cuda_graphs": True}, True, "compile", 4 if host_bound else 6),
+        Rung(
+            "cuda_graph",
+            compiled | {"cuda_graphs": True},
+            True,
+            "compile",
+            4 if host_bound else 6,
+        ),
         Rung(_AGAIN, bf16, False, "bf16", 2),
     ]
 
 
 def expected_s(rung: Rung, here: list[Row], elsewhere: list[Row]) -> float:
-    """What a rung may cost, from what was seen: other rungs of this work, else of any, and what compiling took."""
+    """What a rung may cost, from what was seen: other rungs of this work, else of any,
+    and what compiling took.
+    """
     ran = [row for row in here + elsewhere if row.status != "dropped"]
-    own = [row.cost_s for row in here if row.status != "dropped" and row.rung not in _COMPILED]
-    plain = max(own or [row.cost_s for row in ran if row.rung not in _COMPILED], default=_RUN_S)
+    own = [
+        row.cost_s
+        for row in here
+        if row.status != "dropped" and row.rung not in _COMPILED
+    ]
+    plain = max(
+        own or [row.cost_s for row in ran if row.rung not in _COMPILED], default=_RUN_S
+    )
     if rung.name not in _COMPILED:
         return plain
     same = [row.cost_s for row in ran if row.rung == rung.name]
-    return max(same, default=plain + _COMPILE_S if rung.name == "compile" else plain + _COMPILE_S / 2)
+    return max(
+        same,
+        default=plain + _COMPILE_S
+        if rung.name == "compile"
+        else plain + _COMPILE_S / 2,
+    )
 
 
 def figures_of(measured: Measured, matmul: float | None) -> dict[str, Any]:
-    """The figures of a run; `matmul` is a matrix product's FLOP/s in the same precision."""
-    result, speed = measured.result, measured.result.throughput
+    """The figures of a run; `matmul` is a matrix product's FLOP/s in the same
+    precision.
+    """
+    result = measured.result
+    speed = measured.result.throughput
     assert speed is not None
-    flops = None if result.flops_per_sample is None else result.flops_per_sample * speed.samples_per_s
+    flops = (
+        None
+        if result.flops_per_sample is None
+        else result.flops_per_sample * speed.samples_per_s
+    )
     return {
         "samples_per_s": speed.samples_per_s,
         "step_time_s": speed.step_time_s,
-        "step_time_ci95_s": speed.step_time_ci95_s or None,  # no interval from one stretch of steps
+        "step_time_ci95_s": speed.step_time_ci95_s
+        or None,  # no interval from one stretch of steps
         "n": speed.steps,
         "peak_memory_bytes": result.peak_memory_bytes,
         "tflops": None if flops is None else flops / 1e12,
@@ -149,10 +201,16 @@ def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]) -> 
     began = time.monotonic()
     precision = rung.changes["precision"]
     try:
-        figures = figures_of(runs.run(rung.changes, seconds, rung.fused), matmuls.get(precision))
+        figures = figures_of(
+            runs.run(rung.changes, seconds, rung.fused), matmuls.get(precision)
+        )
         row = Row(rung.name, rung.changes, "done", figures=figures)
     except Exception as error:
-        status = "out_of_memory" if classify(error) in ("out_of_memory", "out_of_host_memory") else "failed"
+        status = (
+            "out_of_memory"
+            if classify(error) in ("out_of_memory", "out_of_host_memory")
+            else "failed"
+        )
         words = (str(error).splitlines() or [""])[0]
         row = Row(rung.name, rung.changes, status, f"{type(error).__name__}: {words}")
     if row.status != "done":
@@ -162,13 +220,17 @@ def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]) -> 
 
 
 def break_even_steps(compile_s: float, before_s: float, after_s: float) -> int | None:
-    """Steps after which faster steps have won back what compiling took; None when they are not faster."""
+    """Steps after which faster steps have won back what compiling took; None when they
+    are not faster.
+    """
     return None if after_s >= before_s else math.ceil(compile_s / (before_s - after_s))
 
 
-def compare(ladder: list[Rung], found: dict[str, Row]) -> tuple[list[Row], float | None]:
-    """The rows in the ladder's order, with what each brought over the first and over the one it stands on, and the
-    A/A floor (None when it was not measured).
+def compare(
+    ladder: list[Rung], found: dict[str, Row]
+) -> tuple[list[Row], float | None]:
+    """The rows in the ladder's order, with what each brought over the first and over
+    the one it stands on, and the A/A floor (None when it was not measured).
     """
     rows = [found[rung.name] for rung in ladder if rung.name in found]
     done = {row.rung: row.figures for row in rows if row.status == "done"}
@@ -176,26 +238,43 @@ def compare(ladder: list[Rung], found: dict[str, Row]) -> tuple[list[Row], float
         mine = done.get(rung.name)
         if mine is None:
             continue
-        first, below = done.get("fp32"), done.get(rung.stands_on or "")
+        first = done.get("fp32")
+        below = done.get(rung.stands_on or "")
         if first is not None:
             mine["ratio_to_fp32"] = mine["samples_per_s"] / first["samples_per_s"]
-            mine["memory_to_fp32"] = mine["peak_memory_bytes"] / first["peak_memory_bytes"]
+            mine["memory_to_fp32"] = (
+                mine["peak_memory_bytes"] / first["peak_memory_bytes"]
+            )
         if below is not None:
             mine["ratio_to_rung_below"] = mine["samples_per_s"] / below["samples_per_s"]
         if rung.name == "compile" and below is not None:
             mine["compile_s"] = max(0.0, mine["first_step_s"] - below["first_step_s"])
-            steps = break_even_steps(mine["compile_s"], below["step_time_s"], mine["step_time_s"])
+            steps = break_even_steps(
+                mine["compile_s"], below["step_time_s"], mine["step_time_s"]
+            )
             mine["break_even_steps"] = steps
     again = done.get(_AGAIN, {}).get("ratio_to_rung_below")
     return rows, None if again is None else abs(again - 1)
 
 
 def measure(
-    works: dict[str, Work], only: list[str] | None, device: torch.device, seconds: float, budget: Budget, n: int
+    works: dict[str, Work],
+    only: list[str] | None,
+    device: torch.device,
+    seconds: float,
+    budget: Budget,
+    n: int,
 ) -> dict[str, Any]:
-    """All rungs of all works, the most important first; `n`: rows of the matrices of the product."""
+    """All rungs of all works, the most important first; `n`: rows of the matrices of
+    the product.
+    """
     ladders = {name: rungs(name in CONVOLUTIONS, name == "cnn") for name in works}
-    plan = [(name, rung) for name, ladder in ladders.items() for rung in ladder if not only or rung.name in only]
+    plan = [
+        (name, rung)
+        for name, ladder in ladders.items()
+        for rung in ladder
+        if not only or rung.name in only
+    ]
     torch.set_num_threads(1)  # as the runs
     matmuls: dict[str, float] = {}
     for precision in dict.fromkeys(rung.changes["precision"] for _, rung in plan):
@@ -204,19 +283,38 @@ def measure(
     runs = {name: Runs(work, device) for name, work in works.items()}
     found: dict[str, dict[str, Row]] = {name: {} for name in works}
     for name, rung in sorted(plan, key=lambda pair: pair[1].importance):
-        rest = [row for other, rows in found.items() if other != name for row in rows.values()]
-        if budget.affords(f"{name} {rung.name}", expected_s(rung, list(found[name].values()), rest)):
+        rest = [
+            row
+            for other, rows in found.items()
+            if other != name
+            for row in rows.values()
+        ]
+        if budget.affords(
+            f"{name} {rung.name}", expected_s(rung, list(found[name].values()), rest)
+        ):
             row = climb(runs[name], rung, seconds, matmuls)
         else:
-            row = Row(rung.name, rung.changes, "dropped", f"the budget is {budget.minutes:g} minutes")
+            row = Row(
+                rung.name,
+                rung.changes,
+                "dropped",
+                f"the budget is {budget.minutes:g} minutes",
+            )
         found[name][rung.name] = row
-        print(f"  {budget.spent_s():5.0f} s  {name} {rung.name}: {row.status} {row.message}", flush=True)
+        print(
+            f"  {budget.spent_s():5.0f} s  {name} {rung.name}: {row.status} {row.message}",
+            flush=True,
+        )
     tflops = {name: rate / 1e12 for name, rate in matmuls.items()}
     result: dict[str, Any] = {"matmul_tflops": tflops, "works": {}}
     for name, ladder in ladders.items():
         rows, floor = compare(ladder, found[name])
         show(name, works[name].batch, rows, floor)
-        result["works"][name] = {"batch": works[name].batch, "floor": floor, "rows": [vars(row) for row in rows]}
+        result["works"][name] = {
+            "batch": works[name].batch,
+            "floor": floor,
+            "rows": [vars(row) for row in rows],
+        }
     said = ", ".join(f"{name} {rate:,.1f}" for name, rate in tflops.items())
     print(f"\nmatrix product {n} x {n}, TFLOP/s: {said}")
     return result | {"dropped": budget.dropped}
@@ -224,7 +322,11 @@ def measure(
 
 def show(name: str, batch: int, rows: list[Row], floor: float | None) -> None:
     """One work's table."""
-    said = "not measured" if floor is None else f"{floor:.1%}: a smaller difference is none"
+    said = (
+        "not measured"
+        if floor is None
+        else f"{floor:.1%}: a smaller difference is none"
+    )
     print(f"\n{name}   (batch {batch}; A/A floor {said})")
     print(
         f"  {'rung':14} {'samples/s':>10} {'x fp32':>7} {'x below':>8} {'MiB':>8} {'of fp32':>8} {'TFLOP/s':>8} "
@@ -235,7 +337,10 @@ def show(name: str, batch: int, rows: list[Row], floor: float | None) -> None:
             print(f"  {row.rung:14} {row.status}: {row.message}")
             continue
         it = row.figures
-        share = {key: _percent(it.get(key)) for key in ("memory_to_fp32", "mfu_data_sheet", "mfu_matmul")}
+        share = {
+            key: _percent(it.get(key))
+            for key in ("memory_to_fp32", "mfu_data_sheet", "mfu_matmul")
+        }
         line = (
             f"  {row.rung:14} {it['samples_per_s']:10,.0f} {_times(it.get('ratio_to_fp32')):>7} "
             f"{_times(it.get('ratio_to_rung_below')):>8} {it['peak_memory_bytes'] / 2**20:8,.0f} "
@@ -246,7 +351,9 @@ def show(name: str, batch: int, rows: list[Row], floor: float | None) -> None:
         )
         if "compile_s" in it:
             steps = it["break_even_steps"]
-            won = "never won back" if steps is None else f"won back after {steps:,} steps"
+            won = (
+                "never won back" if steps is None else f"won back after {steps:,} steps"
+            )
             line += f"; compiled in {it['compile_s']:.1f} s, {won}"
         print(line)
 
@@ -261,17 +368,25 @@ def _percent(share: float | None) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--works", type=lambda text: text.split(","), default=list(WORKS))
+    parser.add_argument(
+        "--works", type=lambda text: text.split(","), default=list(WORKS)
+    )
     parser.add_argument("--rungs", type=lambda text: text.split(","))
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each rung, after its warm-up")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="of each rung, after its warm-up"
+    )
     given = parser.parse_args()
     device, small = device_and_size(given.small)
     chosen = {name: (SMALL if small else WORKS)[name] for name in given.works}
     budget = Budget(given.minutes)
     with quiet_and_cold():
-        results = measure(chosen, given.rungs, device, given.seconds, budget, 256 if small else 8192)
+        results = measure(
+            chosen, given.rungs, device, given.seconds, budget, 256 if small else 8192
+        )
     budget.say()
-    print(f"\nkept in {save('ladder-small' if small else 'ladder', results, given.keep)}")
+    print(
+        f"\nkept in {save('ladder-small' if small else 'ladder', results, given.keep)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""Is the shared loop as fast as a hand-written one, and faster than the frameworks? One and two ranks.
+"""Is the shared loop as fast as a hand-written one, and faster than the frameworks?
+
+One and two ranks.
 
 Run as: python -m benchmarks.loop [ROUNDS] [--short] [--keep]
-Peers: a plain PyTorch loop as the guides write it, in DDP where there are two ranks (measured twice: the A/A floor),
-the same loop through Accelerate, Lightning Fabric and Ray's `prepare_model` and `prepare_data_loader`, and Lightning's
-Trainer (`pip install '.[peers]'`). All run in the same processes, the workers of one TorchTrainer with one thread each,
-in turn (each round in an order of its own), on the same global batches and with the same fused AdamW. Set-up,
-evaluation and five warm-up steps are left out of every figure; final losses must be equal. What a framework puts into
-the process's environment holds for that framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK makes each
-`optimizer.step` of everybody look for NVML.
+Peers: a plain PyTorch loop as the guides write it, in DDP where there are two ranks
+(measured twice: the A/A floor), the same loop through Accelerate, Lightning Fabric and
+Ray's `prepare_model` and `prepare_data_loader`, and Lightning's Trainer (`pip install
+'.[peers]'`). All run in the same processes, the workers of one TorchTrainer with one
+thread each, in turn (each round in an order of its own), on the same global batches and
+with the same fused AdamW. Set-up, evaluation and five warm-up steps are left out of
+every figure; final losses must be equal. What a framework puts into the process's
+environment holds for that framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK
+makes each `optimizer.step` of everybody look for NVML.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ from trainers.task import Task
 BATCH = 64
 EPOCHS = {"mlp": 2, "cnn": 4}
 _LEFT: dict[str, dict[str, str]] = {}
-"""The environment variables that each package sets when it is imported or first used."""
+"""The environment variables that each package sets when it is imported or first used.
+"""
 
 
 class Rows(Task):
@@ -55,7 +60,11 @@ class Rows(Task):
 
     def dataset(self, split: str) -> TensorDataset:
         """Random rows; the label is a linear function of them."""
-        rows = torch.randn(20_000 if split == "train" else 10, 64, generator=torch.Generator().manual_seed(1))
+        rows = torch.randn(
+            20_000 if split == "train" else 10,
+            64,
+            generator=torch.Generator().manual_seed(1),
+        )
         return TensorDataset(rows, rows[:, :10].argmax(1))
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -67,18 +76,25 @@ WORK: dict[str, type[Task]] = {"mlp": Rows, "cnn": Digits}
 
 
 class Stopwatch:
-    """Global samples/s of the steps after warm-up, and the mean loss over steps and ranks."""
+    """Global samples/s of the steps after warm-up, and the mean loss over steps and
+    ranks.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.steps, self.elapsed_s, self.samples, self.loss = 0, 0.0, 0, 0.0
+        self.steps = 0
+        self.elapsed_s = 0.0
+        self.samples = 0
+        self.loss = 0.0
         self.began = time.perf_counter()
 
     def step(self, samples: int, loss: float) -> None:
-        self.steps, self.loss = self.steps + 1, self.loss + loss
+        self.steps = self.steps + 1
+        self.loss = self.loss + loss
         now = time.perf_counter()
         if self.steps > WARMUP_STEPS:
-            self.elapsed_s, self.samples = self.elapsed_s + now - self.began, self.samples + samples * self.world_size
+            self.elapsed_s = self.elapsed_s + now - self.began
+            self.samples = self.samples + samples * self.world_size
         self.began = now
 
     def result(self) -> tuple[float, float]:
@@ -107,22 +123,36 @@ def paceline(work: str, rank: int, world_size: int) -> tuple[float, float]:
     return result.throughput.samples_per_s, result.metrics["train_loss"]
 
 
-def parts(work: str, rank: int, world_size: int, sharded: bool = True) -> tuple[Any, ...]:
+def parts(
+    work: str, rank: int, world_size: int, sharded: bool = True
+) -> tuple[Any, ...]:
     """Task, model, optimizer and loader of a hand-written loop."""
     task = WORK[work]()
     data = task.dataset("train")
-    sampler: Any = DistributedSampler(data, world_size if sharded else 1, rank if sharded else 0)
+    sampler: Any = DistributedSampler(
+        data, world_size if sharded else 1, rank if sharded else 0
+    )
     torch.manual_seed(0)
     model = task.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    loader: Any = DataLoader(data, batch_size=BATCH // world_size, sampler=sampler, drop_last=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, weight_decay=0.0, fused=True
+    )
+    loader: Any = DataLoader(
+        data, batch_size=BATCH // world_size, sampler=sampler, drop_last=True
+    )
     return task, model, optimizer, loader, sampler
 
 
 def by_hand(
-    work: str, rank: int, world_size: int, prepare: Callable[..., tuple[Any, ...]] | None, sharded: bool = True
+    work: str,
+    rank: int,
+    world_size: int,
+    prepare: Callable[..., tuple[Any, ...]] | None,
+    sharded: bool = True,
 ) -> tuple[float, float]:
-    """A hand-written loop, bare (DDP with two ranks) or through a framework's `prepare`."""
+    """A hand-written loop, bare (DDP with two ranks) or through a framework's
+    `prepare`.
+    """
     task, model, optimizer, loader, sampler = parts(work, rank, world_size, sharded)
     backward: Any = torch.Tensor.backward
     if prepare is not None:
@@ -156,17 +186,30 @@ def fabric(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
     from lightning.fabric import Fabric
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    runner = Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
+    runner = Fabric(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+    )
     runner.launch()
     prepared = runner.setup(model, optimizer)
-    return (*prepared, runner.setup_dataloaders(loader, use_distributed_sampler=False), runner.backward)
+    return (
+        *prepared,
+        runner.setup_dataloaders(loader, use_distributed_sampler=False),
+        runner.backward,
+    )
 
 
 def ray_prepared(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
     """Ray Train's own helpers, as its documentation migrates a loop."""
     from ray.train.torch import prepare_data_loader, prepare_model
 
-    return prepare_model(model), optimizer, prepare_data_loader(loader), torch.Tensor.backward
+    return (
+        prepare_model(model),
+        optimizer,
+        prepare_data_loader(loader),
+        torch.Tensor.backward,
+    )
 
 
 def lightning(work: str, rank: int, world_size: int) -> tuple[float, float]:
@@ -209,7 +252,9 @@ def lightning(work: str, rank: int, world_size: int) -> tuple[float, float]:
     return watch.result()
 
 
-def peers(work: str, rank: int, world_size: int, on_ray: bool) -> dict[str, Callable[[], tuple[float, float]]]:
+def peers(
+    work: str, rank: int, world_size: int, on_ray: bool
+) -> dict[str, Callable[[], tuple[float, float]]]:
     """Everyone who is installed."""
     there: dict[str, Callable[[], tuple[float, float]]] = {
         "plain": lambda: by_hand(work, rank, world_size, None),
@@ -220,7 +265,9 @@ def peers(work: str, rank: int, world_size: int, on_ray: bool) -> dict[str, Call
         there["ray prepare"] = lambda: by_hand(work, rank, world_size, ray_prepared)
     if importlib.util.find_spec("accelerate") is not None:
         # Accelerate deals whole batches of one common order to the ranks.
-        there["accelerate"] = lambda: by_hand(work, rank, world_size, accelerate, sharded=False)
+        there["accelerate"] = lambda: by_hand(
+            work, rank, world_size, accelerate, sharded=False
+        )
     if importlib.util.find_spec("lightning") is not None:
         there["fabric"] = lambda: by_hand(work, rank, world_size, fabric)
         there["lightning"] = lambda: lightning(work, rank, world_size)
@@ -229,13 +276,19 @@ def peers(work: str, rank: int, world_size: int, on_ray: bool) -> dict[str, Call
 
 @contextlib.contextmanager
 def environment_of(package: str) -> Iterator[None]:
-    """Environment variables as this package has left them before; what it changes is remembered, then undone."""
+    """Environment variables as this package has left them before; what it changes is
+    remembered, then undone.
+    """
     before = dict(os.environ)
     os.environ.update(_LEFT.get(package, {}))
     try:
         yield
     finally:
-        _LEFT[package] = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        _LEFT[package] = {
+            name: value
+            for name, value in os.environ.items()
+            if before.get(name) != value
+        }
         for name in _LEFT[package]:
             if name in before:
                 os.environ[name] = before[name]
@@ -243,7 +296,9 @@ def environment_of(package: str) -> Iterator[None]:
                 del os.environ[name]
 
 
-def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) -> dict[str, Any]:
+def compare(
+    work: str, rounds: int, rank: int, world_size: int, on_ray: bool
+) -> dict[str, Any]:
     """All peers on one kind of work, by every rank: medians, ratios, floor, losses."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -257,7 +312,9 @@ def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) ->
         logging.getLogger(name).setLevel(logging.ERROR)
     losses: dict[str, float] = {}
 
-    def speed_of(name: str, run: Callable[[], tuple[float, float]]) -> Callable[[], float]:
+    def speed_of(
+        name: str, run: Callable[[], tuple[float, float]]
+    ) -> Callable[[], float]:
         def measured() -> float:
             if world_size > 1:
                 dist.barrier()
@@ -267,10 +324,19 @@ def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) ->
 
         return measured
 
-    runs = {name: speed_of(name, run) for name, run in peers(work, rank, world_size, on_ray).items()}
+    runs = {
+        name: speed_of(name, run)
+        for name, run in peers(work, rank, world_size, on_ray).items()
+    }
     found = interleave(runs, rounds, seed=0)
-    if wrong := {name: loss for name, loss in losses.items() if not math.isclose(loss, losses["plain"], rel_tol=1e-4)}:
-        raise AssertionError(f"not the same training: {wrong} against {losses['plain']}")
+    if wrong := {
+        name: loss
+        for name, loss in losses.items()
+        if not math.isclose(loss, losses["plain"], rel_tol=1e-4)
+    }:
+        raise AssertionError(
+            f"not the same training: {wrong} against {losses['plain']}"
+        )
     return {
         **summarize(found, "plain", "plain again"),
         "ahead": ahead(found, "paceline"),
@@ -284,7 +350,8 @@ def compare_all(rounds: int) -> dict[str, Any]:
     import ray.train
 
     context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
+    world_size = context.get_world_size()
     return {work: compare(work, rounds, rank, world_size, on_ray=True) for work in WORK}
 
 
@@ -295,9 +362,15 @@ def main(rounds: int, keep: bool) -> None:
     connect(show_workers=False)
     found: dict[str, Any] = {}
     for world_size in (1, 2):
-        for work, summary in in_workers(functools.partial(compare_all, rounds), world_size).items():
+        for work, summary in in_workers(
+            functools.partial(compare_all, rounds), world_size
+        ).items():
             found[f"{work}, {world_size} rank{'s' if world_size > 1 else ''}"] = summary
-            show(f"{work}, {world_size} rank(s): global batch {BATCH}, {EPOCHS[work]} epochs", "samples/s", summary)
+            show(
+                f"{work}, {world_size} rank(s): global batch {BATCH}, {EPOCHS[work]} epochs",
+                "samples/s",
+                summary,
+            )
             over = (
                 f"{peer} {one['ratio']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
                 for peer, one in summary["ahead"].items()
@@ -307,9 +380,13 @@ def main(rounds: int, keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rounds", nargs="?", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="two rounds")
-    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    parser.add_argument(
+        "--keep", action="store_true", help="write to benchmarks/results"
+    )
     given = parser.parse_args()
     main(2 if given.short else given.rounds, given.keep)

@@ -1,4 +1,6 @@
-"""What every benchmark shares: interleaved rounds, medians with spread, the A/A floor, the environment, JSON."""
+"""What every benchmark shares: interleaved rounds, medians with spread, the A/A floor,
+the environment, JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ KEPT = Path(__file__).parent / "results"
 SCRATCH = Path("results/benchmarks")
 
 
-def interleave(peers: dict[str, Callable[[], float]], rounds: int, seed: int | None = None) -> dict[str, list[float]]:
-    """Call every peer once a round, in turn; the first round is a warm-up and is dropped.
+def interleave(
+    peers: dict[str, Callable[[], float]], rounds: int, seed: int | None = None
+) -> dict[str, list[float]]:
+    """Call every peer once a round, in turn; the first round is a warm-up and is
+    dropped.
 
-    With a `seed` each round has an order of its own, the same on every rank: what one leaves to the next (a cold cache,
-    garbage) falls on all alike.
+    With a `seed` each round has an order of its own, the same on every rank: what one
+    leaves to the next (a cold cache, garbage) falls on all alike.
     """
     found: dict[str, list[float]] = {name: [] for name in peers}
-    order, shuffled = list(peers), random.Random(seed)
+    order = list(peers)
+    shuffled = random.Random(seed)
     for number in range(rounds + 1):
         if seed is not None:
             shuffled.shuffle(order)
@@ -39,10 +45,11 @@ def interleave(peers: dict[str, Callable[[], float]], rounds: int, seed: int | N
 
 
 def aa_floor(ratios: Sequence[float]) -> float:
-    """How far from 1 the median of a thing's ratios to itself may be: a median that is nearer says nothing.
+    """How far from 1 the median of a thing's ratios to itself may be: a median that is
+    nearer says nothing.
 
-    Of a thousand medians of as many ratios, drawn with replacement (bootstrap), 95 % are within it. Of one or two
-    ratios it is the largest deviation.
+    Of a thousand medians of as many ratios, drawn with replacement (bootstrap), 95 %
+    are within it. Of one or two ratios it is the largest deviation.
     """
     if len(ratios) < 3:
         return max(abs(ratio - 1) for ratio in ratios)
@@ -56,26 +63,39 @@ def _drawn_medians(ratios: Sequence[float]) -> np.ndarray[Any, Any]:
 
 
 def ahead(found: dict[str, list[float]], ours: str) -> dict[str, dict[str, float]]:
-    """How many times as much as each peer `ours` is: the median of the ratios within a round, with the interval that
-    holds 95 % of the medians of as many, drawn with replacement. A baseline's noise is in none of them.
+    """How many times as much as each peer `ours` is: the median of the ratios within a
+    round, with the interval that holds 95 % of the medians of as many, drawn with
+    replacement.
+
+    A baseline's noise is in none of them.
     """
     against = {}
     for name, values in found.items():
         if name != ours:
-            ratios = [own / value for own, value in zip(found[ours], values, strict=True)]
+            ratios = [
+                own / value for own, value in zip(found[ours], values, strict=True)
+            ]
             low, high = np.quantile(_drawn_medians(ratios), [0.025, 0.975])
-            against[name] = {"ratio": statistics.median(ratios), "low": float(low), "high": float(high)}
+            against[name] = {
+                "ratio": statistics.median(ratios),
+                "low": float(low),
+                "high": float(high),
+            }
     return against
 
 
-def summarize(found: dict[str, list[float]], baseline: str, twin: str) -> dict[str, Any]:
+def summarize(
+    found: dict[str, list[float]], baseline: str, twin: str
+) -> dict[str, Any]:
     """Medians, spread, and each peer's ratio to `baseline`, round by round.
 
-    `twin` is the baseline measured a second time: its ratios give the A/A floor, below which a difference of medians is
-    no difference.
+    `twin` is the baseline measured a second time: its ratios give the A/A floor, below
+    which a difference of medians is no difference.
     """
     ratios = {
-        name: [value / base for value, base in zip(values, found[baseline], strict=True)]
+        name: [
+            value / base for value, base in zip(values, found[baseline], strict=True)
+        ]
         for name, values in found.items()
     }
     floor = aa_floor(ratios[twin])
@@ -96,10 +116,15 @@ def summarize(found: dict[str, list[float]], baseline: str, twin: str) -> dict[s
 
 def show(title: str, unit: str, summary: dict[str, Any]) -> None:
     """One table."""
-    floor, baseline = summary["floor"], summary["baseline"]
+    floor = summary["floor"]
+    baseline = summary["baseline"]
     print(f"\n{title}   ({unit}; A/A floor {floor:.1%}: a smaller difference is none)")
     for name, row in summary["rows"].items():
-        verdict = "equal" if abs(row["ratio"] - 1) <= floor else ("more" if row["ratio"] > 1 else "less")
+        verdict = (
+            "equal"
+            if abs(row["ratio"] - 1) <= floor
+            else ("more" if row["ratio"] > 1 else "less")
+        )
         print(
             f"  {name:24} {row['median']:>12,.0f}   {row['ratio']:5.2f} x {baseline}"
             f"   [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}] n={row['n']}   {verdict}"
@@ -107,22 +132,31 @@ def show(title: str, unit: str, summary: dict[str, Any]) -> None:
 
 
 def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest results of a benchmark that were not kept, where the same code was `asked` the same: it goes on
-    with them.
+    """Return the newest results of a benchmark that were not kept, where the same code
+    was `asked` the same: it goes on with them.
     """
     for path in sorted(SCRATCH.glob(f"{name}-[0-9]*.json"))[-1:]:
         found = json.loads(path.read_text())
         results: dict[str, Any] = found["results"]
         commit = environment(torch.device("cpu")).get("git_commit")
-        if found["environment"].get("git_commit") == commit and asked.items() <= results.items():
+        if (
+            found["environment"].get("git_commit") == commit
+            and asked.items() <= results.items()
+        ):
             return results
     return {}
 
 
 def save(name: str, results: dict[str, Any], keep: bool) -> Path:
-    """Write the figures with date, hardware and versions; `keep` puts them where documents quote from."""
+    """Write the figures with date, hardware and versions; `keep` puts them where
+    documents quote from.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kept = {"date": time.strftime("%Y-%m-%d"), "environment": environment(device), "results": results}
+    kept = {
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": environment(device),
+        "results": results,
+    }
     directory = KEPT if keep else SCRATCH
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}-{kept['date']}-{device.type}.json"

@@ -1,12 +1,15 @@
 """Is the memory that `python -m trainers memory` predicts what steps take?
 
-Run as: python -m benchmarks.memory [--works cnn,resnet50,bert-base,gpt] [--strategies none,ddp,fsdp] [--full]
-                                    [--minutes 60] [--keep]
-Each model in three microbatches, fp32 and bf16, with and without activation checkpointing, under AdamW; `none` is one
-rank, ddp and fsdp are two (on a CPU, in fp32). Two steps of the product's own are taken: on a CPU below torch's own
-trackers (torch.distributed._tools), which count the same tensors by other means; on a GPU the peak is its allocator's.
-A CPU without bf16 takes minutes for a step in it: there the large models have fake tensors below the tracker. `ratio`
-is predicted over measured. Without CUDA the models are miniatures; `--full` takes the large ones there, for an hour.
+Run as: python -m benchmarks.memory [--works cnn,resnet50,bert-base,gpt] [--strategies
+                                    none,ddp,fsdp] [--full] [--minutes 60] [--keep]
+Each model in three microbatches, fp32 and bf16, with and without activation
+checkpointing, under AdamW; `none` is one rank, ddp and fsdp are two (on a CPU, in
+fp32). Two steps of the product's own are taken: on a CPU below torch's own trackers
+(torch.distributed._tools), which count the same tensors by other means; on a GPU the
+peak is its allocator's. A CPU without bf16 takes minutes for a step in it: there the
+large models have fake tensors below the tracker. `ratio` is predicted over measured.
+Without CUDA the models are miniatures; `--full` takes the large ones there, for an
+hour.
 """
 
 from __future__ import annotations
@@ -42,9 +45,27 @@ from trainers.task import Task
 
 WORKS: dict[str, tuple[Work, tuple[int, ...]]] = {
     "cnn": (example("mnist", 1, synthetic=True, samples=512), (64, 128, 256)),
-    "resnet50": (example("imagenet", 1, synthetic=True, samples=32, size=96, stored=128), (4, 8, 16)),
-    "bert-base": (example("bert", 1, synthetic=True, geometry="base", samples=32), (2, 4, 8)),
-    "gpt": (example("gpt", 1, context=256, width=768, heads=12, layers=12, lines=2000, packed=True), (1, 2, 4)),
+    "resnet50": (
+        example("imagenet", 1, synthetic=True, samples=32, size=96, stored=128),
+        (4, 8, 16),
+    ),
+    "bert-base": (
+        example("bert", 1, synthetic=True, geometry="base", samples=32),
+        (2, 4, 8),
+    ),
+    "gpt": (
+        example(
+            "gpt",
+            1,
+            context=256,
+            width=768,
+            heads=12,
+            layers=12,
+            lines=2000,
+            packed=True,
+        ),
+        (1, 2, 4),
+    ),
 }
 # fmt: off
 SMALL: dict[str, tuple[Work, tuple[int, ...]]] = {
@@ -58,7 +79,9 @@ _STEPS = 2
 _PORT_FILE = "rendezvous"
 
 
-def cases(size: int, checkpoints: bool, strategy: str, bf16: bool = True) -> Iterator[dict[str, Any]]:
+def cases(
+    size: int, checkpoints: bool, strategy: str, bf16: bool = True
+) -> Iterator[dict[str, Any]]:
     """The configurations of a microbatch size."""
     for precision in ("fp32", "bf16") if bf16 else ("fp32",):
         for mode in ("none", "full") if checkpoints else ("none",):
@@ -71,15 +94,23 @@ def cases(size: int, checkpoints: bool, strategy: str, bf16: bool = True) -> Ite
             }
 
 
-def predicted(task: Task, config: TrainConfig, size: int, world: int, device: torch.device) -> int:
+def predicted(
+    task: Task, config: TrainConfig, size: int, world: int, device: torch.device
+) -> int:
     """Bytes that fake steps take at their peak."""
     with fake_world(world if config.strategy == "fsdp" else 1):
         make = lambda: load_task(config.task, config.task_args, "benchmarks")  # noqa: E731
-        return Forecaster(make, config, task.dataset("train"), Group(0, world, device))(size).peak
+        return Forecaster(make, config, task.dataset("train"), Group(0, world, device))(
+            size
+        ).peak
 
 
-def measured(task: Task, config: TrainConfig, size: int, group: Group, fake: bool = False) -> int:
-    """Bytes that steps take at their peak, as torch counts them; `fake` tensors have no values and take no time."""
+def measured(
+    task: Task, config: TrainConfig, size: int, group: Group, fake: bool = False
+) -> int:
+    """Bytes that steps take at their peak, as torch counts them; `fake` tensors have no
+    values and take no time.
+    """
     train = task.dataset("train")
     if fake:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -91,10 +122,18 @@ def measured(task: Task, config: TrainConfig, size: int, group: Group, fake: boo
     return _counted(task, task.model(), train, config, size, group)
 
 
-def _counted(task: Task, model: nn.Module, train: Any, config: TrainConfig, size: int, group: Group) -> int:
+def _counted(
+    task: Task,
+    model: nn.Module,
+    train: Any,
+    config: TrainConfig,
+    size: int,
+    group: Group,
+) -> int:
     tracker: Any = None
     trained = make_trained(task, model, config, group)
-    forward, optimizer = trained.forward, trained.optimizer
+    forward = trained.forward
+    optimizer = trained.optimizer
     sharded = config.strategy == "fsdp" and group.world_size > 1
     if group.device.type == "cpu":
         tracker = FSDPMemTracker(model, optimizer) if sharded else MemTracker()
@@ -102,12 +141,17 @@ def _counted(task: Task, model: nn.Module, train: Any, config: TrainConfig, size
             tracker.track_external(model, optimizer)
         tracker.__enter__()
     wrapped = wrap_model(model, group, config.strategy)
-    step = TrainStep(type(forward)(wrapped, task, forward.spec, forward.device), optimizer, group)
+    step = TrainStep(
+        type(forward)(wrapped, task, forward.spec, forward.device), optimizer, group
+    )
     for _ in range(_STEPS):
         with torch.no_grad():
             with _disable_current_modes():
                 batch = task.worst_case_batch(train, size)
-            batch = task.transform(map_tensors(lambda tensor: tensor.to(group.device, copy=True), batch), True)
+            batch = task.transform(
+                map_tensors(lambda tensor: tensor.to(group.device, copy=True), batch),
+                True,
+            )
         if tracker is not None:
             tracker.reset_mod_stats()
         step(iter([batch]), [size], size * group.world_size, False)
@@ -115,11 +159,22 @@ def _counted(task: Task, model: nn.Module, train: Any, config: TrainConfig, size
     if tracker is None:
         return torch.cuda.max_memory_allocated(group.device)
     tracker.__exit__(None, None, None)
-    return int(sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values()))
+    return int(
+        sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+    )
 
 
-def _rank(rank: int, world: int, directory: str, work: Work, changes: dict[str, Any], size: int) -> None:
-    config = work.config({"device": "cpu", "global_batch_size": size * world, **changes})
+def _rank(
+    rank: int,
+    world: int,
+    directory: str,
+    work: Work,
+    changes: dict[str, Any],
+    size: int,
+) -> None:
+    config = work.config(
+        {"device": "cpu", "global_batch_size": size * world, **changes}
+    )
     store = f"file://{directory}/{_PORT_FILE}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     try:
@@ -133,10 +188,14 @@ def _rank(rank: int, world: int, directory: str, work: Work, changes: dict[str, 
 
 def main() -> None:
     """The table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--works", default=",".join(WORKS))
     parser.add_argument("--strategies", default="none,ddp,fsdp")
-    parser.add_argument("--full", action="store_true", help="large models without CUDA, too")
+    parser.add_argument(
+        "--full", action="store_true", help="large models without CUDA, too"
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
@@ -152,35 +211,70 @@ def main() -> None:
         for name in given.works.split(","):
             work, sizes = works[name]
             for size in sizes:
-                for changes in cases(size, name != "cnn", "ddp" if world == 1 else strategy, bf16=world == 1):
+                for changes in cases(
+                    size,
+                    name != "cnn",
+                    "ddp" if world == 1 else strategy,
+                    bf16=world == 1,
+                ):
                     if time.monotonic() > ends:
                         break
                     slow = works is WORKS and name != "cnn" and device.type == "cpu"
-                    row = one(work, changes, size, world, device, fake=slow and changes["precision"] == "bf16")
+                    row = one(
+                        work,
+                        changes,
+                        size,
+                        world,
+                        device,
+                        fake=slow and changes["precision"] == "bf16",
+                    )
                     rows.append({"work": name, "ranks": world, **changes, **row})
                     words = f"{name} {strategy} {size} {changes['precision']} {changes['activation_checkpointing']}"
-                    sizes_mib = (f"{row[key] / 2**20:>10,.1f} MiB" for key in ("predicted", "measured"))
-                    print(f"{words:44}{''.join(sizes_mib)}  {row['ratio']:.3f}  {row['tensors']}", flush=True)
+                    sizes_mib = (
+                        f"{row[key] / 2**20:>10,.1f} MiB"
+                        for key in ("predicted", "measured")
+                    )
+                    print(
+                        f"{words:44}{''.join(sizes_mib)}  {row['ratio']:.3f}  {row['tensors']}",
+                        flush=True,
+                    )
     worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
     print(f"{len(rows)} rows; furthest from 1: {worst['ratio']:.3f}")
     save("memory", {"rows": rows}, given.keep)
 
 
 def one(
-    work: Work, changes: dict[str, Any], size: int, world: int, device: torch.device, fake: bool = False
+    work: Work,
+    changes: dict[str, Any],
+    size: int,
+    world: int,
+    device: torch.device,
+    fake: bool = False,
 ) -> dict[str, Any]:
     """Predict and measure one configuration."""
-    config = work.config({"device": device.type, "global_batch_size": size * world, **changes})
+    config = work.config(
+        {"device": device.type, "global_batch_size": size * world, **changes}
+    )
     task = load_task(config.task, config.task_args, "benchmarks")
     expected = predicted(task, config, size, world, device)
     if world == 1:
         peak = measured(task, config, size, Group(0, 1, device), fake)
     else:
         with tempfile.TemporaryDirectory() as directory:
-            start_processes(_rank, (world, directory, work, changes, size), nprocs=world, start_method="spawn")
+            start_processes(
+                _rank,
+                (world, directory, work, changes, size),
+                nprocs=world,
+                start_method="spawn",
+            )
             peak = int(Path(directory, "peak").read_text())
     gc.collect()
-    return {"tensors": "fake" if fake else "real", "predicted": expected, "measured": peak, "ratio": expected / peak}
+    return {
+        "tensors": "fake" if fake else "real",
+        "predicted": expected,
+        "measured": peak,
+        "ratio": expected / peak,
+    }
 
 
 if __name__ == "__main__":

@@ -7,8 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def in_workers(measure: Callable[[], Any], num_workers: int = 1, gpu: bool = False) -> Any:
-    """What `measure` returns on rank 0; every rank calls it, with a CPU and a `gpu` of its own. Ray is connected."""
+def in_workers(
+    measure: Callable[[], Any], num_workers: int = 1, gpu: bool = False
+) -> Any:
+    """What `measure` returns on rank 0; every rank calls it, with a CPU and a `gpu` of
+    its own.
+
+    Ray is connected.
+    """
     import ray
     import ray.train
     from ray.train.torch import TorchTrainer
@@ -29,9 +35,16 @@ def in_workers(measure: Callable[[], Any], num_workers: int = 1, gpu: bool = Fal
             ray.get(config["box"].put.remote(found))
 
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if gpu else {})
-    scaling = ray.train.ScalingConfig(num_workers=num_workers, use_gpu=gpu, resources_per_worker=resources)
+    scaling = ray.train.ScalingConfig(
+        num_workers=num_workers, use_gpu=gpu, resources_per_worker=resources
+    )
     with tempfile.TemporaryDirectory(prefix="on-ray-") as storage:
         keep = ray.train.CheckpointConfig(num_to_keep=1)
         config = ray.train.RunConfig(storage_path=storage, checkpoint_config=keep)
-        TorchTrainer(worker, train_loop_config={"box": box}, scaling_config=scaling, run_config=config).fit()
+        TorchTrainer(
+            worker,
+            train_loop_config={"box": box},
+            scaling_config=scaling,
+            run_config=config,
+        ).fit()
     return ray.get(box.get.remote())

@@ -1,7 +1,9 @@
-"""Runs of the product's own loop that a benchmark measures: an example's train.yaml with changes, for so many seconds.
+"""Runs of the product's own loop that a benchmark measures: an example's train.yaml
+with changes, for so many seconds.
 
-Without Ray, storage, evaluation and checkpoints: `fit` itself, in this process, with nobody above it. Data and initial
-weights of a work are made once, each run starts from a copy. All data is synthetic, of the real shapes.
+Without Ray, storage, evaluation and checkpoints: `fit` itself, in this process, with
+nobody above it. Data and initial weights of a work are made once, each run starts from
+a copy. All data is synthetic, of the real shapes.
 """
 
 from __future__ import annotations
@@ -57,15 +59,22 @@ class Work:
     """Global batch and microbatch."""
     changes: dict[str, Any] = field(default_factory=dict)
     long_steps: bool = False
-    """Steps of tens of milliseconds and more: five of them after five of warm-up may be all that there is time for."""
+    """Steps of tens of milliseconds and more: five of them after five of warm-up may be
+    all that there is time for.
+    """
 
     def config(self, changes: dict[str, Any]) -> TrainConfig:
         """The configuration of a run with dotted changes; raises ConfigError."""
         log_every = {"log_every_steps": WARMUP_STEPS if self.long_steps else 100}
         sizes = {"global_batch_size": self.batch, "microbatch_size": self.batch}
-        source = f"{self.file.parent.name}/{self.file.name}"  # results are kept: no path of a machine in them
+        # results are kept: no path of a machine in them
+        source = f"{self.file.parent.name}/{self.file.name}"
         tree = parse_mapping(self.file.read_text(encoding="utf-8"), source)
-        tree = override(TrainConfig, tree, {**_SAME, **log_every, **sizes, **self.changes, **changes})
+        tree = override(
+            TrainConfig,
+            tree,
+            {**_SAME, **log_every, **sizes, **self.changes, **changes},
+        )
         return build(TrainConfig, tree, source)
 
 
@@ -76,11 +85,16 @@ def example(name: str, batch: int, long_steps: bool = False, **task_args: Any) -
 
 
 class TimedContext(LocalContext):
-    """Asks to stop after so many seconds beyond the warm-up; the loop looks every ten steps, the device waited for."""
+    """Asks to stop after so many seconds beyond the warm-up; the loop looks every ten
+    steps, the device waited for.
+    """
 
     def __init__(self, seconds: float, microbatch_size: int) -> None:
         super().__init__(None, "local")
-        self.microbatch_bounds = (microbatch_size, None)  # no probe: what does not fit fails in the step
+        self.microbatch_bounds = (
+            microbatch_size,
+            None,
+        )  # no probe: what does not fit fails in the step
         self.seconds = seconds
         self.looks: list[float] = []
         self._warm: float | None = None
@@ -112,7 +126,9 @@ class Measured:
 
     @property
     def wall_samples_per_s(self) -> float:
-        """By a clock on the wall, from the first look to the last: whatever the loop does between steps is in it."""
+        """By a clock on the wall, from the first look to the last: whatever the loop
+        does between steps is in it.
+        """
         steps = (len(self.looks) - 1) * AGREE_EVERY_STEPS
         return steps * self.result.global_batch_size / (self.looks[-1] - self.looks[0])
 
@@ -121,19 +137,29 @@ class Runs:
     """Runs of one work on one device."""
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        self.work, self.device = work, device
+        self.work = work
+        self.device = device
         config = work.config({"device": device.type, "precision": "fp32"})
         self.task: Any = load_task(config.task, config.task_args, str(work.file))
-        self.new_optimizer: Callable[[nn.Module, TrainConfig], Optimizer] = self.task.optimizer
+        self.new_optimizer: Callable[[nn.Module, TrainConfig], Optimizer] = (
+            self.task.optimizer
+        )
         self.task.dataset = functools.cache(self.task.dataset)  # type: ignore[method-assign]
         first_model = functools.cache(self.task.model)
         self.task.model = lambda: copy.deepcopy(first_model())  # type: ignore[method-assign]
 
-    def run(self, changes: dict[str, Any], seconds: float, fused: bool = True) -> Measured:
-        """Train for so long with dotted changes. Raises what `fit` raises: call `release` once that is handled."""
+    def run(
+        self, changes: dict[str, Any], seconds: float, fused: bool = True
+    ) -> Measured:
+        """Train for so long with dotted changes.
+
+        Raises what `fit` raises: call `release` once that is handled.
+        """
         config = self.work.config({"device": self.device.type, **changes})
         new = self.new_optimizer
-        self.task.optimizer = new if fused else lambda model, config: unfused(new(model, config))
+        self.task.optimizer = (
+            new if fused else lambda model, config: unfused(new(model, config))
+        )
         context = TimedContext(seconds, self.work.batch)
         measured = Measured(fit(self.task, config, context), context.looks)
         release()
@@ -141,7 +167,9 @@ class Runs:
 
 
 def unfused(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer before its first step as torch makes it by itself: a few calls for all parameters together."""
+    """The same optimizer before its first step as torch makes it by itself: a few calls
+    for all parameters together.
+    """
     groups = [{**group, "fused": False} for group in optimizer.param_groups]
     return type(optimizer)(groups)  # type: ignore[call-arg]
 
@@ -156,32 +184,50 @@ def release() -> None:
 
 
 def matmul_flops(precision: str, device: torch.device, n: int) -> float:
-    """FLOP/s of a product of two random n x n matrices in this precision: the median of several samples."""
+    """FLOP/s of a product of two random n x n matrices in this precision: the median of
+    several samples.
+    """
     return 2 * n**3 / statistics.median(matmul_times(precision, device, n))
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """What the scripts of a GPU's figures have in common."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, help="of the whole")
     parser.add_argument("--small", action="store_true", help="miniatures, as on a CPU")
-    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    parser.add_argument(
+        "--keep", action="store_true", help="write to benchmarks/results"
+    )
     return parser
 
 
 def device_and_size(small: bool) -> tuple[torch.device, bool]:
-    """The device that is there, and whether miniatures run on it: on a CPU always. Says so."""
+    """The device that is there, and whether miniatures run on it: on a CPU always.
+
+    Says so.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" or small:
-        print("MINIATURES: figures say nothing of speed" + ("" if small else " (this machine has no CUDA)"))
+        print(
+            "MINIATURES: figures say nothing of speed"
+            + ("" if small else " (this machine has no CUDA)")
+        )
     return device, small or device.type == "cpu"
 
 
 class Budget:
-    """A limit to the whole of a benchmark: what would not fit any more is dropped, and said."""
+    """A limit to the whole of a benchmark: what would not fit any more is dropped, and
+    said.
+    """
 
-    def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.minutes, self._clock, self._began = minutes, clock, clock()
+    def __init__(
+        self, minutes: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.minutes = minutes
+        self._clock = clock
+        self._began = clock()
         self.dropped: list[str] = []
 
     def affords(self, name: str, cost_s: float) -> bool:
@@ -198,17 +244,23 @@ class Budget:
     def say(self) -> None:
         """What was dropped."""
         if self.dropped:
-            print(f"\nDROPPED for want of time ({self.minutes:g} minutes in all): {', '.join(self.dropped)}")
+            print(
+                f"\nDROPPED for want of time ({self.minutes:g} minutes in all): {', '.join(self.dropped)}"
+            )
 
 
 @contextlib.contextmanager
 def quiet_and_cold() -> Iterator[None]:
-    """torch.compile begins without a cache, and tasks do not repeat in every run that their data is synthetic."""
+    """torch.compile begins without a cache, and tasks do not repeat in every run that
+    their data is synthetic.
+    """
     print("all data is SYNTHETIC, of the real shapes", flush=True)
     logger = logging.getLogger("examples")
     before = logger.level
     logger.setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="compiled-", ignore_cleanup_errors=True
+    ) as directory:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
         try:
             yield

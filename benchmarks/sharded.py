@@ -1,10 +1,14 @@
-"""What does a checkpoint cost that all ranks write at once? Time and memory, against a plain call of torch's DCP.
+"""What does a checkpoint cost that all ranks write at once?
 
-Run as: python -m benchmarks.sharded [ROUNDS] [--mb 200] [--ranks 4] [--directory DIR] [--full] [--keep]
-A model of `--mb` in FSDP2 units and the moments of AdamW, three times that in all; `--full`: 2 GB of parameters. Each
-round takes, in turn: `ours`, written with checksums and read with the verification of each; `dcp`,
-torch.distributed.checkpoint.save and load of the same state (measured twice: the A/A floor). Medians in ms, until
-the last rank has ended. The memory is a rank's at its peak above what it held before.
+Time and memory, against a plain call of torch's DCP.
+
+Run as: python -m benchmarks.sharded [ROUNDS] [--mb 200] [--ranks 4] [--directory DIR]
+[--full] [--keep] A model of `--mb` in FSDP2 units and the moments of AdamW, three times
+that in all; `--full`: 2 GB of parameters. Each round takes, in turn: `ours`, written
+with checksums and read with the verification of each; `dcp`,
+torch.distributed.checkpoint.save and load of the same state (measured twice: the A/A
+floor). Medians in ms, until the last rank has ended. The memory is a rank's at its peak
+above what it held before.
 """
 
 from __future__ import annotations
@@ -59,10 +63,16 @@ def make_state(size_mb: int) -> dict[str, Any]:
         number: {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         for number, parameter in enumerate(parameters)
     }
-    return {"model": model.state_dict(), "optimizer": {"state": moments, "param_groups": []}, "position": {"step": 1}}
+    return {
+        "model": model.state_dict(),
+        "optimizer": {"state": moments, "param_groups": []},
+        "position": {"step": 1},
+    }
 
 
-def ours(checkpoints: Checkpoints, state: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+def ours(
+    checkpoints: Checkpoints, state: dict[str, Any]
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Writing, and reading into tensors on the ranks' own memory."""
     like = next(filter(is_shard, state["model"].values()))
     group = checkpoints.group
@@ -76,14 +86,26 @@ def ours(checkpoints: Checkpoints, state: dict[str, Any]) -> tuple[Callable[[], 
         assert found is not None
         assert found.rows is not None
         place = lambda rows, whole: place_rows(rows, whole, like)  # noqa: E731
-        found.rows.fill(found.state["model"], group.rank, group.world_size, place, into=state["model"])
-        state["optimizer"] = {}  # a run that resumes has none yet, and keeps what it is given
-        state["optimizer"] = found.rows.fill(found.state["optimizer"], group.rank, group.world_size, place)
+        found.rows.fill(
+            found.state["model"],
+            group.rank,
+            group.world_size,
+            place,
+            into=state["model"],
+        )
+        state[
+            "optimizer"
+        ] = {}  # a run that resumes has none yet, and keeps what it is given
+        state["optimizer"] = found.rows.fill(
+            found.state["optimizer"], group.rank, group.world_size, place
+        )
 
     return write, read
 
 
-def plain(directory: Path, state: dict[str, Any]) -> tuple[Callable[[], None], Callable[[], None]]:
+def plain(
+    directory: Path, state: dict[str, Any]
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """The same by torch's own files."""
 
     def write() -> None:
@@ -111,10 +133,17 @@ def timed(action: Callable[[], None]) -> float:
 
 def peak(action: Callable[[], None]) -> float:
     """MB by which this process grew at most while it did something."""
-    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    status = Path("/proc/self/status")
+    clear = Path("/proc/self/clear_refs")
 
     def read(field: str) -> int:
-        return int(next(line for line in status.read_text().splitlines() if line.startswith(field)).split()[1])
+        return int(
+            next(
+                line
+                for line in status.read_text().splitlines()
+                if line.startswith(field)
+            ).split()[1]
+        )
 
     before = read("VmRSS")
     clear.write_text("5")  # the highest is that of now on
@@ -122,25 +151,43 @@ def peak(action: Callable[[], None]) -> float:
     return (read("VmHWM") - before) / 1024
 
 
-def measure(rank: int, world_size: int, directory: str, size_mb: int, rounds: int) -> None:
+def measure(
+    rank: int, world_size: int, directory: str, size_mb: int, rounds: int
+) -> None:
     """One rank's part; rank 0 leaves the figures."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # DCP says of each round that there is a checkpoint already
-    dist.init_process_group("gloo", init_method=f"file://{directory}/{_PORT_FILE}", rank=rank, world_size=world_size)
+    warnings.simplefilter(
+        "ignore"
+    )  # DCP says of each round that there is a checkpoint already
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/{_PORT_FILE}",
+        rank=rank,
+        world_size=world_size,
+    )
     group = Group(rank, world_size, CPU)
     state = make_state(size_mb)
     checkpoints = Checkpoints(Storage(f"{directory}/ours"), group, 1)
     peers = {"ours": ours(checkpoints, state)}
-    peers |= {name: plain(Path(directory, name), state) for name in ("dcp", "dcp again")}
+    peers |= {
+        name: plain(Path(directory, name), state) for name in ("dcp", "dcp again")
+    }
     parts: list[Tensor] = [local(value) for value in state["model"].values()]
     found: dict[str, Any] = {"share_mb": 3 * sum(part.nbytes for part in parts) / 2**20}
     memory = {}
     for name, (write, read) in peers.items():
-        memory[name] = {"write": max(group.gather(peak(write))), "read": max(group.gather(peak(read)))}
+        memory[name] = {
+            "write": max(group.gather(peak(write))),
+            "read": max(group.gather(peak(read))),
+        }
     found["memory_mb"] = memory
     for number, action in enumerate(("write", "read")):
-        actions = {name: functools.partial(timed, pair[number]) for name, pair in peers.items()}
-        found[action] = summarize(interleave(actions, rounds, seed=0), "dcp", "dcp again")
+        actions = {
+            name: functools.partial(timed, pair[number]) for name, pair in peers.items()
+        }
+        found[action] = summarize(
+            interleave(actions, rounds, seed=0), "dcp", "dcp again"
+        )
     if rank == 0:
         Path(directory, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -150,25 +197,50 @@ def main(rounds: int, size_mb: int, ranks: int, parent: str | None, keep: bool) 
     """The figures."""
     directory = tempfile.mkdtemp(prefix="sharded-", dir=parent)
     try:
-        start_processes(measure, (ranks, directory, size_mb, rounds), nprocs=ranks, start_method="spawn")
+        start_processes(
+            measure,
+            (ranks, directory, size_mb, rounds),
+            nprocs=ranks,
+            start_method="spawn",
+        )
         found = json.loads(Path(directory, "found.json").read_text())
     finally:
         shutil.rmtree(directory)
     for action in ("write", "read"):
-        show(f"{action}, {size_mb} MB of parameters on {ranks} ranks", "ms", found[action])
-    print(f"\na rank's share: {found['share_mb']:,.0f} MB; its peak above what it held before, MB:")
+        show(
+            f"{action}, {size_mb} MB of parameters on {ranks} ranks",
+            "ms",
+            found[action],
+        )
+    print(
+        f"\na rank's share: {found['share_mb']:,.0f} MB; its peak above what it held before, MB:"
+    )
     for name, figures in found["memory_mb"].items():
-        print(f"    {name:12}{figures['write']:>8,.0f} writing{figures['read']:>8,.0f} reading")
-    print(f"\nkept in {save('sharded', {'mb': size_mb, 'ranks': ranks, **found}, keep)}")
+        print(
+            f"    {name:12}{figures['write']:>8,.0f} writing{figures['read']:>8,.0f} reading"
+        )
+    print(
+        f"\nkept in {save('sharded', {'mb': size_mb, 'ranks': ranks, **found}, keep)}"
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rounds", nargs="?", type=int, default=9)
     parser.add_argument("--mb", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--directory")
     parser.add_argument("--full", action="store_true", help="2 GB of parameters")
-    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    parser.add_argument(
+        "--keep", action="store_true", help="write to benchmarks/results"
+    )
     given = parser.parse_args()
-    main(given.rounds, _FULL_MB if given.full else given.mb, given.ranks, given.directory, given.keep)
+    main(
+        given.rounds,
+        _FULL_MB if given.full else given.mb,
+        given.ranks,
+        given.directory,
+        given.keep,
+    )

@@ -1,12 +1,17 @@
-"""What does a trial cost besides its training? A sweep as Ray documents it, the same script with Paceline's Tuner and
-TorchTrainer in place of Ray's, and a sweep of ours: each a command with an embedded cluster of its own.
+"""What does a trial cost besides its training?
 
-Run as: python -m benchmarks.sweep [--full] [--keep]        8 and 24 trials; without --full two of Ray's, multiplied
-        python -m benchmarks.sweep --noop [1000] [--keep]   trials without training: is the last as cheap as the first?
-A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32 and bf16. All ways run the
-same loop with the same configurations, and must end with the same losses. Ray's way is a function trainable that
-builds a TorchTrainer with TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers. Ours and
-the changed script take turns, and the medians count; Ray's, which takes minutes, runs once between them.
+A sweep as Ray documents it, the same script with Paceline's Tuner and TorchTrainer in
+place of Ray's, and a sweep of ours: each a command with an embedded cluster of its own.
+
+Run as: python -m benchmarks.sweep [--full] [--keep]        8 and 24 trials; without
+        --full two of Ray's, multiplied python -m benchmarks.sweep --noop [1000]
+        [--keep]   trials without training: is the last as cheap as the first?
+A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32
+and bf16. All ways run the same loop with the same configurations, and must end with the
+same losses. Ray's way is a function trainable that builds a TorchTrainer with
+TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers.
+Ours and the changed script take turns, and the medians count; Ray's, which takes
+minutes, runs once between them.
 """
 
 from __future__ import annotations
@@ -34,14 +39,19 @@ from torch.utils.data import TensorDataset
 from benchmarks.measure import save
 from trainers.task import Task
 
-BATCHES = {8: [16, 64, 256, 1000], 24: [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1000]}
+BATCHES = {
+    8: [16, 64, 256, 1000],
+    24: [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1000],
+}
 PRECISIONS = ["fp32", "bf16"]
 RAYS_OWN = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "2.0",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
-"""What Ray does by itself, where Paceline (trainers/on_ray/environment.py) has set something else."""
+"""What Ray does by itself, where Paceline (trainers/on_ray/environment.py) has set
+something else.
+"""
 _IDLE_PERCENT = 10.0
 _EDGE = 100
 """Of a thousand trials: so many at the beginning and at the end are compared."""
@@ -60,14 +70,21 @@ class Rows(Task):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         labels = torch.randint(0, 10, (self.rows,), generator=generator)
         centres = torch.randn(10, 32, generator=torch.Generator().manual_seed(7))
-        return TensorDataset(centres[labels] + 2 * torch.randn(self.rows, 32, generator=generator), labels)
+        return TensorDataset(
+            centres[labels] + 2 * torch.randn(self.rows, 32, generator=generator),
+            labels,
+        )
 
     def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs, batch[1])
 
 
 def sweep_file(
-    directory: Path, name: str, space: dict[str, Any], train: dict[str, Any], lanes: int | str = "auto"
+    directory: Path,
+    name: str,
+    space: dict[str, Any],
+    train: dict[str, Any],
+    lanes: int | str = "auto",
 ) -> Path:
     """A sweep's YAML."""
     tree = {
@@ -105,7 +122,9 @@ def in_process(file: Path) -> tuple[float, list[Any]]:
 def timed(*command: str) -> tuple[float, str]:
     """Wall time of a command, and what it printed."""
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+    )
     elapsed_s = time.perf_counter() - began
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
@@ -118,13 +137,15 @@ def train_one(loop_config: dict[str, Any]) -> None:
     from trainers.on_ray.context import RayContext
 
     context = RayContext(None)
-    RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(context)
+    RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(
+        context
+    )
     context.flush()
 
 
 def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
-    """Run the same sweep, or its first `limit` trials, a TorchTrainer each; prints, as JSON, its wall time in Tune and
-    the configuration and loss of each trial.
+    """Run the same sweep, or its first `limit` trials, a TorchTrainer each; prints, as
+    JSON, its wall time in Tune and the configuration and loss of each trial.
 
     `in_lanes`: with the two names imported from `tune.ray`.
     """
@@ -162,9 +183,13 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
         trainer.fit()
 
     trials = grid(spec.config)[:limit]
-    runs = [{"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)} for one in trials]
+    runs = [
+        {"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)}
+        for one in trials
+    ]
     ray.init(include_dashboard=True, logging_level=logging.WARNING)
-    # A trial's function holds one CPU and its worker another: any more of them at a time would wait for ever.
+    # A trial's function holds one CPU and its worker another: any more of them at a
+    # time would wait for ever.
     at_a_time = None if in_lanes else max(1, int(ray.cluster_resources()["CPU"]) // 2)
     tuner = Tuner(
         trial,
@@ -175,7 +200,10 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
     began = time.perf_counter()
     results = tuner.fit()
     elapsed_s = time.perf_counter() - began
-    found = [(trials[runs.index(result.config["run"])], float(result.metrics["val_loss"])) for result in results]
+    found = [
+        (trials[runs.index(result.config["run"])], float(result.metrics["val_loss"]))
+        for result in results
+    ]
     print(json.dumps({"tune_s": elapsed_s, "found": found}))
 
 
@@ -184,13 +212,21 @@ def seconds_each(records: list[Any]) -> float:
     ends: dict[int | None, list[float]] = {}
     for record in records:
         ends.setdefault(record.lane, []).append(record.end_time)
-    return statistics.mean(later - earlier for lane in ends.values() for earlier, later in pairwise(sorted(lane)))
+    return statistics.mean(
+        later - earlier
+        for lane in ends.values()
+        for earlier, later in pairwise(sorted(lane))
+    )
 
 
 def settle(most_s: float = 60.0) -> None:
-    """Wait until a cluster that has just started no longer works on its own start: neither way should pay for it."""
+    """Wait until a cluster that has just started no longer works on its own start:
+    neither way should pay for it.
+    """
     deadline = time.monotonic() + most_s
-    while psutil.cpu_percent(interval=2.0) > _IDLE_PERCENT and time.monotonic() < deadline:
+    while (
+        psutil.cpu_percent(interval=2.0) > _IDLE_PERCENT and time.monotonic() < deadline
+    ):
         pass
 
 
@@ -201,25 +237,42 @@ def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, A
 
     space = {"global_batch_size": BATCHES[count], "precision": PRECISIONS}
     file = sweep_file(directory, f"sweep-{count}", space, {})
-    ours_s, import_s, said = [], [], []
+    ours_s = []
+    import_s = []
+    said = []
     for number in range(rounds):
         ours_s.append(timed("tune", str(file), "--fresh", "--quiet")[0])
-        took_s, printed = timed("benchmarks.sweep", "--way", "import", "--file", str(file))
+        took_s, printed = timed(
+            "benchmarks.sweep", "--way", "import", "--file", str(file)
+        )
         import_s.append(took_s)
         said.append(printed)
         if number == 0:
-            command_s, printed = timed("benchmarks.sweep", "--way", "full" if full else "ray", "--file", str(file))
+            command_s, printed = timed(
+                "benchmarks.sweep",
+                "--way",
+                "full" if full else "ray",
+                "--file",
+                str(file),
+            )
             said.append(printed)
             of_ray = json.loads(printed.splitlines()[-1])
     records = Journal(read_sweep(str(file), {}).storage).records()
-    assert [record.status for record in records] == ["done"] * count, [record.message for record in records]
+    assert [record.status for record in records] == ["done"] * count, [
+        record.message for record in records
+    ]
     for printed in said:
         for config, loss in json.loads(printed.splitlines()[-1])["found"]:
             ours = next(record for record in records if record.config == config)
-            assert ours.metrics["val_loss"] == loss, (config, ours.metrics["val_loss"], loss)
+            assert ours.metrics["val_loss"] == loss, (
+                config,
+                ours.metrics["val_loss"],
+                loss,
+            )
     ray_trial_s = of_ray["tune_s"] / len(of_ray["found"])
     ray_s = command_s - of_ray["tune_s"] + ray_trial_s * count
-    lanes_s, changed_s = statistics.median(ours_s), statistics.median(import_s)
+    lanes_s = statistics.median(ours_s)
+    changed_s = statistics.median(import_s)
     row = {
         "trials": count,
         "lanes_s": lanes_s,
@@ -231,7 +284,9 @@ def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, A
         "ray_trial_s": ray_trial_s,
         "speedup": ray_s / lanes_s,
         "import_speedup": ray_s / changed_s,
-        "train_s": statistics.mean(record.metrics["train_time_s"] for record in records),
+        "train_s": statistics.mean(
+            record.metrics["train_time_s"] for record in records
+        ),
         "lanes": len({record.lane for record in records}),
         "each_s": seconds_each(records),
     }
@@ -245,28 +300,59 @@ def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, A
 
 def constant_cost(directory: Path, count: int) -> dict[str, Any]:
     """Trials that train one step of one row: what the last ones cost, beside the first."""
-    train = {"task_args": {"rows": 1}, "epochs": None, "max_steps": 1, "global_batch_size": 1}
+    train = {
+        "task_args": {"rows": 1},
+        "epochs": None,
+        "max_steps": 1,
+        "global_batch_size": 1,
+    }
     file = sweep_file(directory, f"noop-{count}", {"seed": list(range(count))}, train)
     elapsed_s, records = in_process(file)
     ends = sorted(record.end_time for record in records)
     edge = min(_EDGE, count // 4)
     # The very first still share the machine with the start.
-    first_s, last_s = ((span[-1] - span[0]) / edge for span in (ends[edge : 2 * edge + 1], ends[-edge - 1 :]))
+    first_s, last_s = (
+        (span[-1] - span[0]) / edge
+        for span in (ends[edge : 2 * edge + 1], ends[-edge - 1 :])
+    )
     print(
         f"{count} trials without training in {elapsed_s:.1f} s: {first_s:.3f} s each at the beginning, {last_s:.3f} s "
         f"at the end ({last_s / first_s:.2f} x)",
         flush=True,
     )
-    return {"trials": count, "elapsed_s": elapsed_s, "first_s": first_s, "last_s": last_s, "ratio": last_s / first_s}
+    return {
+        "trials": count,
+        "elapsed_s": elapsed_s,
+        "first_s": first_s,
+        "last_s": last_s,
+        "ratio": last_s / first_s,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="every trial of Ray's way too")
-    parser.add_argument("--noop", type=int, nargs="?", const=1000, default=0, help="so many trials without training")
-    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=3, help="of ours and of the changed script")
-    parser.add_argument("--way", choices=["ray", "full", "import"], help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="every trial of Ray's way too"
+    )
+    parser.add_argument(
+        "--noop",
+        type=int,
+        nargs="?",
+        const=1000,
+        default=0,
+        help="so many trials without training",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="write to benchmarks/results"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of ours and of the changed script"
+    )
+    parser.add_argument(
+        "--way", choices=["ray", "full", "import"], help=argparse.SUPPRESS
+    )
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:
@@ -284,7 +370,9 @@ def main() -> None:
         rows = [compare(directory, count, args.full, args.rounds) for count in BATCHES]
         many = rows[-1]
         marginal_s = many["each_s"] - many["train_s"]
-        print(f"a further trial costs a lane {marginal_s:.2f} s beyond its own {many['train_s']:.2f} s of training")
+        print(
+            f"a further trial costs a lane {marginal_s:.2f} s beyond its own {many['train_s']:.2f} s of training"
+        )
         print(save("sweep", {"rows": rows, "marginal_s": marginal_s}, args.keep))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

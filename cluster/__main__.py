@@ -1,10 +1,11 @@
 """Check cluster files, and examine live clusters.
 
-`validate` starts nothing; `check` joins the cluster that RAY_ADDRESS names (as a Ray job: its own), and runs a few
-seconds on each node.
+`validate` starts nothing; `check` joins the cluster that RAY_ADDRESS names (as a Ray
+job: its own), and runs a few seconds on each node.
 
-Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order or that Ray did not drain, or torch sees
-no GPU where the driver has one; 2 errors in a file or on the command line.
+Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order or that
+Ray did not drain, or torch sees no GPU where the driver has one; 2 errors in a file or
+on the command line.
 """
 
 from collections import Counter
@@ -19,19 +20,36 @@ from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
 
 _Nodes = Annotated[
-    int | None, Field(ge=1, le=10**6, title="N", description="wait for N nodes that train; an error with fewer")
+    int | None,
+    Field(
+        ge=1,
+        le=10**6,
+        title="N",
+        description="wait for N nodes that train; an error with fewer",
+    ),
 ]
-_Uri = Annotated[str | None, Field(title="URI", description="what all nodes must share; default: $PACELINE_STORAGE")]
+_Uri = Annotated[
+    str | None,
+    Field(
+        title="URI", description="what all nodes must share; default: $PACELINE_STORAGE"
+    ),
+]
 
 
 def validate(
     files: Annotated[
-        tuple[str, ...], Field(title="FILE...", description="`ray up` files, ones with RayClusters, Slurm scripts")
+        tuple[str, ...],
+        Field(
+            title="FILE...",
+            description="`ray up` files, ones with RayClusters, Slurm scripts",
+        ),
     ],
     *,
     strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
 ) -> int:
-    """Check `ray up` files, KubeRay's and Slurm's, offline: every error and warning of every file is printed."""
+    """Check `ray up` files, KubeRay's and Slurm's, offline: every error and warning of
+    every file is printed.
+    """
     levels = Counter[str]()
     for file in files:
         try:
@@ -55,25 +73,44 @@ def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
 
     if is_slurm(file):
         script = load_slurm(file)
-        yield file, f"slurm, {script.options.get('nodes') or 1} nodes", slurm_findings(script)
+        yield (
+            file,
+            f"slurm, {script.options.get('nodes') or 1} nodes",
+            slurm_findings(script),
+        )
         return
     from cluster.files.ray_up import load_clusters
     from cluster.rules.clusters import findings
 
     for cluster in load_clusters(file):
         at_most = min(cluster.max_workers, cluster.sum_max_workers)
-        yield cluster.source, f"{cluster.provider}, up to {at_most} worker nodes", findings(cluster)
+        yield (
+            cluster.source,
+            f"{cluster.provider}, up to {at_most} worker nodes",
+            findings(cluster),
+        )
 
 
 def check(
     *,
-    local: Annotated[bool, Field(description="this machine alone: what it has, how fast it multiplies")] = False,
+    local: Annotated[
+        bool,
+        Field(description="this machine alone: what it has, how fast it multiplies"),
+    ] = False,
     workers: _Nodes = None,
-    wait_s: Annotated[float, Field(ge=0, le=1e9, title="S", description="how long, in seconds")] = 120,
+    wait_s: Annotated[
+        float, Field(ge=0, le=1e9, title="S", description="how long, in seconds")
+    ] = 120,
     storage_path: _Uri = None,
-    quick: Annotated[bool, Field(description="versions, clocks and storage alone")] = False,
-    exclude_bad: Annotated[bool, Field(description="print the label selector of the nodes in order")] = False,
-    as_json: Annotated[bool, Field(alias="json", description="all of it as JSON")] = False,
+    quick: Annotated[
+        bool, Field(description="versions, clocks and storage alone")
+    ] = False,
+    exclude_bad: Annotated[
+        bool, Field(description="print the label selector of the nodes in order")
+    ] = False,
+    as_json: Annotated[
+        bool, Field(alias="json", description="all of it as JSON")
+    ] = False,
 ) -> int:
     """Examine the nodes of the cluster that RAY_ADDRESS names, or this machine."""
     if local:
@@ -86,23 +123,42 @@ def check(
 
 
 def watch(
-    cloud: Annotated[Literal["aws", "gcp", "azure"], Field(description="whose machine this is")],
+    cloud: Annotated[
+        Literal["aws", "gcp", "azure"], Field(description="whose machine this is")
+    ],
     *,
-    address: Annotated[str, Field(title="HOST:PORT", description="of the metadata service")] = ADDRESS,
-    node: Annotated[str | None, Field(title="ID", description="of the Ray node, where several run here")] = None,
+    address: Annotated[
+        str, Field(title="HOST:PORT", description="of the metadata service")
+    ] = ADDRESS,
+    node: Annotated[
+        str | None,
+        Field(title="ID", description="of the Ray node, where several run here"),
+    ] = None,
 ) -> int:
-    """Wait on a spot machine for the notice that it is taken back, and drain its Ray node; cluster files start it."""
+    """Wait on a spot machine for the notice that it is taken back, and drain its Ray
+    node; cluster files start it.
+    """
     from cluster.spot.watch import watch
 
     return watch(cloud, address, node)
 
 
 def autoscale(
-    config: Annotated[str, Field(description="what `ray up` has put on the head: ~/ray_bootstrap_config.yaml")],
+    config: Annotated[
+        str,
+        Field(
+            description="what `ray up` has put on the head: ~/ray_bootstrap_config.yaml"
+        ),
+    ],
     *,
-    node: Annotated[str | None, Field(title="ID", description="of the head's Ray node, where several run here")] = None,
+    node: Annotated[
+        str | None,
+        Field(title="ID", description="of the head's Ray node, where several run here"),
+    ] = None,
 ) -> int:
-    """Run Ray's autoscaler on a head that has none, and go over to on-demand where spot is refused; files start it."""
+    """Run Ray's autoscaler on a head that has none, and go over to on-demand where spot
+    is refused; files start it.
+    """
     from cluster.spot.autoscaler import autoscale
 
     return autoscale(config, node)

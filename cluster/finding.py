@@ -1,4 +1,6 @@
-"""One remark on a cluster file or a node, in the form of Paceline's errors: field, value, rule and fix."""
+"""One remark on a cluster file or a node, in the form of Paceline's errors: field,
+value, rule and fix.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +13,9 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One remark: an error is what would not work, or would run the code of strangers; a warning may be intended."""
+    """One remark: an error is what would not work, or would run the code of strangers;
+    a warning may be intended.
+    """
 
     level: Level
     field: str

@@ -1,4 +1,6 @@
-"""docs/benchmarks.md: the newest figures that benchmarks/results/ keeps of each script, as they are in the files."""
+"""docs/benchmarks.md: the newest figures that benchmarks/results/ keeps of each script,
+as they are in the files.
+"""
 
 from __future__ import annotations
 
@@ -36,31 +38,57 @@ UNIT_SUFFIXES = ("s", "ms", "mb")
 _NAME = re.compile(r"(?P<kind>[a-z-]+)-\d{4}-\d\d-\d\d-(?P<device>\w+)\.json")
 LONGEST = 24
 """Rows of a table; of longer ones the ratios are summed up by their first column."""
-_STATISTICS = {"median": "median", "min": "smallest", "max": "largest", "ratio": "ratio", "n": "n"}
+_STATISTICS = {
+    "median": "median",
+    "min": "smallest",
+    "max": "largest",
+    "ratio": "ratio",
+    "n": "n",
+}
 Row = dict[str, str]
 
 
 def page() -> str:
     """The whole page."""
-    named = [(path, match) for path in sorted(RESULTS.glob("*.json")) if (match := _NAME.fullmatch(path.name))]
+    named = [
+        (path, match)
+        for path in sorted(RESULTS.glob("*.json"))
+        if (match := _NAME.fullmatch(path.name))
+    ]
     newest = {(match["kind"], match["device"]): path for path, match in named}
-    return "\n".join([HEAD, *(_section(kind, path) for (kind, _), path in sorted(newest.items()))])
+    return "\n".join(
+        [HEAD, *(_section(kind, path) for (kind, _), path in sorted(newest.items()))]
+    )
 
 
 def _section(kind: str, path: Path) -> str:
     kept = json.loads(path.read_text())
-    machine, results = kept["environment"], kept["results"]
-    named = (f"benchmarks/{name}.py" for name in (kind.replace("-", "_"), kind.partition("-")[0]))
+    machine = kept["environment"]
+    results = kept["results"]
+    named = (
+        f"benchmarks/{name}.py"
+        for name in (kind.replace("-", "_"), kind.partition("-")[0])
+    )
     script = next((file for file in named if (ROOT / file).is_file()), "")
     doc = ast.get_docstring(ast.parse((ROOT / script).read_text())) if script else None
     question = (doc or "").partition("\n\n")[0].replace("\n", " ")
-    libraries = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "ray"))
+    libraries = ", ".join(
+        f"{name} {machine[name]}" for name in ("python", "torch", "ray")
+    )
     said = f"{kept['date']}, {machine['cpus']} CPU cores, device {machine['device']}, {libraries}, commit"
     files = [script] * bool(doc) + [str(path.relative_to(ROOT))]
     links = ", ".join(f"[{Path(file).name}](../{file})" for file in files)
     where = "" if machine["device"] == "cpu" else f", {machine['device']}"
-    parts = [f"## {kind}{where}\n", f"{question}\n", f"{said} {machine.get('git_commit', '')[:10]}: {links}.\n"]
-    works = {key: value for key, value in results.items() if isinstance(value, dict) and not _is_table(value)}
+    parts = [
+        f"## {kind}{where}\n",
+        f"{question}\n",
+        f"{said} {machine.get('git_commit', '')[:10]}: {links}.\n",
+    ]
+    works = {
+        key: value
+        for key, value in results.items()
+        if isinstance(value, dict) and not _is_table(value)
+    }
     whole = {key: value for key, value in results.items() if key not in works}
     for title, work in [("", whole), *works.items()]:
         found = list(_tables(work, UNITS.get(kind, UNITS.get(f"{kind}: {title}", ""))))
@@ -69,17 +97,31 @@ def _section(kind: str, path: Path) -> str:
 
 
 def _tables(work: dict[str, Any], unit: str) -> Iterator[str]:
-    """What a file has of one piece of work: its plain values, what was measured, and what else has rows."""
+    """What a file has of one piece of work: its plain values, what was measured, and
+    what else has rows.
+    """
     if plain := [f"{_words(key)} {value}" for key, value in _plain(work).items()]:
         yield "; ".join(plain) + "\n"
     if measured := dict(_measured(work)):
         head = f"median, {unit}" if unit else "median"
-        yield _table({"": name, head: row.pop("median"), **row} for name, row in measured.items())
-    below = {key: value for key, value in work.items() if isinstance(value, dict) and key not in LEFT_OUT}
+        yield _table(
+            {"": name, head: row.pop("median"), **row} for name, row in measured.items()
+        )
+    below = {
+        key: value
+        for key, value in work.items()
+        if isinstance(value, dict) and key not in LEFT_OUT
+    }
     for name, tree in {"": below, **below}.items():
-        flat = {key: _flat(value) for key, value in tree.items() if isinstance(value, dict) and "median" not in value}
+        flat = {
+            key: _flat(value)
+            for key, value in tree.items()
+            if isinstance(value, dict) and "median" not in value
+        }
         if any(flat.values()):
-            yield _table({_words(name): _words(key), **row} for key, row in flat.items() if row)
+            yield _table(
+                {_words(name): _words(key), **row} for key, row in flat.items() if row
+            )
     for value in work.values():
         if isinstance(value, list) and all(isinstance(row, dict) for row in value):
             yield _table(_records(value))
@@ -98,8 +140,13 @@ def _flat(tree: dict[str, Any]) -> Row:
 def _measured(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Row]]:
     """Whatever has a median, by its place in the file."""
     if "median" in tree:
-        row = {name: _shown(tree[key]) for key, name in _STATISTICS.items() if key in tree}
-        yield path, row | ({"ratio": f"{tree['ratio']:.2f} x"} if "ratio" in tree else {})
+        row = {
+            name: _shown(tree[key]) for key, name in _STATISTICS.items() if key in tree
+        }
+        yield (
+            path,
+            row | ({"ratio": f"{tree['ratio']:.2f} x"} if "ratio" in tree else {}),
+        )
         return
     for key, value in tree.items():
         if isinstance(value, dict) and key not in LEFT_OUT:
@@ -109,7 +156,9 @@ def _measured(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Row]]
 
 def _plain(tree: dict[str, Any]) -> Row:
     return {
-        {"floor": "A/A floor"}.get(key, _words(key)): f"{value:.1%}" if key == "floor" else _shown(value)
+        {"floor": "A/A floor"}.get(key, _words(key)): f"{value:.1%}"
+        if key == "floor"
+        else _shown(value)
         for key, value in tree.items()
         if not isinstance(value, dict | list)
     }
@@ -122,22 +171,37 @@ def _records(rows: list[dict[str, Any]]) -> Iterator[Row]:
     first = next(iter(rows[0]))
     for name in dict.fromkeys(row[first] for row in rows):
         ratios = [row["ratio"] for row in rows if row[first] == name]
-        yield {first: name, "smallest ratio": f"{min(ratios):.3f} x", "largest ratio": f"{max(ratios):.3f} x"} | {
-            "n": str(len(ratios))
-        }
+        yield {
+            first: name,
+            "smallest ratio": f"{min(ratios):.3f} x",
+            "largest ratio": f"{max(ratios):.3f} x",
+        } | {"n": str(len(ratios))}
 
 
 def _table(rows: Iterable[Row]) -> str:
     rows = list(rows)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *(f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in rows), ""])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| {' | '.join(row.get(column, '') for column in columns)} |"
+                for row in rows
+            ),
+            "",
+        ]
+    )
 
 
 def _words(key: str) -> str:
     """A key as a heading, with its unit."""
     words, _, unit = key.rpartition("_")
-    return f"{_words(words)} ({unit.replace('mb', 'MB')})" if words and unit in UNIT_SUFFIXES else key.replace("_", " ")
+    return (
+        f"{_words(words)} ({unit.replace('mb', 'MB')})"
+        if words and unit in UNIT_SUFFIXES
+        else key.replace("_", " ")
+    )
 
 
 def _shown(value: Any) -> str:

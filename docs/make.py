@@ -1,7 +1,9 @@
-"""Write the pages of docs/ that come from the code; a test checks that they are current.
+"""Write the pages of docs/ that come from the code; a test checks that they are
+current.
 
-Run as: python docs/make.py [config | commands | api | benchmarks] > docs/config.md        (make docs writes all)
-        python docs/make.py [train | sweep] > trainers/schema.json    (tune/schema.json)
+Run as: python docs/make.py [config | commands | api | benchmarks] > docs/config.md
+        (make docs writes all) python docs/make.py [train | sweep] >
+        trainers/schema.json    (tune/schema.json)
 """
 
 from __future__ import annotations
@@ -55,7 +57,14 @@ RETURNED = (
 def config() -> str:
     """Every key of the YAML files."""
     of_function = markdown("train.yaml with train_func", FunctionConfig, TrainConfig)
-    return "\n".join([CONFIG, markdown("train.yaml", TrainConfig), of_function, markdown("sweep.yaml", SweepConfig)])
+    return "\n".join(
+        [
+            CONFIG,
+            markdown("train.yaml", TrainConfig),
+            of_function,
+            markdown("sweep.yaml", SweepConfig),
+        ]
+    )
 
 
 def commands() -> str:
@@ -66,27 +75,40 @@ def commands() -> str:
         about, _, exit_codes = (inspect.getdoc(module) or "").rpartition("\n\n")
         about = re.sub(r"^    (.*)$", r"```text\n\1\n```", about, flags=re.MULTILINE)
         parts += [f"## python -m {door}\n", f"{about}\n", f"{exit_codes}\n"]
-        parts += [f"```text\n{one.help()}\n```\n" for one in newest(door_commands(door, settings))]
+        parts += [
+            f"```text\n{one.help()}\n```\n"
+            for one in newest(door_commands(door, settings))
+        ]
     return "\n".join(parts)
 
 
 def door_commands(door: str, settings: type[Settings] | None) -> dict[str, Command]:
-    """The commands of `python -m trainers`, `tune` or `cluster`, by their words; the one without a word is ""."""
+    """The commands of `python -m trainers`, `tune` or `cluster`, by their words; the
+    one without a word is "".
+    """
     module: Any = importlib.import_module(f"{door}.__main__")
     found: dict[str, Callable[..., int]] = {}
 
     def caught(
-        _call: str, _doc: str | None, functions: dict[str, Callable[..., int]], *_rest: Any, **_named: Any
+        _call: str,
+        _doc: str | None,
+        functions: dict[str, Callable[..., int]],
+        *_rest: Any,
+        **_named: Any,
     ) -> int:
         found.update(functions)
         return 0
 
-    run, module.run = module.run, caught
+    run = module.run
+    module.run = caught
     try:
         module.main([])
     finally:
         module.run = run
-    return {word: Command(f"python -m {door} {word}".rstrip(), function, settings) for word, function in found.items()}
+    return {
+        word: Command(f"python -m {door} {word}".rstrip(), function, settings)
+        for word, function in found.items()
+    }
 
 
 def newest(commands: dict[str, Command]) -> list[Command]:
@@ -99,7 +121,10 @@ def api() -> str:
     parts = [API]
     for name in MODULES:
         module = importlib.import_module(name)
-        parts += [f"## {name}\n", *(_name(public, getattr(module, public)) for public in module.__all__)]
+        parts += [
+            f"## {name}\n",
+            *(_name(public, getattr(module, public)) for public in module.__all__),
+        ]
     parts += ["## What they return\n"]
     for place in RETURNED:
         module_name, _, name = place.partition(":")
@@ -108,34 +133,50 @@ def api() -> str:
 
 
 def _name(name: str, value: Any) -> str:
-    """A class or function with its docstring; of a class that users derive from or get, its methods."""
+    """A class or function with its docstring; of a class that users derive from or get,
+    its methods.
+    """
     text = f"### {name}\n\n{_text(value)}\n"
     if inspect.isclass(value) and issubclass(value, Settings):
         return text.rstrip() + " [config.md](config.md) has its keys.\n"
     if not inspect.isclass(value):
         return text.replace("\n\n", f"\n\n```text\n{_head(value)}\n```\n\n", 1)
     if "__init__" in vars(value) and "__init__" in inspect.getsource(value):
-        text = text.replace("\n\n", f"\n\n```text\n{_head(value.__init__, name)}\n```\n\n", 1)
-    text += "".join(f"\n- {line}" for line in _attributes(value)) + "\n" * any(_attributes(value))
+        text = text.replace(
+            "\n\n", f"\n\n```text\n{_head(value.__init__, name)}\n```\n\n", 1
+        )
+    text += "".join(f"\n- {line}" for line in _attributes(value)) + "\n" * any(
+        _attributes(value)
+    )
     if value.__module__.startswith("trainers.data."):  # whose methods are the loop's
         return text
     for word, member in vars(value).items():
         member = getattr(member, "fget", member)
         if inspect.isfunction(member) and not word.startswith("_") and member.__doc__:
-            text += f"\n#### {word}\n\n```text\n{_head(member)}\n```\n\n{_text(member)}\n"
+            text += (
+                f"\n#### {word}\n\n```text\n{_head(member)}\n```\n\n{_text(member)}\n"
+            )
     return text
 
 
 def _attributes(value: type) -> list[str]:
     """The documented attributes of a class, and of those that it derives from."""
     found = []
-    for part in reversed([one for one in value.__mro__ if one.__module__.partition(".")[0] in DOORS]):
+    for part in reversed(
+        [one for one in value.__mro__ if one.__module__.partition(".")[0] in DOORS]
+    ):
         [node] = ast.parse(textwrap.dedent(inspect.getsource(part))).body
         assert isinstance(node, ast.ClassDef)
         for field, text in itertools.pairwise(node.body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+            ):
                 meaning = " ".join(str(text.value.value).split())
-                found.append(f"`{ast.unparse(field.target)}: {ast.unparse(field.annotation)}`: {meaning}")
+                found.append(
+                    f"`{ast.unparse(field.target)}: {ast.unparse(field.annotation)}`: {meaning}"
+                )
     return found
 
 
@@ -145,9 +186,19 @@ def _head(function: Any, name: str = "") -> str:
     assert isinstance(node, ast.FunctionDef)
     node.args.args = [one for one in node.args.args if one.arg != "self"]
     returns = f" -> {ast.unparse(node.returns)}" if node.returns and not name else ""
-    given = [ast.unparse(one) for one in node.decorator_list if ast.unparse(one) == "property"]
+    given = [
+        ast.unparse(one)
+        for one in node.decorator_list
+        if ast.unparse(one) == "property"
+    ]
     head = f"{name or node.name}({ast.unparse(node.args)}){returns}"
-    wrapped = textwrap.fill(head, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    wrapped = textwrap.fill(
+        head,
+        110,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     return "\n".join([*(f"@{one}" for one in given), wrapped])
 
 

@@ -1,9 +1,11 @@
-"""Build the site: the pages of mkdocs.yml, copied to build/pages in the repository's own layout, by Zensical.
+"""Build the site: the pages of mkdocs.yml, copied to build/pages in the repository's
+own layout, by Zensical.
 
-The pages stay as GitHub shows them. Their links to each other and to files hold in the copy; what a site has another
-way for is changed there: a directory's README, Mermaid (drawn here: in a browser it would need a script from
-elsewhere), and lists right below a line. A warning of Zensical's is an error, and so is what it does not look for: a
-file that is not there, and a page in no section.
+The pages stay as GitHub shows them. Their links to each other and to files hold in the
+copy; what a site has another way for is changed there: a directory's README, Mermaid
+(drawn here: in a browser it would need a script from elsewhere), and lists right below
+a line. A warning of Zensical's is an error, and so is what it does not look for: a file
+that is not there, and a page in no section.
 
 Run as: python docs/pages.py        (make site)
 """
@@ -23,7 +25,13 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "cluster/**/*.md")
+FOLDERS = (
+    "*.md",
+    "docs/**/*.md",
+    "examples/**/*.md",
+    "benchmarks/*.md",
+    "cluster/**/*.md",
+)
 """Where pages lie."""
 _LINK = re.compile(r"(!?\[(?:[^][]|\[[^]]*\])*\])\(([^)#\s]+)(#[^)\s]*)?\)")
 _ADDRESS = re.compile(r'(?:src|srcset)="([^"]+)"')
@@ -33,7 +41,13 @@ _ITEM = re.compile(r" {0,3}([-*]|\d+\.) ")
 
 def pages() -> list[str]:
     """Every Markdown page of the repository, as a path in it."""
-    return sorted({str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(folder)})
+    return sorted(
+        {
+            str(path.relative_to(ROOT))
+            for folder in FOLDERS
+            for path in ROOT.glob(folder)
+        }
+    )
 
 
 def listed(nav: Any) -> Iterator[str]:
@@ -46,18 +60,33 @@ def listed(nav: Any) -> Iterator[str]:
 
 
 def build(target: Path) -> int:
-    """Build `target`/site; returns Zensical's exit code, and raises SystemExit where a page is not right."""
+    """Build `target`/site; returns Zensical's exit code, and raises SystemExit where a
+    page is not right.
+    """
     settings = (ROOT / "mkdocs.yml").read_text()
     names = list(listed(yaml.safe_load(settings)["nav"]))
     if wrong := sorted(set(names) ^ set(pages())):
-        raise SystemExit(f"mkdocs.yml and the pages differ by {', '.join(wrong)}: give each page its line below `nav`")
+        raise SystemExit(
+            f"mkdocs.yml and the pages differ by {', '.join(wrong)}: give each page its line below `nav`"
+        )
     shutil.rmtree(target / "pages", ignore_errors=True)
     for name in names:
         (target / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / "pages" / name).write_text(copied(name, (ROOT / name).read_text(), target / "pages"))
+        (target / "pages" / name).write_text(
+            copied(name, (ROOT / name).read_text(), target / "pages")
+        )
     shutil.copy(ROOT / "llms.txt", target / "pages")
     (target / "mkdocs.yml").write_text(settings)
-    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", "mkdocs.yml"]
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--clean",
+        "--strict",
+        "-f",
+        "mkdocs.yml",
+    ]
     return subprocess.run(command, cwd=target, check=False).returncode
 
 
@@ -74,12 +103,18 @@ def copied(name: str, text: str, target: Path) -> str:
         return file
 
     def link(found: re.Match[str]) -> str:
-        words, address, anchor = found[1], found[2], found[3] or ""
+        words = found[1]
+        address = found[2]
+        anchor = found[3] or ""
         if "://" in address or address.startswith("mailto:"):
             return found[0]
         file = locate(address)
         if (ROOT / file).is_dir():
-            return f"{words}({address}/README.md{anchor})" if (ROOT / file / "README.md").exists() else words[1:-1]
+            return (
+                f"{words}({address}/README.md{anchor})"
+                if (ROOT / file / "README.md").exists()
+                else words[1:-1]
+            )
         return found[0]
 
     numbers = itertools.count(1)
@@ -88,19 +123,27 @@ def copied(name: str, text: str, target: Path) -> str:
         import mermaidx
 
         file = f"{Path(name).stem}-{next(numbers)}.svg"
-        svg = mermaidx.render(found[1]).svg().replace("background-color: transparent", "background-color: white", 1)
+        svg = (
+            mermaidx.render(found[1])
+            .svg()
+            .replace("background-color: transparent", "background-color: white", 1)
+        )
         (target / name).with_name(file).write_text(svg)
         return f"[![a drawing; opens alone]({file})]({file})"
 
     for address in _ADDRESS.findall(text):
         locate(address)
     prose = re.split(r"(^```.*?^```$)", _lists(text), flags=re.MULTILINE | re.DOTALL)
-    linked = (part if part.startswith("```") else _LINK.sub(link, part) for part in prose)
+    linked = (
+        part if part.startswith("```") else _LINK.sub(link, part) for part in prose
+    )
     return _MERMAID.sub(drawn, "".join(linked))
 
 
 def _lists(text: str) -> str:
-    """A blank line above each list: Python's Markdown begins none without it, GitHub's does."""
+    """A blank line above each list: Python's Markdown begins none without it, GitHub's
+    does.
+    """
     lines: list[str] = []
     is_code = is_list = False
     for line in text.splitlines():

@@ -1,6 +1,8 @@
-"""JSON schemas of `train.yaml` and `sweep.yaml`, from the models, for editors: keys, types, choices and meanings.
+"""JSON schemas of `train.yaml` and `sweep.yaml`, from the models, for editors: keys,
+types, choices and meanings.
 
-What only the models know (which keys fit together) they say themselves when a file is read.
+What only the models know (which keys fit together) they say themselves when a file is
+read.
 """
 
 from __future__ import annotations
@@ -27,28 +29,45 @@ FREE = r"^(task_args|train_loop_config)\."
 def train() -> str:
     """The schema of a run: of a task, or of a training function."""
     definitions = _definitions(TrainConfig, FunctionConfig)
-    return _text({"$schema": DIALECT, "title": "train.yaml", **_run(), "definitions": definitions})
+    return _text(
+        {
+            "$schema": DIALECT,
+            "title": "train.yaml",
+            **_run(),
+            "definitions": definitions,
+        }
+    )
 
 
 def sweep() -> str:
-    """The schema of a sweep; of its run nothing is required, since the space may give it."""
+    """The schema of a sweep; of its run nothing is required, since the space may give
+    it.
+    """
     definitions = _definitions(SweepConfig, TrainConfig, FunctionConfig)
     for name in definitions.keys() - {"SweepConfig"}:
         definitions[name].pop("required", None)
         definitions[name].pop("allOf", None)
     own = definitions.pop("SweepConfig")
-    own["properties"]["train"] |= {"anyOf": [{"type": "string"}, {"type": "object", **_run()}]}
+    own["properties"]["train"] |= {
+        "anyOf": [{"type": "string"}, {"type": "object", **_run()}]
+    }
     own["properties"]["space"] |= {
         "properties": dict(_space(TrainConfig)),
         "patternProperties": {FREE: _values({})},
         "additionalProperties": False,
     }
-    return _text({"$schema": DIALECT, **own, "title": "sweep.yaml", "definitions": definitions})
+    return _text(
+        {"$schema": DIALECT, **own, "title": "sweep.yaml", "definitions": definitions}
+    )
 
 
 def _run() -> Schema:
     """Not `anyOf`: an editor would name what is missing of the other kind."""
-    return {"if": {"required": ["train_func"]}, "then": _reference("FunctionConfig"), "else": _reference("TrainConfig")}
+    return {
+        "if": {"required": ["train_func"]},
+        "then": _reference("FunctionConfig"),
+        "else": _reference("TrainConfig"),
+    }
 
 
 def _reference(path: str) -> Schema:
@@ -56,11 +75,16 @@ def _reference(path: str) -> Schema:
 
 
 def _definitions(*models: type[BaseModel]) -> dict[str, Schema]:
-    _, whole = models_json_schema([(model, "validation") for model in models], ref_template="#/definitions/{model}")
+    _, whole = models_json_schema(
+        [(model, "validation") for model in models],
+        ref_template="#/definitions/{model}",
+    )
     definitions: dict[str, Schema] = _plain(whole["$defs"])
     for model in _models(Settings):
         if model.__name__ in definitions and model.exclusive:
-            definitions[model.__name__]["allOf"] = [_exclusive(group, model) for group in model.exclusive]
+            definitions[model.__name__]["allOf"] = [
+                _exclusive(group, model) for group in model.exclusive
+            ]
     return definitions
 
 
@@ -72,8 +96,13 @@ def _models(model: type[Settings]) -> Iterator[type[Settings]]:
 
 def _exclusive(group: tuple[str, ...], model: type[Settings]) -> Schema:
     """Exactly one of a run's groups; at most one of any other."""
-    given = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in group]
-    pairs = [{"allOf": [first, second]} for first, second in itertools.combinations(given, 2)]
+    given = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+        for name in group
+    ]
+    pairs = [
+        {"allOf": [first, second]} for first, second in itertools.combinations(given, 2)
+    ]
     return {"oneOf": given} if model is TrainConfig else {"not": {"anyOf": pairs}}
 
 
@@ -81,7 +110,10 @@ def _space(model: type[Settings], before: str = "") -> Iterator[tuple[str, Schem
     """What each dotted key of a run may be in a space."""
     for key in keys_of(model):
         yield before + key, _values(_reference(f"{model.__name__}/properties/{key}"))
-        if (below := child_model(model, key)) is not None and key not in ("batch_schedule", "tracking"):
+        if (below := child_model(model, key)) is not None and key not in (
+            "batch_schedule",
+            "tracking",
+        ):
             yield from _space(below, f"{before}{key}.")
 
 
@@ -96,7 +128,11 @@ def _plain(node: Any) -> Any:
         return [_plain(part) for part in node]
     if not isinstance(node, dict):
         return " ".join(node.split()) if isinstance(node, str) else node
-    return {key: _plain(part) for key, part in node.items() if key not in ("title", "rule") or isinstance(part, dict)}
+    return {
+        key: _plain(part)
+        for key, part in node.items()
+        if key not in ("title", "rule") or isinstance(part, dict)
+    }
 
 
 def _text(schema: Schema) -> str:

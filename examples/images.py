@@ -1,4 +1,6 @@
-"""What the examples on torchvision's small image sets share: one download, uint8 tensors that stay resident."""
+"""What the examples on torchvision's small image sets share: one download, uint8
+tensors that stay resident.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ from trainers.errors import ConfigError
 
 
 class SmallImages(MaySynthesize):
-    """Classify B images [B, C, H, W] (uint8) of a data set that torchvision can download.
+    """Classify B images [B, C, H, W] (uint8) of a data set that torchvision can
+    download.
 
-    `root`: where it is kept on each node. `samples`: take only so many of each split. The pixels go once into one
-    file of tensors, so that workers start without torchvision, whose import takes seconds.
+    `root`: where it is kept on each node. `samples`: take only so many of each split.
+    The pixels go once into one file of tensors, so that workers start without
+    torchvision, whose import takes seconds.
     """
 
     source: ClassVar[str]
@@ -30,9 +34,15 @@ class SmallImages(MaySynthesize):
     sizes: ClassVar[dict[str, int]]
     """Images of each split."""
 
-    def __init__(self, root: str = "~/.cache/paceline", synthetic: bool = False, samples: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str = "~/.cache/paceline",
+        synthetic: bool = False,
+        samples: int | None = None,
+    ) -> None:
         super().__init__(synthetic)
-        self.root, self.samples = Path(root).expanduser(), samples
+        self.root = Path(root).expanduser()
+        self.samples = samples
 
     @property
     def _file(self) -> Path:
@@ -48,8 +58,13 @@ class SmallImages(MaySynthesize):
         tensors = {}
         for split in self.sizes:
             try:
-                data = getattr(datasets, self.source)(self.root, train=split == "train", download=True)
-            except (RuntimeError, OSError) as error:  # no network; a damaged or incomplete file
+                data = getattr(datasets, self.source)(
+                    self.root, train=split == "train", download=True
+                )
+            except (
+                RuntimeError,
+                OSError,
+            ) as error:  # no network; a damaged or incomplete file
                 raise ConfigError(
                     "task_args.root",
                     str(self.root),
@@ -57,20 +72,32 @@ class SmallImages(MaySynthesize):
                     "copy it there, or set `task_args: {synthetic: true}`",
                 ) from error
             images = torch.as_tensor(data.data)
-            images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+            images = (
+                images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+            )
             tensors[f"{split}_images"] = images.contiguous()
-            tensors[f"{split}_labels"] = torch.as_tensor(data.targets, dtype=torch.int64)
+            tensors[f"{split}_labels"] = torch.as_tensor(
+                data.targets, dtype=torch.int64
+            )
         aside = self._file.with_name(f"{self._file.name}.{os.getpid()}.tmp")
         save_file(tensors, aside)
         aside.replace(self._file)
 
     def dataset(self, split: str) -> TensorDataset:
-        """uint8 images [N, C, H, W] and their labels [N]; "val" is the set's own test split."""
+        """uint8 images [N, C, H, W] and their labels [N]; "val" is the set's own test
+        split.
+        """
         count = min(self.samples or self.sizes[split], self.sizes[split])
         if self.synthetic:
-            return TensorDataset(*synthetic_images(count, self.shape, self.classes, seed=1 + (split == "val")))
+            return TensorDataset(
+                *synthetic_images(
+                    count, self.shape, self.classes, seed=1 + (split == "val")
+                )
+            )
         tensors = load_file(self._file)
-        return TensorDataset(tensors[f"{split}_images"][:count], tensors[f"{split}_labels"][:count])
+        return TensorDataset(
+            tensors[f"{split}_images"][:count], tensors[f"{split}_labels"][:count]
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         """Cross entropy."""
@@ -78,4 +105,7 @@ class SmallImages(MaySynthesize):
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         """Accuracy, one value a sample."""
-        return {"accuracy": outputs.argmax(1) == batch[1], **super().metrics(outputs, batch)}
+        return {
+            "accuracy": outputs.argmax(1) == batch[1],
+            **super().metrics(outputs, batch),
+        }

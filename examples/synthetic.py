@@ -1,4 +1,6 @@
-"""Data of the right shapes where the real one cannot be had, marked as such in every output."""
+"""Data of the right shapes where the real one cannot be had, marked as such in every
+output.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ _NOISE = 0.5  # share of a synthetic image that is noise
 class MaySynthesize(Task):
     """A task whose `synthetic: true` needs no data and no network.
 
-    Every output of such a run says so: a warning at the start, the metric `val_synthetic` (the share of samples that
-    are synthetic) in each evaluation, in result.json, in summaries and in a sweep's table, and a column of predictions.
+    Every output of such a run says so: a warning at the start, the metric
+    `val_synthetic` (the share of samples that are synthetic) in each evaluation, in
+    result.json, in summaries and in a sweep's table, and a column of predictions.
     """
 
     def __init__(self, synthetic: bool = False) -> None:
@@ -39,25 +42,40 @@ class MaySynthesize(Task):
         """The mark."""
         if not self.synthetic:
             return {}
-        return {"synthetic": torch.ones(num_samples(batch), device=tensors_of(batch)[0].device)}
+        return {
+            "synthetic": torch.ones(
+                num_samples(batch), device=tensors_of(batch)[0].device
+            )
+        }
 
     def predictions(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         """The model's outputs, and the mark."""
         return super().predictions(outputs, batch) | {
-            name: mark.bool() for name, mark in MaySynthesize.metrics(self, outputs, batch).items()
+            name: mark.bool()
+            for name, mark in MaySynthesize.metrics(self, outputs, batch).items()
         }
 
 
-def synthetic_images(count: int, shape: tuple[int, int, int], classes: int, seed: int) -> tuple[Tensor, Tensor]:
-    """uint8 [count, C, H, W] and labels [count]: a coarse picture for each class under noise, so learnable.
+def synthetic_images(
+    count: int, shape: tuple[int, int, int], classes: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """uint8 [count, C, H, W] and labels [count]: a coarse picture for each class under
+    noise, so learnable.
 
-    The pictures are the same for every seed, so that a validation split can be drawn with another one.
+    The pictures are the same for every seed, so that a validation split can be drawn
+    with another one.
     """
     generator = torch.Generator().manual_seed(seed)
     channels, height, width = shape
-    coarse = torch.rand(classes, channels, _COARSE, _COARSE, generator=torch.Generator().manual_seed(0))
-    pictures = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")
+    coarse = torch.rand(
+        classes, channels, _COARSE, _COARSE, generator=torch.Generator().manual_seed(0)
+    )
+    pictures = torch.nn.functional.interpolate(
+        coarse, size=(height, width), mode="bilinear"
+    )
     pictures = (pictures * 255 * (1 - _NOISE)).to(torch.uint8)
     labels = torch.randint(classes, (count,), generator=generator)
-    noise = torch.randint(int(255 * _NOISE), (count, *shape), dtype=torch.uint8, generator=generator)
+    noise = torch.randint(
+        int(255 * _NOISE), (count, *shape), dtype=torch.uint8, generator=generator
+    )
     return noise.add_(pictures[labels]), labels

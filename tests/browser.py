@@ -1,4 +1,5 @@
-"""Headless Chromium on one page through its DevTools protocol: what the page asked for, said and looks like.
+"""Headless Chromium on one page through its DevTools protocol: what the page asked for,
+said and looks like.
 
 The docs' pictures of a sweep's report are taken by
     python -m tests.browser results/digits-sweep/report.html docs/images
@@ -23,7 +24,9 @@ LOOKS = {
     "report-dark": ((1000, 1426), False, "dark"),
     "report-phone": ((390, 1150), True, "light"),
 }
-"""Width and height in CSS pixels, whether it is a phone, and the colour scheme that the reader prefers."""
+"""Width and height in CSS pixels, whether it is a phone, and the colour scheme that the
+reader prefers.
+"""
 
 
 @dataclass
@@ -46,7 +49,9 @@ def chromium() -> str | None:
 
 
 def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) -> Page:
-    """Open a file in each of the looks, in a browser that knows no name but 127.0.0.1; evaluate expressions."""
+    """Open a file in each of the looks, in a browser that knows no name but 127.0.0.1;
+    evaluate expressions.
+    """
     import psutil
 
     program = chromium()
@@ -62,10 +67,17 @@ def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) 
         )
         # fmt: on
         try:
-            return asyncio.run(asyncio.wait_for(_visit(Path(profile), file, expressions, looks or LOOKS), 120))
+            return asyncio.run(
+                asyncio.wait_for(
+                    _visit(Path(profile), file, expressions, looks or LOOKS), 120
+                )
+            )
         finally:
             # Its processes write to the profile for as long as they live.
-            family = [*psutil.Process(browser.pid).children(recursive=True), psutil.Process(browser.pid)]
+            family = [
+                *psutil.Process(browser.pid).children(recursive=True),
+                psutil.Process(browser.pid),
+            ]
             browser.terminate()
             _, alive = psutil.wait_procs(family, timeout=10)
             for process in alive:
@@ -75,7 +87,9 @@ def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) 
             psutil.wait_procs(alive)
 
 
-async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]) -> Page:
+async def _visit(
+    profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]
+) -> Page:
     import aiohttp
 
     port_file = profile / "DevToolsActivePort"
@@ -85,16 +99,30 @@ async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
             targets = await answer.json()
-        socket_address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+        socket_address = next(
+            target["webSocketDebuggerUrl"]
+            for target in targets
+            if target["type"] == "page"
+        )
         async with session.ws_connect(socket_address, max_msg_size=0) as socket:
             tab = _Tab(socket, Page(), file.resolve().as_uri())
             for domain in ("Page", "Network", "Runtime", "Log"):
                 await tab.call(f"{domain}.enable")
-            offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+            offline = {
+                "offline": True,
+                "latency": 0,
+                "downloadThroughput": 0,
+                "uploadThroughput": 0,
+            }
             await tab.call("Network.emulateNetworkConditions", **offline)
             for name, ((width, height), mobile, scheme) in looks.items():
                 scheme_wish = [{"name": "prefers-color-scheme", "value": scheme}]
-                metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if mobile else 1, "mobile": mobile}
+                metrics = {
+                    "width": width,
+                    "height": height,
+                    "deviceScaleFactor": 2 if mobile else 1,
+                    "mobile": mobile,
+                }
                 await tab.call("Emulation.setEmulatedMedia", features=scheme_wish)
                 await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
                 await tab.open()
@@ -103,16 +131,23 @@ async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks:
 
 
 class _Tab:
-    """One tab: commands and their answers; what happens between them goes into the page."""
+    """One tab: commands and their answers; what happens between them goes into the
+    page.
+    """
 
     def __init__(self, socket: Any, page: Page, address: str) -> None:
-        self.page, self._socket, self._address, self._number = page, socket, address, 0
+        self.page = page
+        self._socket = socket
+        self._address = address
+        self._number = 0
         self._loaded = False
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One command; its result."""
         self._number += 1
-        await self._socket.send_json({"id": self._number, "method": method, "params": params})
+        await self._socket.send_json(
+            {"id": self._number, "method": method, "params": params}
+        )
         while True:
             message = await self._socket.receive_json()
             if message.get("id") == self._number:
@@ -122,7 +157,9 @@ class _Tab:
 
     async def value(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
-        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -130,7 +167,9 @@ class _Tab:
         """Take down the values of expressions, and a picture."""
         for expression in expressions:
             self.page.found[f"{name}: {expression}"] = await self.value(expression)
-        picture = await self.call("Page.captureScreenshot", format="png", optimizeForSpeed=False)
+        picture = await self.call(
+            "Page.captureScreenshot", format="png", optimizeForSpeed=False
+        )
         self.page.pictures[name] = base64.b64decode(picture["data"])
 
     async def open(self) -> None:
@@ -164,7 +203,9 @@ def main(report: str, directory: str) -> None:
     page = look_at(Path(report))
     for name, picture in page.pictures.items():
         file = Path(directory) / f"{name}.png"
-        Image.open(io.BytesIO(picture)).convert("RGB").quantize(96).save(file, optimize=True)
+        Image.open(io.BytesIO(picture)).convert("RGB").quantize(96).save(
+            file, optimize=True
+        )
         print(f"{file}  {file.stat().st_size / 1e3:.0f} kB")
 
 

@@ -26,14 +26,16 @@ REPOSITORY = Path(__file__).parent.parent
 OWN_RAY = ("test_embedded.py", "test_first_script.py", "test_ray_scripts.py")
 """The files of tests/on_ray whose commands start clusters of their own."""
 
-# The suite's environment is a new user's: nothing of Ray's, Python's or ours is set, whoever runs it.
+# The suite's environment is a new user's: nothing of Ray's, Python's or ours is set,
+# whoever runs it.
 _USERS_OWN = ("RAY_", "TUNE_", "PYTHON", "PACELINE_")
 if "PYTEST_SCRATCH" not in os.environ:
     for _name in [name for name in os.environ if name.startswith(_USERS_OWN)]:
         del os.environ[_name]
 
-# Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below it), not in /tmp itself. Each
-# process of pytest's makes one; those that its tests start, and that import this for a task, have that of theirs.
+# Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below
+# it), not in /tmp itself. Each process of pytest's makes one; those that its tests
+# start, and that import this for a task, have that of theirs.
 _OWNER = os.environ.get("PYTEST_XDIST_WORKER", "main")
 _given, _, _scratch = os.environ.get("PYTEST_SCRATCH", "").partition("=")
 IS_OWN = _given != _OWNER
@@ -48,7 +50,8 @@ multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ign
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once, and has a process for itself.
+    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once,
+    and has a process for itself.
 
     So are those of the lab: a machine has the memory for one at a time.
     """
@@ -71,9 +74,13 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A command that a test runs in this process sets up logging: the next test hears what it says, too."""
+    """A command that a test runs in this process sets up logging: the next test hears
+    what it says, too.
+    """
     packages = [logging.getLogger(name) for name in ("trainers", "cluster", "tune")]
-    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
+    before = [
+        (package.handlers[:], package.level, package.propagate) for package in packages
+    ]
     yield
     for package, (handlers, level, propagate) in zip(packages, before, strict=True):
         package.handlers[:], package.propagate = handlers, propagate
@@ -90,16 +97,27 @@ def nothing_left_behind() -> Iterator[None]:
         processes.end_server()
 
     def left() -> list[psutil.Process]:
-        return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+        return [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if _alive(process)
+        ]
 
-    until(lambda: not left(), lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}", within_s=120)
+    until(
+        lambda: not left(),
+        lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}",
+        within_s=120,
+    )
 
 
 def _alive(process: psutil.Process) -> bool:
     import psutil
 
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+        return (
+            process.status() != psutil.STATUS_ZOMBIE
+            and "resource_tracker" not in " ".join(process.cmdline())
+        )
     except psutil.NoSuchProcess:
         return False
 
@@ -120,7 +138,8 @@ Command = Callable[..., Done]
 def command() -> Command:
     """Run a command of the environment's Python; `ray_address` joins a cluster.
 
-    With `forked`, `-m module` runs in a process that has torch imported already: seconds less, all else is the same.
+    With `forked`, `-m module` runs in a process that has torch imported already:
+    seconds less, all else is the same.
     """
     from tests.distributed.processes import run_module
 
@@ -133,17 +152,24 @@ def command() -> Command:
         program: tuple[str, ...] = (sys.executable,),
         forked: bool = False,
     ) -> Done:
-        # What this process has from its own imports and fixtures is not what a user has.
+        # What this process has from its own imports and fixtures is not what a user
+        # has.
         own = ("RAY_ADDRESS", "PACELINE_STORAGE", "RAY_AIR_NEW_OUTPUT", "TUNE_")
-        settings = {key: value for key, value in os.environ.items() if not key.startswith(own)}
+        settings = {
+            key: value for key, value in os.environ.items() if not key.startswith(own)
+        }
         settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
         if ray_address:
             settings["RAY_ADDRESS"] = ray_address
         if forked:
             assert args[0] == "-m"
             directory = Path(tempfile.mkdtemp(prefix="command-", dir=SCRATCH))
-            code = run_module(args[1], args[2:], cwd, settings | (env or {}), directory, timeout_s)
-            return Done(code, (directory / "out").read_text(), (directory / "err").read_text())
+            code = run_module(
+                args[1], args[2:], cwd, settings | (env or {}), directory, timeout_s
+            )
+            return Done(
+                code, (directory / "out").read_text(), (directory / "err").read_text()
+            )
         done = subprocess.run(
             [*program, *args],
             cwd=cwd,

@@ -1,17 +1,20 @@
 """Every code block of the Markdown pages, and what the suite does with it.
 
-A block is fenced (its language says what it is) or indented. Shell commands are the lines of `sh` blocks, the lines
-after `$ ` in `console` blocks, and the first paragraph of an indented block that begins with a program in PROGRAMS; an
-indented block that begins with a key of a configuration is YAML, any other is output.
-The suite runs each (tests/commands/test_documents.py), all of a page in one directory, unless a comment in the
-page right before the block says otherwise, for all of its commands or for those that contain some words:
+A block is fenced (its language says what it is) or indented. Shell commands are the
+lines of `sh` blocks, the lines after `$ ` in `console` blocks, and the first paragraph
+of an indented block that begins with a program in PROGRAMS; an indented block that
+begins with a key of a configuration is YAML, any other is output. The suite runs each
+(tests/commands/test_documents.py), all of a page in one directory, unless a comment in
+the page right before the block says otherwise, for all of its commands or for those
+that contain some words:
 
     <!-- not run: needs an account at AWS -->
     <!-- not run (s3://): needs a bucket -->
     <!-- run by tests/commands/test_predict.py::test_predict_writes_the_same_bytes -->
     <!-- run by (torchrun) tests/on_ray/test_launchers.py::test_launchers_agree -->
 
-A block of `python` or `yaml` whose first line is a comment with a file's name is written into that directory first.
+A block of `python` or `yaml` whose first line is a comment with a file's name is
+written into that directory first.
 """
 
 import itertools
@@ -37,7 +40,17 @@ PROGRAMS += (
     "mkdir",
 )
 KEYS = {**keys_of(TrainConfig), **keys_of(SweepConfig)}
-LANGUAGES = ("sh", "console", "python", "yaml", "json", "toml", "diff", "mermaid", "text")
+LANGUAGES = (
+    "sh",
+    "console",
+    "python",
+    "yaml",
+    "json",
+    "toml",
+    "diff",
+    "mermaid",
+    "text",
+)
 """What a fence may say; `text` is output."""
 SITE = runpy.run_path(str(REPOSITORY / "docs/pages.py"))
 pages = SITE["pages"]
@@ -86,7 +99,9 @@ class Block:
     @property
     def output(self) -> str:
         """Of a `console` block, what lies between and below its commands."""
-        return "\n".join(line for line in self.text.splitlines() if not line.startswith("$ "))
+        return "\n".join(
+            line for line in self.text.splitlines() if not line.startswith("$ ")
+        )
 
     def fate(self, command: str) -> Fate | None:
         """What the page says of a command; None: it is run."""
@@ -102,18 +117,30 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
     while number < len(lines):
         line = lines[number]
         if fence := _FENCE.match(line):
-            start, end = number + 1, number + 1
+            start = number + 1
+            end = number + 1
             while end < len(lines) and lines[end].strip() != fence[2]:
                 end += 1
             code = "\n".join(one.removeprefix(fence[1]) for one in lines[start:end])
             found.append(Block(page, start + 1, fence[3].strip(), code, tuple(fates)))
-            fates, number = [], end + 1
+            fates = []
+            number = end + 1
         elif line.startswith("    ") and (number == 0 or not lines[number - 1].strip()):
             end = number
-            while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
+            while end < len(lines) and (
+                lines[end].startswith("    ") or not lines[end].strip()
+            ):
                 end += 1
-            found.append(_indented(page, number + 1, [one[4:] for one in lines[number:end]], tuple(fates)))
-            fates, number = [], end
+            found.append(
+                _indented(
+                    page,
+                    number + 1,
+                    [one[4:] for one in lines[number:end]],
+                    tuple(fates),
+                )
+            )
+            fates = []
+            number = end
         else:
             if comment := _COMMENT.fullmatch(line.strip()):
                 fates.append(Fate(comment[1], comment[2] or "", comment[3]))
@@ -128,4 +155,6 @@ def _indented(page: str, line: int, code: list[str], fates: tuple[Fate, ...]) ->
     if word not in PROGRAMS:
         language = "yaml" if word.endswith(":") and word[:-1] in KEYS else "text"
         return Block(page, line, language, "\n".join(code).rstrip(), fates)
-    return Block(page, line, "sh", "\n".join(itertools.takewhile(str.strip, code)), fates)
+    return Block(
+        page, line, "sh", "\n".join(itertools.takewhile(str.strip, code)), fates
+    )

@@ -1,4 +1,6 @@
-"""What proxies of the suite have in common: a request's body, the answer of what is behind, and passing that on."""
+"""What proxies of the suite have in common: a request's body, the answer of what is
+behind, and passing that on.
+"""
 
 import http.client
 from http.server import BaseHTTPRequestHandler
@@ -22,11 +24,19 @@ def read_body(request: BaseHTTPRequestHandler) -> bytes:
     return body
 
 
-def ask(backend: tuple[str, int], request: BaseHTTPRequestHandler, body: bytes) -> Answer:
+def ask(
+    backend: tuple[str, int], request: BaseHTTPRequestHandler, body: bytes
+) -> Answer:
     """What is behind answers to the request with this body."""
     connection = http.client.HTTPConnection(*backend)
-    passed = {name: value for name, value in request.headers.items() if name.lower() not in _REPLACED}
-    connection.request(request.command, request.path, body, passed | {"Content-Length": str(len(body))})
+    passed = {
+        name: value
+        for name, value in request.headers.items()
+        if name.lower() not in _REPLACED
+    }
+    connection.request(
+        request.command, request.path, body, passed | {"Content-Length": str(len(body))}
+    )
     answer = connection.getresponse()
     data = answer.read()
     connection.close()
@@ -34,14 +44,20 @@ def ask(backend: tuple[str, int], request: BaseHTTPRequestHandler, body: bytes) 
 
 
 def respond(request: BaseHTTPRequestHandler, answer: Answer, cut: bool = False) -> None:
-    """Pass an answer on; with `cut` half of its body, as if there was more, and the connection ends."""
+    """Pass an answer on; with `cut` half of its body, as if there was more, and the
+    connection ends.
+    """
     status, headers, data = answer
     is_head = request.command == "HEAD"  # its length is that of what it has not
     request.send_response_only(status)
     kept = {
-        name: value for name, value in headers.items() if name.lower() not in (_HOP_BY_HOP if is_head else _REPLACED)
+        name: value
+        for name, value in headers.items()
+        if name.lower() not in (_HOP_BY_HOP if is_head else _REPLACED)
     }
-    for name, value in (kept if is_head else kept | {"Content-Length": str(len(data) + cut)}).items():
+    for name, value in (
+        kept if is_head else kept | {"Content-Length": str(len(data) + cut)}
+    ).items():
         request.send_header(name, value)
     request.end_headers()
     if not is_head:

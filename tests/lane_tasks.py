@@ -1,4 +1,6 @@
-"""Tasks that are hard on a lane: memory that depends on the precision, and poison for whatever trial comes next."""
+"""Tasks that are hard on a lane: memory that depends on the precision, and poison for
+whatever trial comes next.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ POISON = {
     "umask": lambda: os.umask(0o777),
     "priority": lambda: os.nice(5),
     "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
-    "descriptors": lambda: LEAKED.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(500)),
+    "descriptors": lambda: LEAKED.extend(
+        os.open("/dev/null", os.O_RDONLY) for _ in range(500)
+    ),
     "few descriptors": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
     "locale": lambda: locale.setlocale(locale.LC_ALL, "C"),
     "time zone": lambda: (os.environ.update(TZ="Asia/Tokyo"), time.tzset()),
@@ -53,10 +57,15 @@ POISON = {
     "builtins": lambda: setattr(builtins, "sum", max),
     "random": lambda: setattr(random, "random", lambda: 0.5),
     "at exit": lambda: atexit.register(time.sleep, 3600),
-    "lost directory": lambda: (os.chdir(directory := tempfile.mkdtemp()), Path(directory).rmdir()),
+    "lost directory": lambda: (
+        os.chdir(directory := tempfile.mkdtemp()),
+        Path(directory).rmdir(),
+    ),
     "temporary": lambda: setattr(tempfile, "tempdir", "/nowhere"),
     "logging": lambda: logging.disable(logging.CRITICAL),
-    "loader": lambda: setattr(torch.utils.data.DataLoader, "__iter__", lambda self: iter(())),
+    "loader": lambda: setattr(
+        torch.utils.data.DataLoader, "__iter__", lambda self: iter(())
+    ),
     "step": lambda: setattr(torch.optim.SGD, "step", lambda self, closure=None: None),
     "backward": lambda: setattr(Tensor, "backward", lambda self, **_: None),
     "start method": lambda: torch.multiprocessing.set_start_method("spawn", force=True),
@@ -73,29 +82,38 @@ POISON = {
 
 
 class Limited(Blobs):
-    """Runs out of memory above `fp32_fits` samples, above `bf16_fits` under autocast; each time leaves a line."""
+    """Runs out of memory above `fp32_fits` samples, above `bf16_fits` under autocast;
+    each time leaves a line.
+    """
 
     def __init__(self, fp32_fits: int, bf16_fits: int, log: str, **args: Any) -> None:
         super().__init__(**args)
-        self.limits, self.log = {False: fp32_fits, True: bf16_fits}, Path(log)
+        self.limits = {False: fp32_fits, True: bf16_fits}
+        self.log = Path(log)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        half, size = torch.is_autocast_enabled("cpu"), len(batch[0])
+        half = torch.is_autocast_enabled("cpu")
+        size = len(batch[0])
         if model.training and size > self.limits[half]:
             with self.log.open("a") as file:
                 file.write(f"{'bf16' if half else 'fp32'} {size}\n")
-            raise torch.OutOfMemoryError(f"injected: {size} samples, {self.limits[half]} fit")
+            raise torch.OutOfMemoryError(
+                f"injected: {size} samples, {self.limits[half]} fit"
+            )
         return super().forward(model, batch)
 
 
 class Counted(Blobs):
-    """Adds a line to a file for every step that is trained; in one of them it waits for a `gate`: a directory, which
-    stays, or a file, which lets one trial through.
+    """Adds a line to a file for every step that is trained; in one of them it waits for
+    a `gate`: a directory, which stays, or a file, which lets one trial through.
     """
 
-    def __init__(self, steps: str, gate: str = "", waits_in: int = 5, **args: Any) -> None:
+    def __init__(
+        self, steps: str, gate: str = "", waits_in: int = 5, **args: Any
+    ) -> None:
         super().__init__(**args)
-        self.steps, self.gate = Path(steps), Path(gate)
+        self.steps = Path(steps)
+        self.gate = Path(gate)
         self.waits_in = waits_in
 
     def after_step(self, model: nn.Module, step: int) -> None:
@@ -108,11 +126,17 @@ class Counted(Blobs):
 
 
 class Poison(Blobs):
-    """Leaves its process as no trial should find it. `drawn` samples of its data depend on every generator."""
+    """Leaves its process as no trial should find it.
 
-    def __init__(self, poison: str = "", drawn: int = 0, after: str = "", **args: Any) -> None:
+    `drawn` samples of its data depend on every generator.
+    """
+
+    def __init__(
+        self, poison: str = "", drawn: int = 0, after: str = "", **args: Any
+    ) -> None:
         super().__init__(**args)
-        self.poison, self.drawn = poison, drawn
+        self.poison = poison
+        self.drawn = drawn
 
     def dataset(self, split: str) -> Any:
         global COUNT
@@ -151,7 +175,9 @@ class Poison(Blobs):
         np.random.seed(99)
 
     def _hooks(self) -> None:
-        nn.modules.module.register_module_forward_hook(lambda module, args, outputs: outputs * 0.5)
+        nn.modules.module.register_module_forward_hook(
+            lambda module, args, outputs: outputs * 0.5
+        )
         register_optimizer_step_post_hook(lambda *args: None)
         F.cross_entropy = lambda *args, **kwargs: torch.zeros((), requires_grad=True)
         nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
@@ -173,14 +199,19 @@ class Poison(Blobs):
         threading.Thread(target=time.sleep, args=(3600,), name="leaked").start()
 
     def _child(self) -> None:
-        torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()
+        torch.multiprocessing.get_context("fork").Process(
+            target=time.sleep, args=(3600,)
+        ).start()
 
     def _fork(self) -> None:
         if os.fork() == 0:
             time.sleep(3600)
 
     def _daemon(self) -> None:
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(3600)"],
+            start_new_session=True,
+        )
 
     def _handlers(self) -> None:
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
@@ -203,7 +234,9 @@ class Signed(Blobs):
         self.file = Path(file)
 
     def sign(self) -> None:
-        with self.file.open("a") as file:  # the loop has seeded torch with the trial's seed by now
+        with self.file.open(
+            "a"
+        ) as file:  # the loop has seeded torch with the trial's seed by now
             file.write(f"{torch.initial_seed()}\n")
 
     def model(self) -> nn.Module:

@@ -15,7 +15,9 @@ Answer = tuple[int, str]
 
 @dataclass
 class Machine:
-    """What the three services know of one machine; tests change it while the server runs."""
+    """What the three services know of one machine; tests change it while the server
+    runs.
+    """
 
     is_spot: bool = True
     action: dict[str, str] | None = None
@@ -42,26 +44,42 @@ class Machine:
         if path.startswith("/latest/meta-data/"):
             if headers.get("X-aws-ec2-metadata-token") != str(self.token):
                 return 401, "Unauthorized"
-            if (item := path.removeprefix("/latest/meta-data/").rstrip("/")) in self.items:
+            if (
+                item := path.removeprefix("/latest/meta-data/").rstrip("/")
+            ) in self.items:
                 return 200, self.items[item]
             if path.endswith("/instance-life-cycle"):
                 return 200, "spot" if self.is_spot else "on-demand"
-            is_notice = path.endswith("/spot/instance-action") and self.action is not None
+            is_notice = (
+                path.endswith("/spot/instance-action") and self.action is not None
+            )
             return (200, json.dumps(self.action)) if is_notice else (404, "Not Found")
         if path.startswith("/computeMetadata/v1/instance/"):
-            return self._google(path) if headers.get("Metadata-Flavor") == "Google" else (403, "")
+            return (
+                self._google(path)
+                if headers.get("Metadata-Flavor") == "Google"
+                else (403, "")
+            )
         if headers.get("Metadata") != "true" or "api-version" not in url.query:
             return 400, "Bad request"
         if url.path == "/metadata/instance/compute":
-            return 200, json.dumps({"name": "worker-7", "priority": "Spot" if self.is_spot else "Regular"})
+            return 200, json.dumps(
+                {"name": "worker-7", "priority": "Spot" if self.is_spot else "Regular"}
+            )
         if url.path == "/metadata/scheduledevents":
-            return 200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events})
+            return 200, json.dumps(
+                {"DocumentIncarnation": len(self.events), "Events": self.events}
+            )
         return 404, ""
 
     def _google(self, path: str) -> Answer:
         if path.endswith("/scheduling/preemptible"):
             return 200, str(self.is_spot).upper()
-        return (200, str(self.preempted).upper()) if path.endswith("/preempted") else (404, "")
+        return (
+            (200, str(self.preempted).upper())
+            if path.endswith("/preempted")
+            else (404, "")
+        )
 
 
 class _Server(ThreadingHTTPServer):
@@ -71,7 +89,9 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine]:
-    """A machine whose metadata service runs at `address`; `listening` is a socket of another network."""
+    """A machine whose metadata service runs at `address`; `listening` is a socket of
+    another network.
+    """
     machine = Machine()
 
     class Handler(BaseHTTPRequestHandler):

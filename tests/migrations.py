@@ -1,4 +1,6 @@
-"""docs/migrate.md as the tests use it: what its diffs make of the scripts in docs/migrations, and its other files."""
+"""docs/migrate.md as the tests use it: what its diffs make of the scripts in
+docs/migrations, and its other files.
+"""
 
 import re
 from pathlib import Path
@@ -10,9 +12,18 @@ SCRIPTS = REPOSITORY / "docs/migrations"
 
 
 def diffs(section: str) -> list[tuple[str, str, str]]:
-    """Of each diff in a section of the page: the script before, the name of the file after, and the hunks."""
-    blocks = re.findall(r"^```diff\n(.*?)^```$", _text(section), re.MULTILINE | re.DOTALL)
-    heads = [re.fullmatch(r"--- docs/migrations/(\S+)\n\+\+\+ (\S+)\n(@@\n.*)", block, re.DOTALL) for block in blocks]
+    """Of each diff in a section of the page: the script before, the name of the file
+    after, and the hunks.
+    """
+    blocks = re.findall(
+        r"^```diff\n(.*?)^```$", _text(section), re.MULTILINE | re.DOTALL
+    )
+    heads = [
+        re.fullmatch(
+            r"--- docs/migrations/(\S+)\n\+\+\+ (\S+)\n(@@\n.*)", block, re.DOTALL
+        )
+        for block in blocks
+    ]
     return [(head[1], head[2], head[3]) for head in heads if head is not None]
 
 
@@ -29,15 +40,20 @@ def before(section: str, directory: Path) -> str:
 
 
 def after(section: str, directory: Path) -> None:
-    """Write what a section's diff makes of its script, and the YAML files that it shows."""
+    """Write what a section's diff makes of its script, and the YAML files that it
+    shows.
+    """
     for name, changed, hunks in diffs(section):
         (directory / changed).write_text(patched((SCRIPTS / name).read_text(), hunks))
-    for name, text in re.findall(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", _text(section), re.MULTILINE | re.DOTALL):
+    for name, text in re.findall(
+        r"^```yaml\n# (\S+\.yaml)\n(.*?)^```$", _text(section), re.MULTILINE | re.DOTALL
+    ):
         (directory / name).write_text(text)
 
 
 def patched(text: str, hunks: str) -> str:
-    """Apply hunks, one after the other; the old lines of each must be in the text exactly once.
+    """Apply hunks, one after the other; the old lines of each must be in the text
+    exactly once.
 
     A removed line of three dots stands for any lines.
     """
@@ -46,7 +62,12 @@ def patched(text: str, hunks: str) -> str:
         lines = [line or " " for line in hunk.splitlines()]
         assert {line[0] for line in lines} <= set(" -+"), hunk
         before = (line for line in lines if line[0] in " -")
-        old = "".join(r"(?:\n.*)*?" if line.split() == ["-", "..."] else re.escape(f"\n{line[1:]}") for line in before)
+        old = "".join(
+            r"(?:\n.*)*?"
+            if line.split() == ["-", "..."]
+            else re.escape(f"\n{line[1:]}")
+            for line in before
+        )
         new = "".join(f"\n{line[1:]}" for line in lines if line[0] in " +")
         text, found = re.subn(f"{old}(?=\n)", lambda _, new=new: new, text)
         assert found == 1, f"not in the script, or more than once:{hunk}"
@@ -54,5 +75,7 @@ def patched(text: str, hunks: str) -> str:
 
 
 def _text(section: str) -> str:
-    [text] = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    [text] = re.findall(
+        rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
+    )
     return str(text)

@@ -24,7 +24,9 @@ STEPS = 9
 """Over an epoch's end, with its last step of four samples."""
 
 
-def rows(split: str, samples: int = 44, dtype: torch.dtype = torch.float64) -> TensorDataset:
+def rows(
+    split: str, samples: int = 44, dtype: torch.dtype = torch.float64
+) -> TensorDataset:
     generator = torch.Generator().manual_seed(len(split))
     inputs = torch.randn(samples, 6, generator=generator, dtype=dtype)
     return TensorDataset(inputs, inputs[:, :2].sin(), torch.arange(samples) % 5)
@@ -41,7 +43,9 @@ class Plain(Task):
         return rows(split)
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
-        return SGD(model.parameters(), config.optimizer.lr, momentum=0.9, weight_decay=0.01)
+        return SGD(
+            model.parameters(), config.optimizer.lr, momentum=0.9, weight_decay=0.01
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return F.mse_loss(outputs, batch[1])
@@ -55,7 +59,9 @@ class Coder(nn.Sequential):
 
 
 class Bypassing(Plain):
-    """Calls the module that it has kept, all of it or a part, or methods and parts of the given one."""
+    """Calls the module that it has kept, all of it or a part, or methods and parts of
+    the given one.
+    """
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -70,7 +76,9 @@ class Bypassing(Plain):
         if self.way == "method":
             return model[2](model.encode(batch[0]))  # type: ignore[index, operator]
         if self.way == "module":
-            return getattr(model, "module", model)[2](self.net[1](self.net[0](batch[0])))
+            return getattr(model, "module", model)[2](
+                self.net[1](self.net[0](batch[0]))
+            )
         if self.way == "without a gradient":
             with torch.no_grad():
                 target = model(batch[0])
@@ -82,14 +90,26 @@ class Bypassing(Plain):
         return model(batch[0]) + model(-0.5 * batch[0])
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return super().loss(self.net(outputs) if self.way == "in loss" else outputs, batch)
+        return super().loss(
+            self.net(outputs) if self.way == "in loss" else outputs, batch
+        )
 
 
-BYPASSES = ("kept", "module", "method", "without a gradient", "in loss", "part", "twice")
+BYPASSES = (
+    "kept",
+    "module",
+    "method",
+    "without a gradient",
+    "in loss",
+    "part",
+    "twice",
+)
 
 
 class Scale(nn.Module):
-    """A criterion that learns the weight of each target (Kendall et al. 2018), and counts its calls."""
+    """A criterion that learns the weight of each target (Kendall et al. 2018), and
+    counts its calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +136,10 @@ class Learned(Plain):
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
         others = self.scales if self.way == "tensor" else [*self.criterion.parameters()]
         if self.way == "two":
-            return {"net": super().optimizer(model, config), "criterion": AdamW(others, 0.05)}
+            return {
+                "net": super().optimizer(model, config),
+                "criterion": AdamW(others, 0.05),
+            }
         return SGD([*model.parameters(), *others], config.optimizer.lr)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -146,10 +169,14 @@ class Thawed(Plain):
 
 
 class Heads(Plain):
-    """A head for each kind of sample: a batch, or a microbatch of it, may need one alone; a third is never used."""
+    """A head for each kind of sample: a batch, or a microbatch of it, may need one
+    alone; a third is never used.
+    """
 
     def model(self) -> nn.Module:
-        return nn.ModuleDict({name: nn.Linear(6, 2).double() for name in ("zero", "other", "spare")})
+        return nn.ModuleDict(
+            {name: nn.Linear(6, 2).double() for name in ("zero", "other", "spare")}
+        )
 
     def forward(self, model: Any, batch: Any) -> Any:
         heads = getattr(model, "module", model)
@@ -161,8 +188,8 @@ class Heads(Plain):
 
 
 class Still(Plain):
-    """BatchNorm with the statistics of a pre-training, by eval() in model() or by the module's own train(); or a module
-    that is put into evaluation mode by a step.
+    """BatchNorm with the statistics of a pre-training, by eval() in model() or by the
+    module's own train(); or a module that is put into evaluation mode by a step.
     """
 
     def __init__(self, way: str) -> None:
@@ -175,9 +202,11 @@ class Still(Plain):
     def model(self) -> nn.Module:
         if self.way == "later":
             return nn.Sequential(nn.Linear(6, 2), Louder()).double()
-        norm, dropout = nn.BatchNorm1d(6), nn.Dropout(0.5)
+        norm = nn.BatchNorm1d(6)
+        dropout = nn.Dropout(0.5)
         if self.way == "train()":
-            norm, dropout = StillNorm(6), nn.Dropout(0.0)
+            norm = StillNorm(6)
+            dropout = nn.Dropout(0.0)
         norm.running_mean.fill_(0.5)  # type: ignore[union-attr]
         model = nn.Sequential(norm, dropout, nn.Linear(6, 2)).double()
         if self.way == "eval":
@@ -204,7 +233,11 @@ class Words(Plain):
         self.way = way
 
     def model(self) -> nn.Module:
-        return Spectrum() if self.way == "complex" else nn.Embedding(9, 2, sparse=True).double()
+        return (
+            Spectrum()
+            if self.way == "complex"
+            else nn.Embedding(9, 2, sparse=True).double()
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(batch[0] if self.way == "complex" else batch[2])
@@ -273,7 +306,9 @@ class Case:
     optimizer: str
     weigh: Literal["samples", "tokens", "classes"]
     kept: bool
-    """Whether forward() calls the module that the task has kept, past the one that it is given."""
+    """Whether forward() calls the module that the task has kept, past the one that it
+    is given.
+    """
     single: bool
     samples: int
     batch: int
@@ -284,7 +319,12 @@ class Case:
         """Five steps of it."""
         microbatch = min(self.microbatch, self.batch)
         changes = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
-        return configured(**changes, microbatch_size=microbatch, clip_grad_norm=self.clip, optimizer=OPTIMIZERS["sgd"])
+        return configured(
+            **changes,
+            microbatch_size=microbatch,
+            clip_grad_norm=self.clip,
+            optimizer=OPTIMIZERS["sgd"],
+        )
 
 
 OPTIMIZERS = {
@@ -292,7 +332,9 @@ OPTIMIZERS = {
     "nesterov": lambda parameters: SGD(parameters, 0.05, momentum=0.8, nesterov=True),
     "adam": lambda parameters: torch.optim.Adam(parameters, 0.01, amsgrad=True),
     "adamw": lambda parameters: AdamW(parameters, 0.01, weight_decay=0.1, fused=True),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, 0.01, centered=True, momentum=0.5),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(
+        parameters, 0.01, centered=True, momentum=0.5
+    ),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.05),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, 0.01),
 }
@@ -303,9 +345,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(6, 5), nn.Linear(5, 6)
+        self.into = nn.Linear(6, 5)
+        self.out = nn.Linear(5, 6)
         self.out.weight = nn.Parameter(self.into.weight.detach().T.clone())
-        self.again, self.last = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.again = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 5)
         self.again.weight = self.into.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -352,7 +396,9 @@ class Drawn(Plain):
 
     def model(self) -> nn.Module:
         nets = {
-            "mlp": lambda: nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5)),
+            "mlp": lambda: nn.Sequential(
+                nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5)
+            ),
             "conv": lambda: nn.Sequential(
                 nn.Unflatten(1, (1, 6)),
                 nn.Conv1d(1, 4, 3),
@@ -363,7 +409,9 @@ class Drawn(Plain):
             ),
             "words": lambda: nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)),
             "tied": Tied,
-            "frozen": lambda: nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 5)),
+            "frozen": lambda: nn.Sequential(
+                nn.Linear(6, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 5)
+            ),
         }
         self.net = nets[self.case.net]().to(self.dtype)
         return self.net
@@ -373,16 +421,26 @@ class Drawn(Plain):
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
         chosen = OPTIMIZERS[self.case.optimizer]
-        return Task.optimizer(self, model, config) if isinstance(chosen, dict) else chosen(model.parameters())
+        return (
+            Task.optimizer(self, model, config)
+            if isinstance(chosen, dict)
+            else chosen(model.parameters())
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        return (self.net if self.case.kept else model)(batch[2] if self.case.net == "words" else batch[0])
+        return (self.net if self.case.kept else model)(
+            batch[2] if self.case.net == "words" else batch[0]
+        )
 
     def each(self, batch: Any) -> Tensor:
         """The weight of every sample; that of the tokens may be none."""
         if self.case.weigh == "tokens":
             return (batch[0][:, 0] * 2).round().abs()
-        return self.table.to(self.dtype)[batch[2]] if self.case.weigh == "classes" else torch.ones_like(batch[0][:, 0])
+        return (
+            self.table.to(self.dtype)[batch[2]]
+            if self.case.weigh == "classes"
+            else torch.ones_like(batch[0][:, 0])
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         weights = self.each(batch)
@@ -410,8 +468,18 @@ KINDS = {
 
 
 def configured(**changes: Any) -> TrainConfig:
-    tree = {"task": "x:Y", "max_steps": STEPS, "global_batch_size": 8, "optimizer": {"name": "adamw", "lr": 0.05}}
-    tree |= {"evaluate": {"every_steps": 4}, "checkpoint": {"every_steps": 99}, "device": "cpu", "log_every_steps": 1}
+    tree = {
+        "task": "x:Y",
+        "max_steps": STEPS,
+        "global_batch_size": 8,
+        "optimizer": {"name": "adamw", "lr": 0.05},
+    }
+    tree |= {
+        "evaluate": {"every_steps": 4},
+        "checkpoint": {"every_steps": 99},
+        "device": "cpu",
+        "log_every_steps": 1,
+    }
     return build(TrainConfig, tree | changes, "test")
 
 
@@ -425,12 +493,19 @@ def in_a_plain_loop(task: Task, config: TrainConfig) -> dict[str, Tensor]:
     optimizers = [*optimizer.values()] if isinstance(optimizer, dict) else [optimizer]
     data = task.dataset("train")
     step = epoch = 0
-    steps, size = config.max_steps or 0, config.global_batch_size or 0
+    steps = config.max_steps or 0
+    size = config.global_batch_size or 0
     while step < steps:
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(config.seed + epoch))
+        order = torch.randperm(
+            len(data), generator=torch.Generator().manual_seed(config.seed + epoch)
+        )
         epoch += 1
         for chosen in order.split(size)[: steps - step]:
-            batch = data[chosen] if isinstance(data, TensorDataset) else torch.stack([data[row] for row in chosen])
+            batch = (
+                data[chosen]
+                if isinstance(data, TensorDataset)
+                else torch.stack([data[row] for row in chosen])
+            )
             for each in optimizers:
                 each.zero_grad()  # type: ignore[attr-defined]
             loss = task.training_step(model, batch, "train")
@@ -449,14 +524,21 @@ def learned(model: dict[str, Tensor], task: Any) -> dict[str, Tensor]:
     found = {name: value.detach().clone() for name, value in model.items()}
     for name, value in vars(task).items():
         if name == "criterion":
-            found |= {f"criterion.{inner}": one.detach() for inner, one in value.state_dict().items()}
+            found |= {
+                f"criterion.{inner}": one.detach()
+                for inner, one in value.state_dict().items()
+            }
         if name == "scales":
             found["scales"] = value[0].detach()
     return found
 
 
-def in_the_loop(task: Task, config: TrainConfig, path: Path, rank: int = 0, world_size: int = 1) -> dict[str, Tensor]:
+def in_the_loop(
+    task: Task, config: TrainConfig, path: Path, rank: int = 0, world_size: int = 1
+) -> dict[str, Tensor]:
     """The same by `fit`, as its last checkpoint and the task have it."""
-    context = LocalContext(Storage(str(path)), "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(
+        Storage(str(path)), "spawn", rank, world_size, rank, world_size
+    )
     fit(task, config, context)
     return learned(whole_state(context.storage, config.max_steps)["model"], task)  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 Run as:
     python -m tests.rooms       (the drawing in docs/architecture.md)
 
-A room is a folder of a package, or a file directly in it; a floor is a few rooms with one purpose. Imports inside
-functions and under TYPE_CHECKING count like all others.
+A room is a folder of a package, or a file directly in it; a floor is a few rooms with
+one purpose. Imports inside functions and under TYPE_CHECKING count like all others.
 """
 
 from __future__ import annotations
@@ -38,11 +38,19 @@ tune report: report
 tune sweeps: sweeps watch __main__
 """
 FLOORS = {
-    line.partition(": ")[0].replace(" ", "."): line.partition(": ")[2].split() for line in _ORDER.strip().splitlines()
+    line.partition(": ")[0].replace(" ", "."): line.partition(": ")[2].split()
+    for line in _ORDER.strip().splitlines()
 }
-"""The rooms of each floor, both lowest first; docs/architecture.md draws the floors and names their rooms."""
+"""The rooms of each floor, both lowest first; docs/architecture.md draws the floors and
+names their rooms.
+"""
 ORDER = {
-    package: [room for floor, rooms in FLOORS.items() if floor.startswith(f"{package}.") for room in rooms]
+    package: [
+        room
+        for floor, rooms in FLOORS.items()
+        if floor.startswith(f"{package}.")
+        for room in rooms
+    ]
     for package in PACKAGES
 }
 """The rooms of each package, lowest first."""
@@ -59,7 +67,9 @@ WITH_RAY = (
 """Where Ray may be imported: the folder is the mark."""
 MOST_WITH_INTERNALS = 2
 """How many files may use what Ray does not promise."""
-_INTERNAL = re.compile(r"ray\.([\w.]*\.)?_|ray\.(autoscaler|core|train\.v2)\.|ray\.experimental\.internal_kv")
+_INTERNAL = re.compile(
+    r"ray\.([\w.]*\.)?_|ray\.(autoscaler|core|train\.v2)\.|ray\.experimental\.internal_kv"
+)
 
 Arrows = Mapping[str, set[str]]
 """For each name the names that it imports."""
@@ -67,11 +77,15 @@ Arrows = Mapping[str, set[str]]
 
 def source_files(root: Path = REPOSITORY) -> list[Path]:
     """Every Python file of the three packages."""
-    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    return sorted(
+        path for package in PACKAGES for path in (root / package).rglob("*.py")
+    )
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Dotted names of all imports of a file, at any level of it; `from a import b` gives `a` and `a.b`."""
+    """Dotted names of all imports of a file, at any level of it; `from a import b`
+    gives `a` and `a.b`.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -79,13 +93,20 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             assert node.module is not None
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module} | {
+                f"{node.module}.{alias.name}" for alias in node.names
+            }
     return found
 
 
 def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
-    """Which files (as dotted modules) import which; a package's own `__init__` is no module of its own."""
-    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in source_files(root)}
+    """Which files (as dotted modules) import which; a package's own `__init__` is no
+    module of its own.
+    """
+    modules = {
+        ".".join(path.relative_to(root).with_suffix("").parts): path
+        for path in source_files(root)
+    }
     arrows = {}
     for module, path in modules.items():
         if not module.endswith("__init__"):
@@ -102,7 +123,9 @@ def room_arrows(files: Arrows) -> dict[str, set[str]]:
     """Which rooms import which."""
     arrows = defaultdict(set)
     for module, targets in files.items():
-        arrows[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
+        arrows[room_of(module)] |= {room_of(target) for target in targets} - {
+            room_of(module)
+        }
     return dict(arrows)
 
 
@@ -113,10 +136,15 @@ def upward(files: Arrows) -> list[str]:
         for number, package in enumerate(PACKAGES)
         for room in ORDER[package]
     }
-    found = [f"{module} lies in no known room" for module in files if room_of(module) not in place]
+    found = [
+        f"{module} lies in no known room"
+        for module in files
+        if room_of(module) not in place
+    ]
     for module, targets in files.items():
         for target in targets:
-            lower, upper = place.get(room_of(target)), place.get(room_of(module))
+            lower = place.get(room_of(target))
+            upper = place.get(room_of(module))
             if lower is not None and upper is not None and lower > upper:
                 found.append(f"{module} imports {target}, which lies above it")
     return sorted(found)
@@ -128,19 +156,28 @@ def ray_elsewhere(root: Path = REPOSITORY) -> list[str]:
     return [
         f"{name} imports Ray, which belongs to {', '.join(WITH_RAY)}"
         for name, path in names.items()
-        if not name.startswith(WITH_RAY) and any(one.split(".")[0] == "ray" for one in imported_modules(path))
+        if not name.startswith(WITH_RAY)
+        and any(one.split(".")[0] == "ray" for one in imported_modules(path))
     ]
 
 
 def ray_internals_in(path: Path) -> set[str]:
     """What a file imports or reads of Ray without being promised it, as dotted names."""
-    reads = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    reads = {
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
     return {name for name in imported_modules(path) | reads if _INTERNAL.match(name)}
 
 
 def floor_arrows(files: Arrows) -> dict[str, set[str]]:
     """Which floors import which."""
-    floor_of = {f"{floor.partition('.')[0]}.{room}": floor for floor, rooms in FLOORS.items() for room in rooms}
+    floor_of = {
+        f"{floor.partition('.')[0]}.{room}": floor
+        for floor, rooms in FLOORS.items()
+        for room in rooms
+    }
     arrows = {floor: set() for floor in FLOORS}
     for room, targets in room_arrows(files).items():
         floor = floor_of[room]
@@ -164,7 +201,9 @@ def mermaid(files: Arrows) -> str:
             shown = [target for target in own if target in arrows[floor] - followed]
             lines += [f"        {floor} --> {target}" for target in shown]
         lines.append("    end")
-    lines += [f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(PACKAGES)]
+    lines += [
+        f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(PACKAGES)
+    ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,5 @@
-"""Count what a reader has to read: code tokens and lines without comments and docstrings, files, keys and commands.
+"""Count what a reader has to read: code tokens and lines without comments and
+docstrings, files, keys and commands.
 
 Run as:
     python -m tests.size [FOLDER...]    (default: trainers cluster tune, then tests)
@@ -63,14 +64,22 @@ def code_tokens(text: str) -> Iterator[tokenize.TokenInfo]:
 
 
 def docstring_lines(tree: ast.Module) -> Iterator[int]:
-    """Yield the lines of strings that stand alone: of modules, classes and functions, and below attributes."""
+    """Yield the lines of strings that stand alone: of modules, classes and functions,
+    and below attributes.
+    """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def with_one_importer() -> list[str]:
-    """Return the modules that one other imports, and no more: pieces of somebody else's file."""
+    """Return the modules that one other imports, and no more: pieces of somebody else's
+    file.
+    """
     importers = defaultdict(set)
     for module, imported in file_arrows().items():
         for name in imported:
@@ -82,10 +91,16 @@ def main(folders: list[str]) -> None:
     """Print the table."""
     for folder in folders or [*PACKAGES, "tests"]:
         print(f"{folder:10} {size(sorted((REPOSITORY / folder).rglob('*.py')))}")
-    product = [file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py")]
+    product = [
+        file for package in PACKAGES for file in (REPOSITORY / package).rglob("*.py")
+    ]
     print(f"{'product':10} {size(product)}")
     print(f"{len(with_one_importer())} files with one importer")
-    keys = set(re.findall(r"^\| (`.+?`)", (REPOSITORY / "docs/config.md").read_text(), re.MULTILINE))
+    keys = set(
+        re.findall(
+            r"^\| (`.+?`)", (REPOSITORY / "docs/config.md").read_text(), re.MULTILINE
+        )
+    )
     commands = (REPOSITORY / "docs/commands.md").read_text()
     print(f"{len(keys)} keys, {commands.count('usage: ')} commands")
 

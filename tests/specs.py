@@ -29,7 +29,9 @@ BASE = {
 def tree(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """BASE with dotted changes (`__` for a dot), stored below `tmp_path`."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return override(TrainConfig, BASE, {"storage_path": str(tmp_path / "runs"), **dotted})
+    return override(
+        TrainConfig, BASE, {"storage_path": str(tmp_path / "runs"), **dotted}
+    )
 
 
 def make(tmp_path: Path, **changes: Any) -> RunSpec:
@@ -37,7 +39,9 @@ def make(tmp_path: Path, **changes: Any) -> RunSpec:
     return make_spec(tree(tmp_path, **changes), "test", tmp_path)
 
 
-def read_spec(location: str, overrides: dict[str, Any], world_size: int | None = None) -> RunSpec:
+def read_spec(
+    location: str, overrides: dict[str, Any], world_size: int | None = None
+) -> RunSpec:
     """Read the file of a task's run."""
     spec = read_run(location, overrides, world_size)
     assert isinstance(spec, RunSpec)
@@ -46,16 +50,25 @@ def read_spec(location: str, overrides: dict[str, Any], world_size: int | None =
 
 def losses(spec: RunSpec) -> list[float]:
     """The loss curve that a run has logged, a value a step."""
-    return [record["train_loss"] for record in read_log(spec.storage) if "train_loss" in record]
+    return [
+        record["train_loss"]
+        for record in read_log(spec.storage)
+        if "train_loss" in record
+    ]
 
 
 def evaluations(spec: RunSpec) -> list[dict[str, float]]:
     """The evaluations that a run has logged, without times."""
     records = [record for record in read_log(spec.storage) if "val_loss" in record]
-    return [{key: value for key, value in record.items() if key != "train_time_s"} for record in records]
+    return [
+        {key: value for key, value in record.items() if key != "train_time_s"}
+        for record in records
+    ]
 
 
 def whole_state(run: Storage, step: int) -> dict[str, Any]:
-    """The state that a run's checkpoint of a step holds, whole, however many ranks have written it."""
+    """The state that a run's checkpoint of a step holds, whole, however many ranks have
+    written it.
+    """
     state, rows = Archive(run).read_state(folder_name(step))
     return rows.fill(state) if rows is not None else state

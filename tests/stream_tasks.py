@@ -13,7 +13,12 @@ class Numbered:
     """The samples of `Blobs` one after another, begun anew by each `iter`."""
 
     def __init__(self, samples: int, split: str) -> None:
-        self.rows = list(zip(*Blobs(samples=samples, dtype="float64").dataset(split).tensors, strict=True))
+        self.rows = list(
+            zip(
+                *Blobs(samples=samples, dtype="float64").dataset(split).tensors,
+                strict=True,
+            )
+        )
 
     def __iter__(self) -> Iterator[Any]:
         yield from self.rows
@@ -27,7 +32,8 @@ class Stateful(Numbered):
         self.place = self.start = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.place, self.start = self.start, 0
+        self.place = self.start
+        self.start = 0
         while self.place < len(self.rows):
             self.place += 1
             yield self.rows[self.place - 1]
@@ -40,17 +46,28 @@ class Stateful(Numbered):
 
 
 class ByRank(Numbered):
-    """One that gives each rank its share, as libraries do: by torch.distributed, or by what torchrun sets."""
+    """One that gives each rank its share, as libraries do: by torch.distributed, or by
+    what torchrun sets.
+    """
 
     def __iter__(self) -> Iterator[Any]:
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        yield from self.rows[rank + int(os.environ.get("RANK", 0)) :: ranks * int(os.environ.get("WORLD_SIZE", 1))]
+        rank, ranks = (
+            (dist.get_rank(), dist.get_world_size())
+            if dist.is_initialized()
+            else (0, 1)
+        )
+        yield from self.rows[
+            rank + int(os.environ.get("RANK", 0)) :: ranks
+            * int(os.environ.get("WORLD_SIZE", 1))
+        ]
 
 
 class OwnShare(Numbered):
     """One that is given a share by its task, after a head that all ranks have."""
 
-    def __init__(self, samples: int, split: str, share: tuple[int, int], head: int = 0) -> None:
+    def __init__(
+        self, samples: int, split: str, share: tuple[int, int], head: int = 0
+    ) -> None:
         super().__init__(samples, split)
         rank, ranks = share
         self.rows = self.rows[:head] + self.rows[head + rank :: ranks]
@@ -62,13 +79,19 @@ class Streamed(Blobs):
     def __init__(self, kind: str, samples: int = 203) -> None:
         super().__init__(samples=samples, dtype="float64")
         self.kind = kind
-        self.share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.share = (
+            (dist.get_rank(), dist.get_world_size())
+            if dist.is_initialized()
+            else (0, 1)
+        )
 
     def stream(self, split: str) -> Any:
         if self.kind.startswith("own share"):
             if self.kind == "own share of val" and split == "train":
                 return Numbered(self.samples, split)
-            return OwnShare(self.samples, split, self.share, 50 * self.kind.endswith("later"))
+            return OwnShare(
+                self.samples, split, self.share, 50 * self.kind.endswith("later")
+            )
         if self.kind == "generator":
             return iter(Numbered(self.samples, split)) if split == "train" else None
         kinds = {"numbered": Numbered, "stateful": Stateful, "by rank": ByRank}

@@ -1,4 +1,6 @@
-"""Tasks for the suite: small, without BatchNorm and dropout unless a test asks for them."""
+"""Tasks for the suite: small, without BatchNorm and dropout unless a test asks for
+them.
+"""
 
 import os
 import signal
@@ -19,11 +21,13 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Blobs(Task):
-    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong.
+    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a
+    test needs to go wrong.
 
-    `fail_at` counts the forward passes of training on one rank, over restarts; of several, with `marker`, each fails
-    once. From `company_from` set-ups on that `pids` notes, training waits for one of a second lane: then it notes the
-    file that its standard output goes to.
+    `fail_at` counts the forward passes of training on one rank, over restarts; of
+    several, with `marker`, each fails once. From `company_from` set-ups on that `pids`
+    notes, training waits for one of a second lane: then it notes the file that its
+    standard output goes to.
     """
 
     def __init__(
@@ -39,15 +43,22 @@ class Blobs(Task):
         company_from: int | None = None,
         pause_s: float = 0.0,
     ) -> None:
-        self.samples, self.features, self.dtype = samples, features, _DTYPES[dtype]
+        self.samples = samples
+        self.features = features
+        self.dtype = _DTYPES[dtype]
         self.fail_at = [fail_at] if isinstance(fail_at, int) else fail_at or []
-        self.failure, self.fits = failure, fits
+        self.failure = failure
+        self.fits = fits
         self.marker = Path(marker) if marker else None
-        self.pids, self.company_from = Path(pids) if pids else None, company_from
-        self.forwards, self.pause_s = 0, pause_s
+        self.pids = Path(pids) if pids else None
+        self.company_from = company_from
+        self.forwards = 0
+        self.pause_s = pause_s
 
     def state_dict(self) -> dict[str, Any]:
-        """Passes that are thrown away (the probe's, the count's of FLOPs) put it back: only training counts."""
+        """Passes that are thrown away (the probe's, the count's of FLOPs) put it back:
+        only training counts.
+        """
         return {"forwards": self.forwards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,22 +67,35 @@ class Blobs(Task):
     def setup(self) -> None:
         if self.pids is not None:
             with self.pids.open("a") as file:
-                file.write(f"{os.getpid() if self.company_from is None else os.fstat(1).st_ino}\n")
+                file.write(
+                    f"{os.getpid() if self.company_from is None else os.fstat(1).st_ino}\n"
+                )
 
     def model(self) -> nn.Module:
-        layers = nn.Sequential(nn.Linear(self.features, 32), nn.Tanh(), nn.Linear(32, 4))
+        layers = nn.Sequential(
+            nn.Linear(self.features, 32), nn.Tanh(), nn.Linear(32, 4)
+        )
         return layers.to(self.dtype)
 
     def dataset(self, split: str) -> TensorDataset:
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         labels = torch.randint(0, 4, (self.samples,), generator=generator)
-        centres = torch.randn(4, self.features, generator=torch.Generator().manual_seed(3), dtype=self.dtype)
-        noise = torch.randn(self.samples, self.features, generator=generator, dtype=self.dtype)
+        centres = torch.randn(
+            4,
+            self.features,
+            generator=torch.Generator().manual_seed(3),
+            dtype=self.dtype,
+        )
+        noise = torch.randn(
+            self.samples, self.features, generator=generator, dtype=self.dtype
+        )
         return TensorDataset(centres[labels] + noise, labels)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         if self.fits is not None and model.training and len(batch[0]) > self.fits:
-            raise torch.OutOfMemoryError(f"injected: {len(batch[0])} samples, {self.fits} fit")
+            raise torch.OutOfMemoryError(
+                f"injected: {len(batch[0])} samples, {self.fits} fit"
+            )
         if model.training:
             time.sleep(self.pause_s)
             while self.company_from is not None and self._is_alone(self.company_from):
@@ -91,14 +115,20 @@ class Blobs(Task):
             return
         if self.marker is not None:
             several = len(self.fail_at) > 1
-            marker = self.marker.with_name(f"{self.marker.name}-{self.forwards}") if several else self.marker
+            marker = (
+                self.marker.with_name(f"{self.marker.name}-{self.forwards}")
+                if several
+                else self.marker
+            )
             if marker.exists():  # it failed here already
                 return
             marker.touch()
         if self.failure == "raise":
             raise ValueError("injected: the task fails here")
         if self.failure.startswith("oom"):
-            raise torch.OutOfMemoryError("injected: in the middle of training, on one rank")
+            raise torch.OutOfMemoryError(
+                "injected: in the middle of training, on one rank"
+            )
         if self.failure == "exit":
             os._exit(3)
         if self.failure == "kill":
@@ -110,7 +140,11 @@ class Blobs(Task):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = F.cross_entropy(outputs, batch[1])
-        return loss * float("nan") if self.failure == "nan" and self.forwards >= min(self.fail_at, default=0) else loss
+        return (
+            loss * float("nan")
+            if self.failure == "nan" and self.forwards >= min(self.fail_at, default=0)
+            else loss
+        )
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": outputs.argmax(1) == batch[1]}
@@ -122,11 +156,15 @@ class Stuck(Blobs):
     `short_phases` lets phases without batches take no longer than a batch may.
     """
 
-    def __init__(self, place: str, on_rank: int = 0, short_phases: bool = False, **args: Any) -> None:
+    def __init__(
+        self, place: str, on_rank: int = 0, short_phases: bool = False, **args: Any
+    ) -> None:
         super().__init__(**args)
         if short_phases:
-            sections.PHASE_FACTOR, sections.LEAST_PHASE_S = 1, 0.0
-        self.place, self.on_rank = place, on_rank
+            sections.PHASE_FACTOR = 1
+            sections.LEAST_PHASE_S = 0.0
+        self.place = place
+        self.on_rank = on_rank
         self._reach("import")
 
     def _reach(self, place: str) -> None:

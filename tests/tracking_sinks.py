@@ -1,4 +1,6 @@
-"""Sinks for the suite's own trackers: what a user would write, and what must not happen to a run."""
+"""Sinks for the suite's own trackers: what a user would write, and what must not happen
+to a run.
+"""
 
 import json
 import os
@@ -14,7 +16,9 @@ from trainers.tracking.sink import Row, Sink, TrackedRun
 class Told(Sink):
     """Keeps what it was told, in the test's process."""
 
-    def __init__(self, project: str | None = None, storage: Storage | None = None) -> None:
+    def __init__(
+        self, project: str | None = None, storage: Storage | None = None
+    ) -> None:
         super().__init__(project, storage or Storage("/nowhere"))
         self.runs = []
         self.rows = []
@@ -36,7 +40,9 @@ class Told(Sink):
 
 
 class Gated(Told):
-    """Answers nothing until a file is there, then writes what it has to `told.json`; for a process of its own."""
+    """Answers nothing until a file is there, then writes what it has to `told.json`;
+    for a process of its own.
+    """
 
     def start(self, run: TrackedRun) -> str:
         while not Path(os.environ["GATE"]).exists():

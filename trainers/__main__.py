@@ -1,9 +1,12 @@
 """Train a PyTorch task with one command, and use what was trained.
 
-    torchrun --nproc-per-node 2 -m trainers CONFIG.yaml      (evaluate and predict run under torchrun, too)
+    torchrun --nproc-per-node 2 -m trainers CONFIG.yaml
 
-Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line or in the configuration cannot be used;
-74 this process was a worker, hung, and ended itself; 130 interrupted.
+evaluate and predict run under torchrun, too.
+
+Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line or in the
+configuration cannot be used; 74 this process was a worker, hung, and ended itself; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -39,28 +42,49 @@ _Split = Annotated[str, Field(description="the name that the task's `dataset` ge
 
 
 def train(
-    location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI (s3://bucket/sweep/best.yaml)")],
+    location: Annotated[
+        str,
+        Field(
+            title="CONFIG.yaml",
+            description="a file, or a URI (s3://bucket/sweep/best.yaml)",
+        ),
+    ],
     overrides: dict[str, Any],
     output: Output,
     *,
-    fresh: Annotated[bool, Field(description="start anew: delete what the run's directory holds")] = False,
-    profile: Annotated[bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")] = False,
+    fresh: Annotated[
+        bool, Field(description="start anew: delete what the run's directory holds")
+    ] = False,
+    profile: Annotated[
+        bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")
+    ] = False,
 ) -> int:
     """Train, or go on from the run's newest checkpoint."""
     follow_agent()
     torchrun = torchrun_world_size()
-    spec = read_run(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
+    spec = read_run(
+        location,
+        ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides,
+        torchrun,
+    )
     if isinstance(spec, FunctionSpec):
         done = train_function(spec, fresh, True, output)
         output.result(str(done), _joined(str(done)), {"status": "done", **asdict(done)})
         return 0
     result = run_training(spec, fresh, True, output)
-    output.result(str(result), _joined(str(result), 2), {**asdict(result), "uri": spec.uri})
+    output.result(
+        str(result), _joined(str(result), 2), {**asdict(result), "uri": spec.uri}
+    )
     return 0
 
 
 def evaluate(
-    run: _Run, overrides: dict[str, Any], output: Output, *, split: _Split = "val", checkpoint: _Name = "newest"
+    run: _Run,
+    overrides: dict[str, Any],
+    output: Output,
+    *,
+    split: _Split = "val",
+    checkpoint: _Name = "newest",
 ) -> int:
     """Evaluate a checkpoint on a split, in one worker or `--scaling.num_workers N`."""
     return _infer(run, overrides, output, split, checkpoint, None)
@@ -71,18 +95,24 @@ def predict(
     overrides: dict[str, Any],
     output: Output,
     *,
-    out: Annotated[str, Field(title="FILE.parquet", description="a file or URI to write")],
+    out: Annotated[
+        str, Field(title="FILE.parquet", description="a file or URI to write")
+    ],
     split: _Split = "val",
     checkpoint: _Name = "newest",
 ) -> int:
-    """Write what the model says of every sample of a split, in one worker or `--scaling.num_workers N`."""
+    """Write what the model says of every sample of a split, in one worker or
+    `--scaling.num_workers N`.
+    """
     return _infer(run, overrides, output, split, checkpoint, storage_uri(out))
 
 
 def export(
     run: _Run,
     *,
-    out: Annotated[str, Field(title="FILE.safetensors", description="a file or URI to write")],
+    out: Annotated[
+        str, Field(title="FILE.safetensors", description="a file or URI to write")
+    ],
     checkpoint: _Name = "newest",
 ) -> int:
     """Write the weights of a checkpoint, for readers without Paceline."""
@@ -102,19 +132,29 @@ def track(run: _Run) -> int:
 
 
 def memory(
-    location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI")],
+    location: Annotated[
+        str, Field(title="CONFIG.yaml", description="a file, or a URI")
+    ],
     overrides: dict[str, Any],
     *,
     gpu: Annotated[
-        str | None, Field(title="NAME", description='with its memory, as "H100 80GB"; default: what is here')
+        str | None,
+        Field(
+            title="NAME",
+            description='with its memory, as "H100 80GB"; default: what is here',
+        ),
     ] = None,
 ) -> int:
-    """Predict the memory that steps will take, and the largest microbatch; trains nothing, and takes none."""
+    """Predict the memory that steps will take, and the largest microbatch; trains
+    nothing, and takes none.
+    """
     from trainers.launch.log import setup_logging
     from trainers.launch.memory_forecast import memory_page
 
     tree, directory = read_file(location)
-    spec = make_spec(override(TrainConfig, tree, overrides), location, directory, own_workers=False)
+    spec = make_spec(
+        override(TrainConfig, tree, overrides), location, directory, own_workers=False
+    )
     setup_logging(0)
     for line in memory_page(spec, gpu):
         print(redact(line), flush=True)
@@ -122,13 +162,29 @@ def memory(
 
 
 def explain(
-    run: Annotated[str, Field(description="a run's directory or URI, or the YAML file of one, which has no records")],
+    run: Annotated[
+        str,
+        Field(
+            description="a run's directory or URI, or the YAML file of one, which has no records"
+        ),
+    ],
     output: Output,
     *,
-    verify: Annotated[bool, Field(description="run what is advised beside the old configuration, in turn")] = False,
-    recorded: Annotated[bool, Field(description="go by the run's records alone: no step is taken")] = False,
+    verify: Annotated[
+        bool,
+        Field(description="run what is advised beside the old configuration, in turn"),
+    ] = False,
+    recorded: Annotated[
+        bool, Field(description="go by the run's records alone: no step is taken")
+    ] = False,
     seconds: Annotated[
-        float, Field(title="S", gt=0, le=600, description="of the profile, and of each turn of --verify")
+        float,
+        Field(
+            title="S",
+            gt=0,
+            le=600,
+            description="of the profile, and of each turn of --verify",
+        ),
     ] = 2.0,
 ) -> int:
     """Say where a run's time goes, and what takes it; changes nothing."""
@@ -142,7 +198,12 @@ def explain(
     on_cluster = not recorded and subject.config.launcher == "ray" and not embedded()
     workers = do_on_cluster if on_cluster else run_spawn
     found = explanation.explain(
-        subject, workers, seconds, "ray" if on_cluster else "spawn", profile=not recorded, verify=verify
+        subject,
+        workers,
+        seconds,
+        "ray" if on_cluster else "spawn",
+        profile=not recorded,
+        verify=verify,
     )
     output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
     return 0
@@ -163,7 +224,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _infer(
-    location: str, overrides: dict[str, Any], output: Output, split: str, checkpoint: str, out: str | None
+    location: str,
+    overrides: dict[str, Any],
+    output: Output,
+    split: str,
+    checkpoint: str,
+    out: str | None,
 ) -> int:
     from trainers.inference.passes import Inference, check_out, run_spec
     from trainers.launch.log import setup_logging
@@ -177,9 +243,18 @@ def _infer(
     check_precision(spec)
     if out is not None and rank == 0:
         check_out(out)
-    job = Inference(**asdict(replace(spec, quiet=output.quiet)), split=split, which=checkpoint, out=out)
-    result = launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
-    output.result(str(result), _joined(str(result)), {"status": "done", **asdict(result)})
+    job = Inference(
+        **asdict(replace(spec, quiet=output.quiet)),
+        split=split,
+        which=checkpoint,
+        out=out,
+    )
+    result = launch(
+        job, "torchrun" if torchrun is not None else spec.config.launcher, rank
+    )
+    output.result(
+        str(result), _joined(str(result)), {"status": "done", **asdict(result)}
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Datasets from Parquet, Arrow, CSV and JSON files: `from trainers.arrow import ArrowDataset`."""
+"""Datasets from Parquet, Arrow, CSV and JSON files: `from trainers.arrow import
+ArrowDataset`.
+"""
 
 from trainers.data.arrow import ArrowDataset
 

@@ -1,4 +1,5 @@
-"""What an exception of somebody else's, or the end of a process, means for a run: its status and the cause in words.
+"""What an exception of somebody else's, or the end of a process, means for a run: its
+status and the cause in words.
 
 Needs neither torch nor Ray to be imported: theirs are known by name and by their words.
 """
@@ -24,8 +25,9 @@ from trainers.errors import (
     first_line,
 )
 
-# What a device without memory is called elsewhere than in torch's allocator: by the CUDA runtime (and in
-# NCCL's words), the driver and Triton; by cuBLAS, cuSOLVER, cuSPARSE and cuFFT; by cuDNN, which finds no engine then.
+# What a device without memory is called elsewhere than in torch's allocator: by the
+# CUDA runtime (and in NCCL's words), the driver and Triton; by cuBLAS, cuSOLVER,
+# cuSPARSE and cuFFT; by cuDNN, which finds no engine then.
 _DEVICE_ALLOCATION = re.compile(
     r"\b(?:CUDA|HIP|MPS)\b[^\n]*\bout of memory|cudaErrorMemoryAllocation|hipErrorOutOfMemory"
     r"|\b(?:CU|HIP|ROC)[A-Z]+_(?:STATUS_)?(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED"
@@ -33,71 +35,112 @@ _DEVICE_ALLOCATION = re.compile(
     re.IGNORECASE,
 )
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
-_HOST_ALLOCATION = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
-# Shared memory, through which a DataLoader's workers send batches, is a file system with names such as </torch_1_2_3>.
-_SHARED_MEMORY = re.compile(r"</torch_\w*>.*(No space left|Cannot allocate)|shared memory\(shm\)|out of shared memory")
+_HOST_ALLOCATION = (
+    "DefaultCPUAllocator",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
+# Shared memory, through which a DataLoader's workers send batches, is a file system
+# with names such as </torch_1_2_3>.
+_SHARED_MEMORY = re.compile(
+    r"</torch_\w*>.*(No space left|Cannot allocate)|shared memory\(shm\)|out of shared memory"
+)
 _LOADER_DIED = re.compile(
     r"DataLoader worker \(pid\S* ([\d, ]+)\) (?:is killed by signal: ([^.]+)|(exited unexpectedly.*))"
 )
 _CARRIED = re.compile(r"Caught \w+ in (.+?)\.\nOriginal (Traceback .*)", re.DOTALL)
 _FRAME = re.compile(r'^  File "(.+?)", line (\d+), in .*\n(?:    .*\n)*', re.MULTILINE)
-# Words of gloo, NCCL and torch.distributed's store where the exception is a bare RuntimeError.
+# Words of gloo, NCCL and torch.distributed's store where the exception is a bare
+# RuntimeError.
 _COLLECTIVE = re.compile(
-    r"\bgloo\b|\bNCCL\b|\bc10d\b|ProcessGroup|Connection closed by peer|Socket Timeout", re.IGNORECASE
+    r"\bgloo\b|\bNCCL\b|\bc10d\b|ProcessGroup|Connection closed by peer|Socket Timeout",
+    re.IGNORECASE,
 )
 _LIBRARIES = (
-    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(
+        f"{sysconfig.get_path(name)}/"
+        for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    ),
     *("site-packages", "dist-packages", "<frozen"),
 )
 
 
 def failure_of(error: BaseException, rank: int) -> RunFailedError:
-    """A worker's exception as plain data: crosses processes whatever the exception holds."""
+    """A worker's exception as plain data: crosses processes whatever the exception
+    holds.
+    """
     if isinstance(error, RunFailedError):
         return error
     if isinstance(error, ConfigError):
         return RunFailedError("error", str(error), time.time(), config=True)
     if isinstance(error, KeyboardInterrupt):
-        return RunFailedError("stopped", f"rank {rank} was interrupted by a second SIGINT", time.time())
+        return RunFailedError(
+            "stopped", f"rank {rank} was interrupted by a second SIGINT", time.time()
+        )
     status, words = _explain(error)
     follows = broke_with_others(error)
-    lost = "a collective failed, as it does where another rank ends: " if follows else ""
+    lost = (
+        "a collective failed, as it does where another rank ends: " if follows else ""
+    )
     smaller = isinstance(error, TooLargeError)
-    return RunFailedError(status, f"rank {rank}: {lost}{words}", time.time(), smaller=smaller, follows=follows)
+    return RunFailedError(
+        status,
+        f"rank {rank}: {lost}{words}",
+        time.time(),
+        smaller=smaller,
+        follows=follows,
+    )
 
 
-def death_of(rank: int, code: int, pid: int | None = None, ended: bool = False) -> RunFailedError:
+def death_of(
+    rank: int, code: int, pid: int | None = None, ended: bool = False
+) -> RunFailedError:
     """A rank whose process left this exit code (negative: a signal) and no exception.
 
     `ended`: maybe the launcher ended it, after another rank had failed.
     """
     try:
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        how = (
+            f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        )
     except ValueError:
         how = f"by signal {-code}"
     who = f"rank {rank} died {how}" + (f" (pid {pid})" if pid is not None else "")
     if ended:
-        return RunFailedError("node_lost", f"rank {rank} did not answer and was ended {how}", follows=True)
+        return RunFailedError(
+            "node_lost", f"rank {rank} did not answer and was ended {how}", follows=True
+        )
     if code == -signal.SIGKILL and _kernel_killed():
         who += ", as the kernel ends processes where memory runs out"
         return RunFailedError("out_of_host_memory", who, time.time())
-    # NCCL aborts a process whose peers are gone: that follows, unless nothing else is known.
-    return RunFailedError("node_lost", who, time.time(), follows=code == -signal.SIGABRT)
+    # NCCL aborts a process whose peers are gone: that follows, unless nothing else is
+    # known.
+    return RunFailedError(
+        "node_lost", who, time.time(), follows=code == -signal.SIGABRT
+    )
 
 
 def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
-    """Return the innermost of some frames (file and line) that is no library's, else the innermost."""
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
+    """Return the innermost of some frames (file and line) that is no library's, else
+    the innermost.
+    """
+    own = [
+        frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)
+    ]
     return (own or frames)[-1]
 
 
 def classify(error: BaseException) -> Status:
-    """The status that an exception ends a run with; needs neither torch nor Ray to be imported."""
+    """The status that an exception ends a run with; needs neither torch nor Ray to be
+    imported.
+    """
     return _explain(error)[0]
 
 
 def broke_with_others(error: BaseException) -> bool:
-    """Whether a collective failed: what happens to the other ranks when one of them fails or dies."""
+    """Whether a collective failed: what happens to the other ranks when one of them
+    fails or dies.
+    """
     names = {cls.__name__ for cls in type(error).__mro__}
     if _status(error) == "out_of_memory":  # NCCL's own buffers did not fit
         return False
@@ -107,12 +150,16 @@ def broke_with_others(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> tuple[Status, str]:
-    """The status that an exception ends a run with, and what happened in words: the cause itself, where another
-    exception only carries it.
+    """The status that an exception ends a run with, and what happened in words: the
+    cause itself, where another exception only carries it.
     """
-    words = f"{type(error).__name__}: {first_line(error) if str(error) else ''}{_at(error)}"
+    words = (
+        f"{type(error).__name__}: {first_line(error) if str(error) else ''}{_at(error)}"
+    )
     if isinstance(error, PacelineError):
-        return error.status, f"the disk is full: {words}" if disk_is_full(error) else words
+        return error.status, f"the disk is full: {words}" if disk_is_full(
+            error
+        ) else words
     texts = [str(link) for link in chain(error)]
     died = [match for text in texts if (match := _LOADER_DIED.search(text))]
     if died:
@@ -132,14 +179,23 @@ def _status(error: BaseException) -> Status:
         return "out_of_memory"
     if isinstance(error, RuntimeError) and _DEVICE_ALLOCATION.search(str(error)):
         return "out_of_memory"
-    failed_on_host = isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_ALLOCATION)
+    failed_on_host = isinstance(error, RuntimeError) and any(
+        words in str(error) for words in _HOST_ALLOCATION
+    )
     if isinstance(error, MemoryError) or "OutOfMemoryError" in names or failed_on_host:
         return "out_of_host_memory"
     if getattr(error, "preempted", False):
         return "preempted"
-    if names & {"ActorDiedError", "NodeDiedError", "ActorUnavailableError", "WorkerCrashedError"}:
+    if names & {
+        "ActorDiedError",
+        "NodeDiedError",
+        "ActorUnavailableError",
+        "WorkerCrashedError",
+    }:
         return "node_lost"
-    if "WorkerHealthCheckTimeoutError" in names:  # a process that is stopped, or holds the interpreter's lock
+    if (
+        "WorkerHealthCheckTimeoutError" in names
+    ):  # a process that is stopped, or holds the interpreter's lock
         return "hung"
     return "error"
 
@@ -147,8 +203,12 @@ def _status(error: BaseException) -> Status:
 _SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, or lower data.num_workers)"
 
 
-def _loader_died(pids: str, by_signal: str | None, otherwise: str | None) -> tuple[Status, str]:
-    """What the death of a DataLoader's worker means; `by_signal` is the signal's name as the C library has it."""
+def _loader_died(
+    pids: str, by_signal: str | None, otherwise: str | None
+) -> tuple[Status, str]:
+    """What the death of a DataLoader's worker means; `by_signal` is the signal's name
+    as the C library has it.
+    """
     worker = f"DataLoader worker (pid {pids})"
     if by_signal is None:
         return "error", f"its {worker} {otherwise}"
@@ -157,23 +217,38 @@ def _loader_died(pids: str, by_signal: str | None, otherwise: str | None) -> tup
     if by_signal not in ("Killed", "Terminated"):
         return "error", f"its {worker} crashed: {by_signal}"
     if by_signal == "Killed" and _kernel_killed():
-        return "out_of_host_memory", f"its {worker} was killed by the kernel: the host's memory ran out"
-    return "node_lost", f"its {worker} was ended by {'SIGKILL' if by_signal == 'Killed' else 'SIGTERM'}"
+        return (
+            "out_of_host_memory",
+            f"its {worker} was killed by the kernel: the host's memory ran out",
+        )
+    return (
+        "node_lost",
+        f"its {worker} was ended by {'SIGKILL' if by_signal == 'Killed' else 'SIGTERM'}",
+    )
 
 
 def _unwrap(where: str, trace: str) -> str | None:
-    """The exception whose traceback torch sent home as text from a DataLoader's worker or another thread."""
+    """The exception whose traceback torch sent home as text from a DataLoader's worker
+    or another thread.
+    """
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return None
-    raised = [line for line in trace[frames[-1].end() :].splitlines() if line and not line.startswith(" ")]
+    raised = [
+        line
+        for line in trace[frames[-1].end() :].splitlines()
+        if line and not line.startswith(" ")
+    ]
     file, line = line_of_task([(frame[1], int(frame[2])) for frame in frames])
     return f"{raised[0] if raised else ''} ({Path(file).name}:{line}, in {where})"
 
 
 def _at(error: BaseException) -> str:
     """Where an exception was raised."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [
+        (frame.filename, frame.lineno or 0)
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
     if not frames:
         return ""
     file, line = line_of_task(frames)
@@ -181,11 +256,15 @@ def _at(error: BaseException) -> str:
 
 
 def count_kernel_kills() -> int:
-    """Return how many processes this machine's kernel has killed for memory since it started; 0 where it says none."""
+    """Return how many processes this machine's kernel has killed for memory since it
+    started; 0 where it says none.
+    """
     lines: list[str] = []
     with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/vmstat").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return next(
+        (int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0
+    )
 
 
 _kills_before = count_kernel_kills()

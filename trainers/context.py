@@ -1,4 +1,7 @@
-"""RunContext: all that the loop knows of its launcher. Launchers override what they have to say or want to hear."""
+"""RunContext: all that the loop knows of its launcher.
+
+Launchers override what they have to say or want to hear.
+"""
 
 from typing import Any
 
@@ -8,30 +11,48 @@ from trainers.storage import Storage
 
 
 class RunContext:
-    """One worker of one run. The process group, where there is one, stands before the loop starts.
+    """One worker of one run.
 
-    `launcher` is for the log: local, spawn, torchrun, ray or lane. `storage` is the run's directory; None for a run
-    that keeps nothing (a trial). `local_rank` and `local_world_size` are those of this host; `device_index` says which
-    of the GPUs that this process sees is its own (default: `local_rank`). `elapsed_s` is the loop's age, equal on all
+    The process group, where there is one, stands before the loop starts.
+
+    `launcher` is for the log: local, spawn, torchrun, ray or lane. `storage` is the
+    run's directory; None for a run that keeps nothing (a trial). `local_rank` and
+    `local_world_size` are those of this host; `device_index` says which of the GPUs
+    that this process sees is its own (default: `local_rank`). `elapsed_s` is the loop's
+    age, equal on all
     ranks: it may decide how often a launcher is asked or told.
     """
 
     microbatch_ceiling: int | None = None
-    """The largest microbatch that may still fit, where the launcher knows of one that did not."""
+    """The largest microbatch that may still fit, where the launcher knows of one that
+    did not.
+    """
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest microbatch known to fit and the smallest known not to, where the launcher knows of other runs."""
+    """The largest microbatch known to fit and the smallest known not to, where the
+    launcher knows of other runs.
+    """
     source: Storage | None = None
-    """The run whose newest checkpoint this one begins with, while it has none of its own; None: from the start."""
+    """The run whose newest checkpoint this one begins with, while it has none of its
+    own; None: from the start.
+    """
     refuge: Storage | None = None
-    """Where a run without storage keeps its state: when its node is taken away, and begins with it where `source` is
-    the same place; where its `checkpoint` says when, also then and at its end. None: it is lost."""
+    """Where a run without storage keeps its state: when its node is taken away, and
+    begins with it where `source` is the same place; where its `checkpoint` says when,
+    also then and at its end.
+
+    None: it is lost.
+    """
     take: Take | None = None
-    """Takes the run's records from rank 0 as they are made, at once; None where nobody wants them."""
+    """Takes the run's records from rank 0 as they are made, at once; None where nobody
+    wants them.
+    """
     draws_line: bool = False
     """Whether a live line shows them, in place of the log's lines of steps."""
 
     watches: tuple[str, ...] = ()
-    """Metrics that the launcher decides by: where they need an evaluation, a run without one is refused."""
+    """Metrics that the launcher decides by: where they need an evaluation, a run
+    without one is refused.
+    """
 
     def __init__(
         self,
@@ -43,34 +64,56 @@ class RunContext:
         local_world_size: int = 1,
         device_index: int | None = None,
     ) -> None:
-        self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
-        self.local_rank, self.local_world_size = local_rank, local_world_size
+        self.storage = storage
+        self.launcher = launcher
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
         self.device_index = local_rank if device_index is None else device_index
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Take note of an evaluation or a checkpoint. Every rank calls it, equally often."""
+    def report(
+        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
+    ) -> None:
+        """Take note of an evaluation or a checkpoint.
+
+        Every rank calls it, equally often.
+        """
 
     def observe(self, figures: dict[str, float]) -> None:
         """Take note of this worker's newest figures. Cheap; each rank for itself."""
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether this worker was asked to stop; the loop agrees with the other ranks by itself."""
+        """Whether this worker was asked to stop; the loop agrees with the other ranks
+        by itself.
+        """
         return False
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Whether a node of the run is about to be taken away. Every rank calls it, equally often."""
+        """Whether a node of the run is about to be taken away.
+
+        Every rank calls it, equally often.
+        """
         return False
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Take note of what this rank has found out: by a probe, which all ranks agree on, or by a step."""
+        """Take note of what this rank has found out: by a probe, which all ranks agree
+        on, or by a step.
+        """
 
     def too_large(self, microbatch_size: int) -> None:
-        """This rank ran out of memory in mid-training; a group of several starts again with a smaller microbatch."""
+        """This rank ran out of memory in mid-training; a group of several starts again
+        with a smaller microbatch.
+        """
 
     @property
     def is_heard(self) -> bool:
-        """Whether what `hung` and a failed loop say comes to standard error by another process."""
+        """Whether what `hung` and a failed loop say comes to standard error by another
+        process.
+        """
         return False
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """This rank makes no step any more: its process ends after this call, which may block; with the stack."""
+        """This rank makes no step any more: its process ends after this call, which may
+        block; with the stack.
+        """

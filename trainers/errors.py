@@ -1,7 +1,8 @@
 """The taxonomy: every way that a run can end, and what Paceline does about each.
 
-A status is what `result.json`, `results.parquet` and the terminal show. Its policy says how many restarts
-a run gets by default when it ends that way, and what to tell the user.
+A status is what `result.json`, `results.parquet` and the terminal show. Its policy says
+how many restarts a run gets by default when it ends that way, and what to tell the
+user.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ from typing import Any, Literal, get_args
 from trainers.redaction import redact
 
 Status = Literal[
-    "done", "stopped", "out_of_memory", "out_of_host_memory", "diverged", "hung", "preempted", "node_lost", "error"
+    "done",
+    "stopped",
+    "out_of_memory",
+    "out_of_host_memory",
+    "diverged",
+    "hung",
+    "preempted",
+    "node_lost",
+    "error",
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows a status: `restarts` is the default budget (-1: no limit), `advice` the fix that the user reads."""
+    """What follows a status: `restarts` is the default budget (-1: no limit), `advice`
+    the fix that the user reads.
+    """
 
     restarts: int
     advice: str
@@ -34,15 +45,30 @@ _AGAIN = "run the same command again to go on from the newest checkpoint"
 POLICIES: dict[Status, Policy] = {
     "done": Policy(0, ""),
     "stopped": Policy(0, _AGAIN),
-    "out_of_memory": Policy(0, "set a smaller `microbatch_size`; the result of training stays the same"),
-    "out_of_host_memory": Policy(1, "lower `data.num_workers`, or set `data.resident: false`"),
-    "diverged": Policy(0, "lower `optimizer.lr`, set `clip_grad_norm`, or use precision bf16 instead of fp16"),
-    "hung": Policy(3, "see the stacks of all ranks in hangs/ of the run's directory, or raise the budget named here"),
+    "out_of_memory": Policy(
+        0, "set a smaller `microbatch_size`; the result of training stays the same"
+    ),
+    "out_of_host_memory": Policy(
+        1, "lower `data.num_workers`, or set `data.resident: false`"
+    ),
+    "diverged": Policy(
+        0,
+        "lower `optimizer.lr`, set `clip_grad_norm`, or use precision bf16 instead of fp16",
+    ),
+    "hung": Policy(
+        3,
+        "see the stacks of all ranks in hangs/ of the run's directory, or raise the budget named here",
+    ),
     "preempted": Policy(-1, _AGAIN),
     "node_lost": Policy(-1, _AGAIN),
     "error": Policy(0, "the traceback names the line in the task"),
 }
-_DISK_FULL = ("No space left on device", "Disk quota exceeded", "Local disk is full", "the disk is full")
+_DISK_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "Local disk is full",
+    "the disk is full",
+)
 FIX = "; fix "
 """What a message has that says itself what to do."""
 
@@ -61,26 +87,40 @@ class PacelineError(Exception):
         """What the user can do about it; empty where the sentence says it."""
         if disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
-        return POLICIES[self.status].advice if self.status != "error" and FIX not in str(self) else ""
+        return (
+            POLICIES[self.status].advice
+            if self.status != "error" and FIX not in str(self)
+            else ""
+        )
 
 
 class ConfigError(PacelineError, ValueError):
-    """A value that the user gave cannot be used: names field, value, rule and fix in one sentence.
+    """A value that the user gave cannot be used: names field, value, rule and fix in
+    one sentence.
 
-    `rule` is a predicate ("must be at least 1"); `value` is MISSING where there is none to show.
+    `rule` is a predicate ("must be at least 1"); `value` is MISSING where there is none
+    to show.
     """
 
     exit_code = 2
 
-    def __init__(self, field: str, value: Any, rule: str, fix: str, source: str | None = None) -> None:
+    def __init__(
+        self, field: str, value: Any, rule: str, fix: str, source: str | None = None
+    ) -> None:
         super().__init__(field, value, rule, fix, source)
-        self.field, self.value, self.rule, self.fix, self.source = field, value, rule, fix, source
+        self.field = field
+        self.value = value
+        self.rule = rule
+        self.fix = fix
+        self.source = source
 
     def __str__(self) -> str:
         where = f"{_cut(self.source, 1000)}: " if self.source else ""
         shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
         end = "" if self.fix.endswith("?") else "."
-        return printable(f"{where}`{_cut(self.field)}` {shown}{_cut(self.rule, 1000)}; {_cut(self.fix, 1000)}{end}")
+        return printable(
+            f"{where}`{_cut(self.field)}` {shown}{_cut(self.rule, 1000)}; {_cut(self.fix, 1000)}{end}"
+        )
 
     def at(self, source: str) -> ConfigError:
         """The same error, said to come from `source`."""
@@ -105,11 +145,15 @@ class StorageError(PacelineError):
 
 
 class LeaseError(StorageError):
-    """A directory that this process may not write any more: another start has it, or somebody deleted it."""
+    """A directory that this process may not write any more: another start has it, or
+    somebody deleted it.
+    """
 
 
 class CheckpointError(PacelineError):
-    """What was read back from storage is incomplete, damaged, or of another program or run."""
+    """What was read back from storage is incomplete, damaged, or of another program or
+    run.
+    """
 
 
 class ClusterError(PacelineError):
@@ -117,7 +161,9 @@ class ClusterError(PacelineError):
 
 
 class DeviceMismatchError(PacelineError):
-    """Tensors of one computation lie on different devices; names those that are not where they belong."""
+    """Tensors of one computation lie on different devices; names those that are not
+    where they belong.
+    """
 
 
 class DivergedError(PacelineError):
@@ -127,29 +173,38 @@ class DivergedError(PacelineError):
 
 
 class PreemptedError(PacelineError):
-    """A node of the run is about to be taken away, and a checkpoint is written: the group may leave."""
+    """A node of the run is about to be taken away, and a checkpoint is written: the
+    group may leave.
+    """
 
     status: Status = "preempted"
 
 
 class TooLargeError(PacelineError):
-    """A microbatch ran out of memory in mid-training; the next start takes a smaller one."""
+    """A microbatch ran out of memory in mid-training; the next start takes a smaller
+    one.
+    """
 
     status: Status = "out_of_memory"
 
     def __init__(self, microbatch_size: int, words: str) -> None:
         super().__init__(microbatch_size, words)
-        self.microbatch_size, self.words = microbatch_size, words
+        self.microbatch_size = microbatch_size
+        self.words = words
 
     def __str__(self) -> str:
-        return redact(f"a microbatch of {self.microbatch_size} ran out of memory in mid-training ({self.words})")
+        return redact(
+            f"a microbatch of {self.microbatch_size} ran out of memory in mid-training ({self.words})"
+        )
 
 
 class RunFailedError(PacelineError):
-    """A run that ended: the status, the worker's message, and when (Unix time) it failed.
+    """A run that ended: the status, the worker's message, and when (Unix time) it
+    failed.
 
-    `smaller`: the next start takes a smaller microbatch, so it is worth more than a retry. `follows`: it looks like the
-    consequence of what befell another rank (a collective that broke, a wait that did not end).
+    `smaller`: the next start takes a smaller microbatch, so it is worth more than a
+    retry. `follows`: it looks like the consequence of what befell another rank (a
+    collective that broke, a wait that did not end).
     """
 
     def __init__(
@@ -163,24 +218,38 @@ class RunFailedError(PacelineError):
     ) -> None:
         message = redact(message)
         super().__init__(status, message, when, config, smaller, follows)
-        self.status, self.message, self.when = status, message, when
-        self.config, self.smaller, self.follows = config, smaller, follows
+        self.status = status
+        self.message = message
+        self.when = when
+        self.config = config
+        self.smaller = smaller
+        self.follows = follows
         self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
 
     @staticmethod
     def first(errors: Sequence[RunFailedError]) -> RunFailedError:
-        """The cause among the failures of several ranks, in whatever order they came; others follow from it.
+        """The cause among the failures of several ranks, in whatever order they came;
+        others follow from it.
 
-        A rank that ran out of memory and knows a smaller microbatch explains whatever the others met; else a rank that
-        died or hangs by itself, else what a rank raised by itself, else what follows from another rank. A hang names
-        where every rank was.
+        A rank that ran out of memory and knows a smaller microbatch explains whatever
+        the others met; else a rank that died or hangs by itself, else what a rank
+        raised by itself, else what follows from another rank. A hang names where every
+        rank was.
         """
         cause = min(errors, key=lambda error: (error._distance, error.when))
         if cause.status != "hung":
             return cause
-        hangs = [error for error in errors if error.status == "hung" or (error.follows and error.status == "node_lost")]
-        words = dict.fromkeys(error.message for error in sorted(hangs, key=lambda error: error._distance))
-        return RunFailedError("hung", "; ".join(words), cause.when, follows=cause.follows)
+        hangs = [
+            error
+            for error in errors
+            if error.status == "hung" or (error.follows and error.status == "node_lost")
+        ]
+        words = dict.fromkeys(
+            error.message for error in sorted(hangs, key=lambda error: error._distance)
+        )
+        return RunFailedError(
+            "hung", "; ".join(words), cause.when, follows=cause.follows
+        )
 
     @property
     def _distance(self) -> int:
@@ -188,7 +257,12 @@ class RunFailedError(PacelineError):
         if self.smaller:
             return 0
         if not self.follows:
-            return 1 if self.status in ("node_lost", "preempted", "hung", "out_of_host_memory") else 2
+            return (
+                1
+                if self.status
+                in ("node_lost", "preempted", "hung", "out_of_host_memory")
+                else 2
+            )
         return {"hung": 3, "node_lost": 4}.get(self.status, 5)
 
     @property
@@ -196,10 +270,16 @@ class RunFailedError(PacelineError):
         """What the user can do about it."""
         if self.follows and self.status == "error":
             return "the rank that failed first says why; without one, see the network between the nodes"
-        return super().advice or ("" if FIX in str(self) else POLICIES[self.status].advice)
+        return super().advice or (
+            "" if FIX in str(self) else POLICIES[self.status].advice
+        )
 
     def __str__(self) -> str:
-        return self.message if self.config else f"the run ended as `{self.status}`: {self.message}"
+        return (
+            self.message
+            if self.config
+            else f"the run ended as `{self.status}`: {self.message}"
+        )
 
 
 class _Missing(Enum):
@@ -222,29 +302,49 @@ def _cut(text: str, longest: int = 160) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text from elsewhere as one line, without secrets, that moves no cursor: the rest is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redact(text))
+    """Return text from elsewhere as one line, without secrets, that moves no cursor:
+    the rest is escaped.
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in redact(text)
+    )
 
 
 def counted(number: float, noun: str, form: str = "") -> str:
-    """Return how many there are of something, in words: "1 epoch", "2.5 epochs"; `form` is the number's format."""
+    """Return how many there are of something, in words: "1 epoch", "2.5 epochs"; `form`
+    is the number's format.
+    """
     shown = f"{number:{form}}"
     return f"{shown} {noun}{'s' * (shown != '1')}"
 
 
-def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
-    """Return the fix for a name that is not known: the nearest of the `known` as `shown`, or one that it begins with
-    (max of maximize), else `otherwise`.
+def did_you_mean(
+    name: object,
+    known: Iterable[str],
+    otherwise: str,
+    shown: Callable[[str], str] = str,
+) -> str:
+    """Return the fix for a name that is not known: the nearest of the `known` as
+    `shown`, or one that it begins with (max of maximize), else `otherwise`.
     """
     names = list(known)
     near = nearest(str(name), names)
     if near is None:
-        near = next((one for one in names if len(one) > 2 and _plain(str(name)).startswith(_plain(one))), None)
+        near = next(
+            (
+                one
+                for one in names
+                if len(one) > 2 and _plain(str(name)).startswith(_plain(one))
+            ),
+            None,
+        )
     return otherwise if near is None else f"did you mean `{shown(near)}`?"
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return which of the `known` a name is almost; None where it is like none of them by a share of `cutoff`.
+    """Return which of the `known` a name is almost; None where it is like none of them
+    by a share of `cutoff`.
 
     Capitals, and `-` in place of `_`, are no difference.
     """
@@ -258,13 +358,19 @@ def _plain(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name where the message is empty."""
+    """Return the first line of an error's message, or its type's name where the message
+    is empty.
+    """
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, the cause where it is a traceback; its class's name where empty."""
-    return redact((str(error).strip().splitlines() or [type(error).__name__])[-1].strip())
+    """Return the last line of an error's message, the cause where it is a traceback;
+    its class's name where empty.
+    """
+    return redact(
+        (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    )
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -273,12 +379,15 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        error = error.__cause__ or (
+            None if error.__suppress_context__ else error.__context__
+        )
 
 
 def disk_is_full(error: BaseException) -> bool:
     """Whether an exception comes from a disk, or a quota, without space."""
     return any(
-        getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(words in str(link) for words in _DISK_FULL)
+        getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        or any(words in str(link) for words in _DISK_FULL)
         for link in chain(error)
     )

@@ -1,4 +1,6 @@
-"""JSON that is read back, whoever wrote it: as a type, within limits, or one sentence on what is wrong with it."""
+"""JSON that is read back, whoever wrote it: as a type, within limits, or one sentence
+on what is wrong with it.
+"""
 
 import functools
 import json
@@ -20,18 +22,30 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
 
     Raises CheckpointError. A dataclass takes no keys but its own.
     """
-    numbers: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
+    numbers: dict[str, Any] = (
+        {"parse_float": _finite, "parse_constant": _finite} if finite else {}
+    )
     try:
         tree = json.loads(data.decode(), parse_int=_whole, **numbers)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
-    level, depth = [tree], 0
+    level = [tree]
+    depth = 0
     while level:
         depth += 1
         if depth > _MOST_DEPTH:
             raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
-        level = [child for children in inner for child in children if isinstance(child, (dict, list))]
+        inner = (
+            one.values() if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, (dict, list))
+        )
+        level = [
+            child
+            for children in inner
+            for child in children
+            if isinstance(child, (dict, list))
+        ]
     known = {one.name for one in fields(kind)} if is_dataclass(kind) else set()
     if known and isinstance(tree, dict) and (unknown := sorted(tree.keys() - known)):
         raise CheckpointError(f"it has an unknown key, {unknown[0][:80]!r}")
@@ -39,13 +53,19 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
 
 
 def validated(value: Any, kind: type[T]) -> T:
-    """Plain data as `kind`; CheckpointError names the first part of it that is something else."""
+    """Plain data as `kind`; CheckpointError names the first part of it that is
+    something else.
+    """
     try:
         found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        problem = error.errors(
+            include_url=False, include_input=False, include_context=False
+        )[0]
         where = ".".join(map(str, problem["loc"])) or "it"
-        raise CheckpointError(f"{where[:80]!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}") from None
+        raise CheckpointError(
+            f"{where[:80]!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+        ) from None
     return found
 
 

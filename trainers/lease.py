@@ -1,17 +1,20 @@
-"""Leases: of several starts one at a time writes a directory, on local disks and on object stores alike.
+"""Leases: of several starts one at a time writes a directory, on local disks and on
+object stores alike.
 
-`lease.json` names the holder: a token, the process, and a count that a thread of the holder raises every five seconds.
-A start that finds one
+`lease.json` names the holder: a token, the process, and a count that a thread of the
+holder raises every five seconds. A start that finds one
 
-    of a process of this machine that has ended    takes it over at once
-    of a process of this machine that lives        is refused
-    of any other, or that cannot be read           is refused when the count moves within 30 s, else takes it over
+    of a process of this machine that has ended    takes it over at once of a process of
+    this machine that lives        is refused of any other, or that cannot be read
+    is refused when the count moves within 30 s, else takes it over
 
-No clock is compared with another. On a local directory two starts never both make a new lease (O_EXCL). Elsewhere, as
-pyarrow has no conditional put, and in a takeover, a lease is written and read again a second later: the last writer has
-it. Should a process that was held up have written since, then the fence decides: every write and deletion of the run,
-in whatever process, reads the lease first, and raises LeaseError where it is another's or gone. So whoever has lost it
-writes for at most half a second more, and ends a file that it had begun.
+No clock is compared with another. On a local directory two starts never both make a new
+lease (O_EXCL). Elsewhere, as pyarrow has no conditional put, and in a takeover, a lease
+is written and read again a second later: the last writer has it. Should a process that
+was held up have written since, then the fence decides: every write and deletion of the
+run, in whatever process, reads the lease first, and raises LeaseError where it is
+another's or gone. So whoever has lost it writes for at most half a second more, and
+ends a file that it had begun.
 """
 
 from __future__ import annotations
@@ -30,16 +33,26 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainers.errors import CheckpointError, ConfigError, LeaseError, StorageError, first_line
+from trainers.errors import (
+    CheckpointError,
+    ConfigError,
+    LeaseError,
+    StorageError,
+    first_line,
+)
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 LEASE = "lease.json"
-BEAT_S, STALE_S, SETTLE_S = 5.0, 30.0, 1.0
+BEAT_S = 5.0
+STALE_S = 30.0
+SETTLE_S = 1.0
 _LOOK_S = 1.0
 _TRUSTED_S = 0.5
-"""How long a look at the lease is believed: shorter than SETTLE_S, after which a newcomer begins to write."""
+"""How long a look at the lease is believed: shorter than SETTLE_S, after which a
+newcomer begins to write.
+"""
 
 
 class InUseError(ConfigError):
@@ -53,7 +66,9 @@ class Holder:
     token: str
     host: str
     machine: str | None
-    """This boot of this machine, and the namespace of its process ids; None where the system does not tell."""
+    """This boot of this machine, and the namespace of its process ids; None where the
+    system does not tell.
+    """
     pid: int
     started: str | None
     """When the process started, in ticks since the boot."""
@@ -65,11 +80,20 @@ class Holder:
         """Return this process as a new holder."""
         since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         pid = os.getpid()
-        return Holder(secrets.token_hex(8), socket.gethostname(), _machine(), pid, _started(pid), since)
+        return Holder(
+            secrets.token_hex(8),
+            socket.gethostname(),
+            _machine(),
+            pid,
+            _started(pid),
+            since,
+        )
 
     @staticmethod
     def read(data: bytes) -> Holder | None:
-        """Return what `lease.json` says; None when it is damaged, or not written to its end."""
+        """Return what `lease.json` says; None when it is damaged, or not written to its
+        end.
+        """
         try:
             found = Holder(**json.loads(data))
             return found if isinstance(found.pid, int) and found.pid > 0 else None
@@ -95,7 +119,9 @@ class Holder:
         except PermissionError:
             pass  # another user's
         started = _started(self.pid)
-        return started is not None and (not self.started or started in ("", self.started))
+        return started is not None and (
+            not self.started or started in ("", self.started)
+        )
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -103,14 +129,18 @@ class Holder:
 
 def _machine() -> str | None:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot = (
+            Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        )
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return None
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started; None for one that has ended but in name, "" where it cannot be read."""
+    """Return when a process started; None for one that has ended but in name, "" where
+    it cannot be read.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -120,13 +150,16 @@ def _started(pid: int) -> str | None:
 
 
 class Fence:
-    """Raises LeaseError where a directory's lease is not `token`'s any more; plain data, for every process of a run.
+    """Raises LeaseError where a directory's lease is not `token`'s any more; plain
+    data, for every process of a run.
 
     `mark` is the file that makes the directory what it is: without it, it was deleted.
     """
 
     def __init__(self, storage: Storage, mark: str, token: str) -> None:
-        self._storage, self._mark, self._token = storage, mark, token
+        self._storage = storage
+        self._mark = mark
+        self._token = token
         self._looked = -math.inf
 
     def __reduce__(self) -> tuple[type[Fence], tuple[Storage, str, str]]:
@@ -144,7 +177,9 @@ class Fence:
 
 
 def fenced(storage: Storage, mark: str, token: str) -> Storage:
-    """Return a directory that is written only while its lease is `token`'s; whenever asked to where that is empty."""
+    """Return a directory that is written only while its lease is `token`'s; whenever
+    asked to where that is empty.
+    """
     return Storage(storage.uri, Fence(storage, mark, token)) if token else storage
 
 
@@ -156,15 +191,21 @@ def check_token(storage: Storage, token: str) -> None:
     holder = Holder.read(data)
     if holder is None or holder.token != token:
         by = holder or "another start"
-        raise LeaseError(f"{storage.uri} was taken over by {by}: this process writes nothing more to it")
+        raise LeaseError(
+            f"{storage.uri} was taken over by {by}: this process writes nothing more to it"
+        )
 
 
 def _gone(storage: Storage, name: str) -> LeaseError:
-    return LeaseError(f"{storage.locate(name)} is gone: the directory was deleted, or moved, while it was in use")
+    return LeaseError(
+        f"{storage.locate(name)} is gone: the directory was deleted, or moved, while it was in use"
+    )
 
 
 def _read(storage: Storage) -> bytes | None:
-    """Return the content of the lease; None when there is none, nothing where it is no file."""
+    """Return the content of the lease; None when there is none, nothing where it is no
+    file.
+    """
     try:
         return storage.read(LEASE)
     except CheckpointError:
@@ -177,19 +218,27 @@ def _read(storage: Storage) -> bytes | None:
 
 @contextlib.contextmanager
 def held(storage: Storage, mark: str) -> Iterator[str]:
-    """Hold the lease of a directory in the block, and give its token. Only for the main thread.
+    """Hold the lease of a directory in the block, and give its token.
 
-    Raises ConfigError at the start, where another process has it or nothing can be written, and LeaseError at the end,
-    where it was lost, which SIGTERM to this process tells the block. Where nobody else heeds SIGTERM and SIGHUP, they
-    end the block as Ctrl-C does.
+    Only for the main thread.
+
+    Raises ConfigError at the start, where another process has it or nothing can be
+    written, and LeaseError at the end, where it was lost, which SIGTERM to this process
+    tells the block. Where nobody else heeds SIGTERM and SIGHUP, they end the block as
+    Ctrl-C does.
     """
-    unheeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    unheeded = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) == signal.SIG_DFL
+    ]
     for number in unheeded:
         signal.signal(number, signal.default_int_handler)
     try:
         storage.prove_writable()
         lease = _Lease(storage)
-        storage.clear_aside()  # of starts that are over: what is written from here on is this one's
+        # of starts that are over: what is written from here on is this one's
+        storage.clear_aside()
         try:
             yield lease.token
             Fence(storage, mark, lease.token)()
@@ -209,7 +258,8 @@ class _Lease:
     """The lease of a directory, from the claim to the release."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage, self._holder = storage, Holder.this_process()
+        self._storage = storage
+        self._holder = Holder.this_process()
         self.token = self._holder.token
         while not self._claim():
             pass
@@ -218,8 +268,11 @@ class _Lease:
         self._thread.start()
 
     def _claim(self) -> bool:
-        """Write the lease where that may be; return whether it is ours, or must be looked at anew."""
-        found, data = _read(self._storage), self._holder.write()
+        """Write the lease where that may be; return whether it is ours, or must be
+        looked at anew.
+        """
+        found = _read(self._storage)
+        data = self._holder.write()
         if found is not None and not self._may_take(found):
             return False
         if found is None and self._storage.is_local:
@@ -231,30 +284,47 @@ class _Lease:
     def _create(self, data: bytes) -> bool:
         """Make the file, and return whether it was not there."""
         try:
-            new = os.open(Path(self._storage.path, LEASE), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            new = os.open(
+                Path(self._storage.path, LEASE),
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                0o600,
+            )
             with os.fdopen(new, "wb") as file:
                 file.write(data)
         except FileExistsError:
             return False
         except OSError as error:
-            raise StorageError(f"could not write {self._storage.locate(LEASE)}: {first_line(error)}") from error
+            raise StorageError(
+                f"could not write {self._storage.locate(LEASE)}: {first_line(error)}"
+            ) from error
         return True
 
     def _may_take(self, found: bytes) -> bool:
-        """Return whether the holder is gone, or (False) the lease has changed; raise ConfigError where it is alive."""
+        """Return whether the holder is gone, or (False) the lease has changed; raise
+        ConfigError where it is alive.
+        """
         holder = Holder.read(found)
         who = holder or "a start that left no readable lease"
         if holder is not None and holder.is_here:
             if holder.is_alive:
                 raise self._in_use(holder)
         else:
-            logger.info("%s is held by %s: looking for %.0f s whether it is alive", self._storage.uri, who, STALE_S)
+            logger.info(
+                "%s is held by %s: looking for %.0f s whether it is alive",
+                self._storage.uri,
+                who,
+                STALE_S,
+            )
             deadline = time.monotonic() + STALE_S
             while time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
                 if (now := _read(self._storage)) != found:
                     new = None if now is None else Holder.read(now)
-                    if holder is not None and new is not None and new.token == holder.token:
+                    if (
+                        holder is not None
+                        and new is not None
+                        and new.token == holder.token
+                    ):
                         raise self._in_use(new)
                     return False
         logger.info("%s is taken over from %s, which has ended", self._storage.uri, who)
@@ -262,7 +332,9 @@ class _Lease:
 
     def _in_use(self, holder: Holder) -> ConfigError:
         rule = f"is in use: {holder}, writes to {self._storage.uri}"
-        return InUseError("name", self._storage.name, rule, "stop it first, or give another `--name`")
+        return InUseError(
+            "name", self._storage.name, rule, "stop it first, or give another `--name`"
+        )
 
     def _beat(self) -> None:
         """Renew the lease until it is released or lost; the body of its thread."""
@@ -279,7 +351,9 @@ class _Lease:
                 logger.warning("the lease could not be renewed: %s", error)
 
     def explain(self, error: BaseException) -> None:
-        """Raise LeaseError where the lease is lost: whatever else went wrong followed from it."""
+        """Raise LeaseError where the lease is lost: whatever else went wrong followed
+        from it.
+        """
         try:
             check_token(self._storage, self.token)
         except LeaseError as lost:

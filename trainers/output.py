@@ -1,7 +1,8 @@
-"""How a command tells what it does: lines or a live line for a person, little (`--quiet`), or JSON (`--json`).
+"""How a command tells what it does: lines or a live line for a person, little
+(`--quiet`), or JSON (`--json`).
 
-Environment read: TERM, which says dumb of a terminal that nothing can be drawn on; RANK, which torchrun sets: one
-process tells for all of its workers.
+Environment read: TERM, which says dumb of a terminal that nothing can be drawn on;
+RANK, which torchrun sets: one process tells for all of its workers.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ Take = Callable[[Record], None]
 """Takes note of a record of a run."""
 Quiet = Annotated[bool, Field(description="only warnings, errors and the result")]
 Json = Annotated[
-    bool, Field(alias="json", description="JSON on standard output, an object a line; all else on standard error")
+    bool,
+    Field(
+        alias="json",
+        description="JSON on standard output, an object a line; all else on standard error",
+    ),
 ]
-_TELL_S, _LAST_S = 0.25, 5.0
+_TELL_S = 0.25
+_LAST_S = 5.0
 
 
 def on_terminal() -> bool:
@@ -42,8 +48,10 @@ def on_terminal() -> bool:
 
 @dataclass
 class Output:
-    """What the user wants to be told. In its block, with `as_json`, file descriptor 1 is standard error, for all that
-    this process and those that it starts print, and records go to what it was.
+    """What the user wants to be told.
+
+    In its block, with `as_json`, file descriptor 1 is standard error, for all that this
+    process and those that it starts print, and records go to what it was.
     """
 
     quiet: bool = False
@@ -64,7 +72,9 @@ class Output:
         return self
 
     def wanting(self, typed: Output) -> Output:
-        """This one, which a command has from its start, as its options have it (`--json=true`)."""
+        """This one, which a command has from its start, as its options have it
+        (`--json=true`).
+        """
         self.quiet = typed.quiet
         if typed.as_json and not self.as_json:
             self.as_json = True
@@ -79,7 +89,9 @@ class Output:
             self.descriptor = 1
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write a record where they are wanted; one that nobody reads any more does not end a run."""
+        """Write a record where they are wanted; one that nobody reads any more does not
+        end a run.
+        """
         if not self.as_json or os.environ.get("RANK", "0") != "0":
             return
         data = json.dumps(_strict(record)).encode() + b"\n"
@@ -88,21 +100,35 @@ class Output:
                 data = data[os.write(self.descriptor, data) :]
         except OSError as error:
             self.as_json = False
-            logger.warning("standard output takes no more records (%s): the run goes on without them", error)
+            logger.warning(
+                "standard output takes no more records (%s): the run goes on without them",
+                error,
+            )
 
     def records(self, records: Iterable[Record]) -> None:
         """Write several."""
         for record in records:
             self.record(record)
 
-    def failed(self, status: str, message: str, exit_code: int, advice: str = "") -> int:
-        """Tell, where records are wanted, what the command failed of; returns its exit code."""
-        said = {"status": status, "message": message, "advice": advice, "exit_code": exit_code}
+    def failed(
+        self, status: str, message: str, exit_code: int, advice: str = ""
+    ) -> int:
+        """Tell, where records are wanted, what the command failed of; returns its exit
+        code.
+        """
+        said = {
+            "status": status,
+            "message": message,
+            "advice": advice,
+            "exit_code": exit_code,
+        }
         self.record({"record": "error", **said})
         return exit_code
 
     def result(self, text: str, line: str, record: Mapping[str, Any]) -> None:
-        """Tell how it ended: as text, in a line where the user wants no more, or as a record."""
+        """Tell how it ended: as text, in a line where the user wants no more, or as a
+        record.
+        """
         if self.as_json:
             self.record({"record": "result", **record})
         elif os.environ.get("RANK", "0") == "0":
@@ -110,21 +136,29 @@ class Output:
 
 
 def _strict(value: Any) -> Any:
-    """Plain data as JSON has it, without secrets: null for what is no number of JSON, text for what is no data."""
+    """Plain data as JSON has it, without secrets: null for what is no number of JSON,
+    text for what is no data.
+    """
     if isinstance(value, Mapping):
         return {redact(str(key)): _strict(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_strict(one) for one in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int) else redact(str(value))
+    return (
+        value if value is None or isinstance(value, bool | int) else redact(str(value))
+    )
 
 
 class Sender:
-    """Sends records from a thread, several at a time and four times a second: whoever makes them never waits."""
+    """Sends records from a thread, several at a time and four times a second: whoever
+    makes them never waits.
+    """
 
     def __init__(self, send: Callable[[list[Record]], None]) -> None:
-        self._send, self._waiting, self._over = send, deque[Record](), threading.Event()
+        self._send = send
+        self._waiting = deque[Record]()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 

@@ -1,6 +1,8 @@
-"""What may be shown or saved of a text from elsewhere: no secret, and nothing that moves a terminal's cursor.
+"""What may be shown or saved of a text from elsewhere: no secret, and nothing that
+moves a terminal's cursor.
 
-Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN, AWS_SECRET_ACCESS_KEY, ...).
+Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN,
+AWS_SECRET_ACCESS_KEY, ...).
 """
 
 import os
@@ -8,8 +10,12 @@ import re
 from urllib.parse import urlsplit
 
 _HIDDEN = "***"
-# A password may hold anything, even an `@` or a `/` that should have been quoted: up to the last `@` of the word.
-_USER = re.compile(r"(://)[^\s/?#:'\"]{0,300}:[^\s'\"]{0,300}@|(\bhttps?://)[^\s/?#'\"@]{1,300}@", re.IGNORECASE)
+# A password may hold anything, even an `@` or a `/` that should have been quoted: up to
+# the last `@` of the word.
+_USER = re.compile(
+    r"(://)[^\s/?#:'\"]{0,300}:[^\s'\"]{0,300}@|(\bhttps?://)[^\s/?#'\"@]{1,300}@",
+    re.IGNORECASE,
+)
 _NAMED = re.compile(
     r"""((?:secret|password|passwd|signature|credentials?|authorization
     |(?:access|account|api|auth|private|secret)[_-]?key|(?:access|api|auth|refresh|security|session)[_-]?token
@@ -19,13 +25,17 @@ _NAMED = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _VARIABLE = re.compile(r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD)$", re.IGNORECASE)
-_SHORTEST = 8  # characters of a variable's value that is looked for: less than that is part of harmless words
-_MOVING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# characters of a variable's value that is looked for: less than that is part of
+# harmless words
+_SHORTEST = 8
+_MOVING = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def redact(text: str) -> str:
-    """Return `text` without passwords in URIs, values named as secrets, and the secrets of this process's environment,
-    and with its control characters escaped.
+    """Return `text` without passwords in URIs, values named as secrets, and the secrets
+    of this process's environment, and with its control characters escaped.
     """
     for value in sorted(_environment_secrets(), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
@@ -34,12 +44,16 @@ def redact(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with all that could move a cursor, or cannot be encoded, as Python would write it in a string."""
+    """Return `text` with all that could move a cursor, or cannot be encoded, as Python
+    would write it in a string.
+    """
     return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def holds_secret(uri: str) -> bool:
-    """Return whether a URI has a password in its user part, or a parameter that is named as a secret."""
+    """Return whether a URI has a password in its user part, or a parameter that is
+    named as a secret.
+    """
     try:
         parts = urlsplit(uri)
     except ValueError:  # no URI at all, which whoever opens it says

@@ -19,7 +19,16 @@ from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
 from trainers.launch.run_directory import check_kept, prepare_function, prepare_storage
-from trainers.launch.spec import MARK, FunctionSpec, Job, R, RunSpec, check_precision, run_with, torchrun_world_size
+from trainers.launch.spec import (
+    MARK,
+    FunctionSpec,
+    Job,
+    R,
+    RunSpec,
+    check_precision,
+    run_with,
+    torchrun_world_size,
+)
 from trainers.lease import held
 from trainers.output import Output, Take, sending
 from trainers.tracking.process import followed
@@ -39,24 +48,34 @@ def train(run: type, *, fresh: bool = ..., **keys: Any) -> TrainedRun: ...
 @overload
 def train(run: FunctionType, *, fresh: bool = ..., **keys: Any) -> FunctionRun: ...
 @overload
-def train(run: Given, *, fresh: bool = ..., **keys: Any) -> TrainedRun | FunctionRun: ...
+def train(
+    run: Given, *, fresh: bool = ..., **keys: Any
+) -> TrainedRun | FunctionRun: ...
 def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | FunctionRun:
     """Train, or go on from the run's newest checkpoint: what `python -m trainers` does.
 
-    Args:
-        run: The file of a run (a path or URI), a mapping of its keys, a Task class, which may be a notebook's, or a
+    Args: run: The file of a run (a path or URI), a mapping of its keys, a Task class,
+        which may be a notebook's, or a
             training function of Ray Train's, of which a FunctionRun is returned.
         fresh: Start anew: delete what the run's directory holds.
-        keys: Keys of the run, in place of those that `run` has: `epochs=3`, `**{"optimizer.lr": 0.1}`.
+        keys: Keys of the run, in place of those that `run` has: `epochs=3`,
+        `**{"optimizer.lr": 0.1}`.
 
-    An interrupt makes the run write a checkpoint and end as `stopped`, and the same call goes on. Raises ConfigError
-    where a value cannot be used, RunFailedError where training failed. Under torchrun every worker must call it.
+    An interrupt makes the run write a checkpoint and end as `stopped`, and the same
+    call goes on. Raises ConfigError where a value cannot be used, RunFailedError where
+    training failed. Under torchrun every worker must call it.
     """
     check_thread("train()")
     places: list[Path] = []
     overrides = plain(keys, "train()", places)
     tree, source, directory = read_given(run, "train()")
-    spec = run_with(tree, source, places[0] if places else directory, overrides, torchrun_world_size())
+    spec = run_with(
+        tree,
+        source,
+        places[0] if places else directory,
+        overrides,
+        torchrun_world_size(),
+    )
     if isinstance(spec, FunctionSpec):
         return train_function(spec, fresh)
     result = run_training(spec, fresh)
@@ -65,11 +84,15 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     return TrainedRun(**vars(result), uri=spec.uri)
 
 
-def run_training(spec: RunSpec, fresh: bool, is_command: bool = False, output: Output | None = None) -> RunResult:
-    """Train by the launcher of the configuration, or as the worker of torchrun's that this process is.
+def run_training(
+    spec: RunSpec, fresh: bool, is_command: bool = False, output: Output | None = None
+) -> RunResult:
+    """Train by the launcher of the configuration, or as the worker of torchrun's that
+    this process is.
 
-    `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
-    collection stay as they are. `output` is what the command's user wants to be told.
+    `is_command`: the process is there for nothing else. Otherwise its Ray connection,
+    its log and its garbage collection stay as they are. `output` is what the command's
+    user wants to be told.
     """
     output = output or Output()
     is_torchrun = torchrun_world_size() is not None
@@ -88,16 +111,30 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False, output: O
         trackers = spec.config.trackers if rank == 0 else []
         check_trackers(trackers, spec.path, spec.source)
         check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
-        with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
+        with (
+            held(spec.storage, MARK)
+            if rank == 0
+            else contextlib.nullcontext("") as token
+        ):
             result = prepare_storage(spec, fresh) if rank == 0 else None
             again = f"python -m trainers track {shlex.quote(spec.uri)}"
-            with followed("trainers.tracking.run", spec.storage, token, trackers, spec.path, again):
+            with followed(
+                "trainers.tracking.run", spec.storage, token, trackers, spec.path, again
+            ):
                 if result is not None and not is_torchrun:
                     anew = "--fresh" if is_command else "fresh=True"
-                    logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
+                    logger.info(
+                        "%s is complete already (%s starts it anew)", spec.uri, anew
+                    )
                 else:
-                    # Ray prints what its workers say, amid lines of ours, until the cluster is left.
-                    spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
+                    # Ray prints what its workers say, amid lines of ours, until the
+                    # cluster is left.
+                    spec = replace(
+                        spec,
+                        token=token,
+                        quiet=output.quiet,
+                        told=_told(output) if is_command else "",
+                    )
                     with cluster, _telling(spec, output, rank) as take:
                         result = launch(spec, launcher, rank, is_command, take)
                 if rank == 0:
@@ -111,7 +148,9 @@ def _told(output: Output) -> Literal["", "line", "json"]:
 
 
 @contextlib.contextmanager
-def _telling(spec: RunSpec | FunctionSpec, output: Output, rank: int) -> Iterator[Take | None]:
+def _telling(
+    spec: RunSpec | FunctionSpec, output: Output, rank: int
+) -> Iterator[Take | None]:
     """What takes a run's records in a block, as the spec has it."""
     if spec.told == "" or rank > 0:
         yield None
@@ -126,13 +165,24 @@ def _telling(spec: RunSpec | FunctionSpec, output: Output, rank: int) -> Iterato
 
 
 def train_function(
-    spec: FunctionSpec, fresh: bool, is_command: bool = False, output: Output | None = None
+    spec: FunctionSpec,
+    fresh: bool,
+    is_command: bool = False,
+    output: Output | None = None,
 ) -> FunctionRun:
-    """Train with a user's own function, on Ray; `is_command` and `output` as for `run_training`."""
+    """Train with a user's own function, on Ray; `is_command` and `output` as for
+    `run_training`.
+    """
     output = output or Output()
     if torchrun_world_size() is not None:
         rule = "is called by workers of Ray Train, which torchrun does not start"
-        raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
+        raise ConfigError(
+            "train_func",
+            spec.config.train_func,
+            rule,
+            "start it without torchrun",
+            spec.source,
+        )
     with without_collection(own_process=is_command):
         from trainers.launch.local import failing_as_run
         from trainers.launch.log import shown_log
@@ -150,7 +200,12 @@ def train_function(
         token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(failing_as_run(0, is_command))
         prepare_function(spec, fresh)
-        spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
+        spec = replace(
+            spec,
+            token=token,
+            quiet=output.quiet,
+            told=_told(output) if is_command else "",
+        )
         return run_function(spec, stack.enter_context(_telling(spec, output, 0)))
 
 
@@ -163,13 +218,23 @@ def do_on_cluster(job: Job[R]) -> R:
         return run_job(job)
 
 
-def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True, take: Take | None = None) -> R:
-    """Run a RunSpec or an Inference on all of its workers, of which this process may be one; `take` is given the
-    records of a run.
+def launch(
+    job: Job[R],
+    launcher: str,
+    rank: int,
+    is_command: bool = True,
+    take: Take | None = None,
+) -> R:
+    """Run a RunSpec or an Inference on all of its workers, of which this process may be
+    one; `take` is given the records of a run.
     """
     from trainers.launch import local
 
-    starts: dict[str, Any] = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}
+    starts: dict[str, Any] = {
+        "local": local.run_local,
+        "spawn": local.run_spawn,
+        "torchrun": local.run_torchrun,
+    }
     if launcher == "ray":
         from trainers.on_ray.trainer import run_on_ray
 

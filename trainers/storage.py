@@ -1,8 +1,9 @@
-"""Storage: a directory of named files on any filesystem that pyarrow.fs knows (local, S3, GCS, ...).
+"""Storage: a directory of named files on any filesystem that pyarrow.fs knows (local,
+S3, GCS, ...).
 
-Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not say;
-PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not say);
-RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
+Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not
+say; PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not
+say); RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from trainers.errors import CheckpointError, ConfigError, LeaseError, StorageError, first_line
+from trainers.errors import (
+    CheckpointError,
+    ConfigError,
+    LeaseError,
+    StorageError,
+    first_line,
+)
 from trainers.json_data import parse_json
 from trainers.redaction import holds_secret
 
@@ -36,7 +43,9 @@ _FINAL = frozenset(
     | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
 _MOST_BYTES = 1 << 30  # of a file that is read whole
-_MOST_JSON_BYTES = 32 << 20  # 200,000 evaluations of one trial, or the result of 30,000 ranks
+_MOST_JSON_BYTES = (
+    32 << 20
+)  # 200,000 evaluations of one trial, or the result of 30,000 ranks
 _SINGLE_PUTS = "allow_delayed_open"
 _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
@@ -44,24 +53,30 @@ _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 def storage_uri(storage_path: str | None) -> str:
     """The absolute path or URI of `storage_path`, or of its default.
 
-    Raises ConfigError for a relative path inside a Ray job: it would lie in the job's package directory,
-    on one node only, and be deleted with it; and for what only a shell would read.
+    Raises ConfigError for a relative path inside a Ray job: it would lie in the job's
+    package directory, on one node only, and be deleted with it; and for what only a
+    shell would read.
     """
     path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
     if found := re.search(r"\$(\w+|\{[^}]*\}?)", path):
-        # Not expanded here: the same file would mean another place on another machine, or at its resume.
+        # Not expanded here: the same file would mean another place on another machine,
+        # or at its resume.
         rule = f"holds {found[0]}, which nothing expands"
         raise ConfigError("storage_path", path, rule, "write the place itself")
     if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", path):
         scheme, _, rest = path.partition(":/")
         fix = f"write {scheme}://{'/' * (scheme.lower() == 'file')}{rest}"
-        raise ConfigError("storage_path", path, "is no URI: two slashes follow its scheme", fix)
+        raise ConfigError(
+            "storage_path", path, "is no URI: two slashes follow its scheme", fix
+        )
     if "://" in path:
         return path
     try:
         expanded = Path(path).expanduser()
     except RuntimeError as error:
-        raise ConfigError("storage_path", path, "names the home of nobody", "write the whole path") from error
+        raise ConfigError(
+            "storage_path", path, "names the home of nobody", "write the whole path"
+        ) from error
     if not expanded.is_absolute() and inside_ray_job():
         rule = "is relative, inside a Ray job, where it would be lost with the job's package"
         fix = "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster"
@@ -78,12 +93,19 @@ def _file_mode() -> int:
     text = os.environ.get("PACELINE_FILE_MODE", "600")
     if not re.fullmatch("0?[67][0-7][0-7]", text):
         fix = "write 640 for the group of the files, 644 for everybody"
-        raise ConfigError("PACELINE_FILE_MODE", text, "must be the mode of a file in octal, at least 600", fix)
+        raise ConfigError(
+            "PACELINE_FILE_MODE",
+            text,
+            "must be the mode of a file in octal, at least 600",
+            fix,
+        )
     return int(text, 8)
 
 
 def retrying(action: Callable[P, T]) -> Callable[P, T]:
-    """`action`, tried up to four times, 0.5, 1 and 2 s apart; a full disk or a missing file is final at once."""
+    """`action`, tried up to four times, 0.5, 1 and 2 s apart; a full disk or a missing
+    file is final at once.
+    """
 
     @functools.wraps(action)
     def tried(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -104,16 +126,22 @@ def retrying(action: Callable[P, T]) -> Callable[P, T]:
 
 
 class Storage:
-    """Files below one directory. Writes are whole or absent: aside and renamed, or one object put."""
+    """Files below one directory.
+
+    Writes are whole or absent: aside and renamed, or one object put.
+    """
 
     def __init__(self, uri: str, guard: Callable[[], None] | None = None) -> None:
-        """`guard` is called before anything is written or deleted, here or below; it raises where that may not be."""
+        """`guard` is called before anything is written or deleted, here or below; it
+        raises where that may not be.
+        """
         if holds_secret(uri):
             rule = "must hold no key or password: where files are is printed, and saved with a run"
             fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
             raise ConfigError("storage_path", uri, rule, fix)
         self._guard = guard
-        # What follows `?` are options of the filesystem (region, endpoint), not part of the path.
+        # What follows `?` are options of the filesystem (region, endpoint), not part of
+        # the path.
         place, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
         self._place = place.rstrip("/") or "/"
         self._options = mark + options
@@ -124,7 +152,9 @@ class Storage:
 
     @functools.cached_property
     def _resolved(self) -> tuple[Any, str]:
-        from pyarrow import fs  # takes 0.1 s, which a mistake in a file need not wait for
+        from pyarrow import (
+            fs,
+        )  # takes 0.1 s, which a mistake in a file need not wait for
 
         try:
             if self._place.endswith(":"):
@@ -137,12 +167,17 @@ class Storage:
             if not self.is_local:
                 return tuple(fs.FileSystem.from_uri(_with_single_puts(self.uri)))
             if parts.netloc not in ("", "localhost"):
-                raise ValueError(f"it names a host, {parts.netloc}; write file:///{self._place[7:]}")
+                raise ValueError(
+                    f"it names a host, {parts.netloc}; write file:///{self._place[7:]}"
+                )
             if self._options:
-                raise ValueError(f"{self._options} means nothing there; write %3F for a question mark in a name")
+                raise ValueError(
+                    f"{self._options} means nothing there; write %3F for a question mark in a name"
+                )
             return fs.LocalFileSystem(), unquote(parts.path)
         except (OSError, ValueError) as error:
-            rule, fix = f"cannot be opened ({first_line(error)})", "use a directory or a URI such as s3://bucket/path"
+            rule = f"cannot be opened ({first_line(error)})"
+            fix = "use a directory or a URI such as s3://bucket/path"
             raise ConfigError("storage_path", self.uri, rule, fix) from error
 
     @property
@@ -162,7 +197,9 @@ class Storage:
 
     def child(self, *names: str) -> Storage:
         """The directory below this one."""
-        return Storage("/".join([self._place.rstrip("/"), *names]) + self._options, self._guard)
+        return Storage(
+            "/".join([self._place.rstrip("/"), *names]) + self._options, self._guard
+        )
 
     @property
     def parent(self) -> Storage:
@@ -176,7 +213,9 @@ class Storage:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Storage]:
-        """A directory of its own beside this one for a block, after which it is deleted with all below it."""
+        """A directory of its own beside this one for a block, after which it is deleted
+        with all below it.
+        """
         place = self.parent.child(f"{self.name}-{uuid.uuid4().hex}")
         try:
             yield place
@@ -189,7 +228,9 @@ class Storage:
 
     @contextlib.contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
-        """A binary stream; the file appears under `name` only when the block ends without an error."""
+        """A binary stream; the file appears under `name` only when the block ends
+        without an error.
+        """
         target = f"{self.path}/{name}"
         aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
         if self._guard is not None:
@@ -198,7 +239,9 @@ class Storage:
             if self.is_local:
                 mode = _file_mode()
                 # Who may read the files may enter the directory.
-                Path(target).parent.mkdir(mode | (mode & 0o444) >> 2, parents=True, exist_ok=True)
+                Path(target).parent.mkdir(
+                    mode | (mode & 0o444) >> 2, parents=True, exist_ok=True
+                )
                 try:
                     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                     with os.fdopen(os.open(aside, flags, mode), "wb") as stream:
@@ -210,14 +253,16 @@ class Storage:
                     Path(aside).unlink(missing_ok=True)
                     raise
             else:
-                put, is_whole = self.filesystem.open_output_stream(target), False
+                put = self.filesystem.open_output_stream(target)
+                is_whole = False
                 try:
                     yield put
                     is_whole = True
                     put.close()
                 except BaseException:
-                    # Of an upload that fails what was there before is left, or, where only the answer was lost, the new
-                    # object. What was cut off here pyarrow cannot abandon: it becomes an object, which goes at once.
+                    # Of an upload that fails what was there before is left, or, where
+                    # only the answer was lost, the new object. What was cut off here
+                    # pyarrow cannot abandon: it becomes an object, which goes at once.
                     with contextlib.suppress(OSError):
                         if not is_whole:
                             put.close()
@@ -240,8 +285,8 @@ class Storage:
     def reader(self, name: str, most_bytes: int = _MOST_BYTES) -> Iterator[BinaryIO]:
         """A seekable binary stream of an existing file.
 
-        Raises CheckpointError, before anything is read, where it is no regular file (a FIFO would block, a device
-        never end) or is larger than `most_bytes`.
+        Raises CheckpointError, before anything is read, where it is no regular file (a
+        FIFO would block, a device never end) or is larger than `most_bytes`.
         """
         path = f"{self.path}/{name}"
         with _explained(f"read {self.locate(name)}"):
@@ -255,12 +300,16 @@ class Storage:
 
     @retrying
     def read(self, name: str, most_bytes: int = _MOST_BYTES) -> bytes:
-        """The whole file; StorageError when it is not there, CheckpointError as for `reader`."""
+        """The whole file; StorageError when it is not there, CheckpointError as for
+        `reader`.
+        """
         with self.reader(name, most_bytes) as stream:
             return stream.read()
 
     def read_json(self, name: str, kind: type[T], finite: bool = True) -> T:
-        """What a JSON file holds, as `kind`; CheckpointError says what is wrong with it, in one sentence."""
+        """What a JSON file holds, as `kind`; CheckpointError says what is wrong with
+        it, in one sentence.
+        """
         data = self.read(name, _MOST_JSON_BYTES)
         try:
             return parse_json(data, kind, finite)
@@ -279,47 +328,70 @@ class Storage:
 
     @retrying
     def names(self, directory: str = "") -> list[str]:
-        """Names directly below a directory, sorted; none when it is not there. Files still aside are left out."""
+        """Names directly below a directory, sorted; none when it is not there.
+
+        Files still aside are left out.
+        """
         from pyarrow import fs
 
         base = f"{self.path}/{directory}".rstrip("/")
         with _explained(f"list {self.locate(directory)}"):
-            found = self.filesystem.get_file_info(fs.FileSelector(base, allow_not_found=True))
-        return sorted(info.base_name for info in found if not info.base_name.endswith(".tmp"))
+            found = self.filesystem.get_file_info(
+                fs.FileSelector(base, allow_not_found=True)
+            )
+        return sorted(
+            info.base_name for info in found if not info.base_name.endswith(".tmp")
+        )
 
     def clear_aside(self, directory: str = "", idle_s: float = 0.0) -> None:
-        """Delete what killed writers have left aside directly below a directory, untouched for `idle_s`.
+        """Delete what killed writers have left aside directly below a directory,
+        untouched for `idle_s`.
 
-        0 only where no process can be writing: the files of a live writer look the same.
+        0 only where no process can be writing: the files of a live writer look the
+        same.
         """
         if not self.is_local:
             return
         for file in Path(self.path, directory).glob("*.tmp"):
             with contextlib.suppress(OSError):
-                if _ASIDE.fullmatch(file.name[-13:]) and time.time() - file.stat().st_mtime >= idle_s:
+                if (
+                    _ASIDE.fullmatch(file.name[-13:])
+                    and time.time() - file.stat().st_mtime >= idle_s
+                ):
                     file.unlink()
 
     @retrying
     def delete(self, name: str) -> None:
-        """Delete a file or a directory with all below it; nothing happens when it is not there."""
+        """Delete a file or a directory with all below it; nothing happens when it is
+        not there.
+        """
         if self._guard is not None:
             self._guard()
         with _explained(f"delete {self.locate(name)}"):
             kind = self._kind(name)
             if kind in ("Directory", "File"):
-                remove = self.filesystem.delete_dir if kind == "Directory" else self.filesystem.delete_file
-                with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                remove = (
+                    self.filesystem.delete_dir
+                    if kind == "Directory"
+                    else self.filesystem.delete_file
+                )
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # another process was quicker
                     remove(f"{self.path}/{name}".rstrip("/"))
 
     def prove_writable(self) -> None:
-        """Write, read and delete a marker; StorageError or ConfigError says what is wrong before training starts."""
+        """Write, read and delete a marker; StorageError or ConfigError says what is
+        wrong before training starts.
+        """
         name = f".writable.{uuid.uuid4().hex[:8]}.tmp"
         try:
             self.write(name, b"paceline")
             self.read(name)
             self.delete(name)
         except StorageError as error:
-            rule, fix = f"cannot be written ({error})", "give a place that this user may write to"
+            rule = f"cannot be written ({error})"
+            fix = "give a place that this user may write to"
             raise ConfigError("storage_path", self.uri, rule, fix) from error
 
     def _info(self, name: str) -> Any:
@@ -331,8 +403,8 @@ class Storage:
 
 
 def _with_single_puts(uri: str) -> str:
-    """The URI as pyarrow is given it: a small object of S3 is one PUT, where the default makes three requests of it,
-    the parts of a multipart upload.
+    """The URI as pyarrow is given it: a small object of S3 is one PUT, where the
+    default makes three requests of it, the parts of a multipart upload.
     """
     if not uri.startswith("s3://") or f"{_SINGLE_PUTS}=" in uri:
         return uri

@@ -1,6 +1,8 @@
-"""A region of the terminal that is drawn anew, in place, while all that is printed goes above it; the line of a run.
+"""A region of the terminal that is drawn anew, in place, while all that is printed goes
+above it; the line of a run.
 
-The cursor stays visible, so that no end of the process, however sudden, can leave it hidden.
+The cursor stays visible, so that no end of the process, however sudden, can leave it
+hidden.
 """
 
 from __future__ import annotations
@@ -27,11 +29,20 @@ _ERASE_LINE = "\r\x1b[2K"
 
 
 class TerminalConsole(Console):
-    """Rich's console on standard output: lines are as long as they are, and the cursor is never hidden."""
+    """Rich's console on standard output: lines are as long as they are, and the cursor
+    is never hidden.
+    """
 
     def __init__(self, **options: Any) -> None:
         # FORCE_COLOR makes Rich take a pipe for a terminal.
-        super().__init__(**{"force_terminal": on_terminal(), "highlight": False, "soft_wrap": True, **options})
+        super().__init__(
+            **{
+                "force_terminal": on_terminal(),
+                "highlight": False,
+                "soft_wrap": True,
+                **options,
+            }
+        )
 
     def show_cursor(self, show: bool = True) -> bool:
         """Leave it as it is."""
@@ -39,12 +50,15 @@ class TerminalConsole(Console):
 
 
 class _Printed(io.TextIOBase):
-    """Stands in for a standard stream: gives on whole lines; of a line that is drawn over, as a progress bar, its
-    last state.
+    """Stands in for a standard stream: gives on whole lines; of a line that is drawn
+    over, as a progress bar, its last state.
     """
 
     def __init__(self, stream: TextIO, give: Callable[[str], None]) -> None:
-        self._stream, self._give, self._open, self._pid = stream, give, "", os.getpid()
+        self._stream = stream
+        self._give = give
+        self._open = ""
+        self._pid = os.getpid()
         self.rich_proxied_file = stream
         """Where Rich writes itself."""
 
@@ -56,11 +70,15 @@ class _Printed(io.TextIOBase):
         lines = (self._open + text).split("\n")
         self._open = lines.pop()
         if lines:
-            self._tell("\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in lines))
+            self._tell(
+                "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in lines)
+            )
         return len(text)
 
     def flush(self) -> None:
-        if self._open and "\r" not in self._open:  # a question, or a word before a long wait
+        if (
+            self._open and "\r" not in self._open
+        ):  # a question, or a word before a long wait
             self.finish()
 
     def finish(self) -> None:
@@ -70,7 +88,8 @@ class _Printed(io.TextIOBase):
             self._open = ""
 
     def _tell(self, lines: str) -> None:
-        # A process that was forked has neither the thread that draws nor, maybe, its lock.
+        # A process that was forked has neither the thread that draws nor, maybe, its
+        # lock.
         give = self._give if os.getpid() == self._pid else beside(self._stream)
         give(lines)
 
@@ -85,8 +104,8 @@ class _Printed(io.TextIOBase):
 
 
 def beside(stream: TextIO) -> Callable[[str], None]:
-    """How lines are printed beside a live line of one row that another process draws: over it, which then draws it
-    again below them.
+    """How lines are printed beside a live line of one row that another process draws:
+    over it, which then draws it again below them.
     """
 
     def give(lines: str) -> None:
@@ -98,15 +117,26 @@ def beside(stream: TextIO) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
-    """In a block all that Python prints, and our log, is given on line by line; not what goes to a file."""
+    """In a block all that Python prints, and our log, is given on line by line; not
+    what goes to a file.
+    """
     names = ["stdout", *["stderr"] * (sys.stderr is not None and sys.stderr.isatty())]
     before: dict[str, TextIO] = {name: getattr(sys, name) for name in names}
-    own: dict[str, Any] = {name: _Printed(stream, give(stream)) for name, stream in before.items()}
-    handlers = {id(one): one for name in _PACKAGES for one in logging.getLogger(name).handlers}
+    own: dict[str, Any] = {
+        name: _Printed(stream, give(stream)) for name, stream in before.items()
+    }
+    handlers = {
+        id(one): one for name in _PACKAGES for one in logging.getLogger(name).handlers
+    }
     bound = [one for one in handlers.values() if isinstance(one, logging.StreamHandler)]
     for name in names:
         setattr(sys, name, own[name])
-    moved = [(one, before[name]) for one in bound for name in names if one.stream is before[name]]
+    moved = [
+        (one, before[name])
+        for one in bound
+        for name in names
+        if one.stream is before[name]
+    ]
     for handler, stream in moved:
         handler.setStream(next(own[name] for name in names if before[name] is stream))
     try:
@@ -120,8 +150,12 @@ def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def live(console: Console, draw: Callable[[], RenderableType] | None = None) -> Iterator[Live]:
-    """A region for a block, which is gone at its end; with `draw` it is asked four times a second what is there."""
+def live(
+    console: Console, draw: Callable[[], RenderableType] | None = None
+) -> Iterator[Live]:
+    """A region for a block, which is gone at its end; with `draw` it is asked four
+    times a second what is there.
+    """
     region = Live(
         console=console,
         get_renderable=draw,
@@ -143,43 +177,69 @@ class Course:
     """Where a run is, by its records so far."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._began, self._heard = name, time.monotonic(), 0.0
+        self._name = name
+        self._began = time.monotonic()
+        self._heard = 0.0
         self._start: Record = {}
         self._first: Record | None = None
-        """The first of this launch that counts steps: resuming and compiling lie before it."""
+        """The first of this launch that counts steps: resuming and compiling lie before
+        it.
+        """
         self._newest: Record = {}
         self._figures: dict[str, float] = {}
 
     def take(self, record: Record) -> None:
         """Take note of a record."""
-        self._newest, self._heard = record, time.monotonic()
-        if record["record"] == "start":  # of this launch, or of a group that has started again
+        self._newest = record
+        self._heard = time.monotonic()
+        if (
+            record["record"] == "start"
+        ):  # of this launch, or of a group that has started again
             self._start = record
             self._first = None
-        elif record["record"] == "report":  # of a training function, which may report anything
+        elif (
+            record["record"] == "report"
+        ):  # of a training function, which may report anything
             metrics = record["metrics"].items()
-            self._figures = {str(name): float(value) for name, value in metrics if isinstance(value, int | float)}
+            self._figures = {
+                str(name): float(value)
+                for name, value in metrics
+                if isinstance(value, int | float)
+            }
             return
         elif self._first is None:
             self._first = record
         shown = ("train_loss", "val_", "samples_per_s")
-        self._figures |= {name: value for name, value in record.items() if name.startswith(shown)}
+        self._figures |= {
+            name: value for name, value in record.items() if name.startswith(shown)
+        }
 
     def left_s(self) -> float | None:
-        """Seconds until the run is over, evaluations and checkpoints included; None where nobody can know."""
-        end, first, newest = self._start.get("total_steps"), self._first, self._newest
+        """Seconds until the run is over, evaluations and checkpoints included; None
+        where nobody can know.
+        """
+        end = self._start.get("total_steps")
+        first = self._first
+        newest = self._newest
         if end is None or first is None or newest["step"] == first["step"]:
             return None
-        each_s = (newest["wall_time_s"] - first["wall_time_s"]) / (newest["step"] - first["step"])
+        each_s = (newest["wall_time_s"] - first["wall_time_s"]) / (
+            newest["step"] - first["step"]
+        )
         left_s: float = (end - newest["step"]) * each_s
         if (most_s := self._start.get("max_time_s")) is not None:
             left_s = min(left_s, most_s - newest["wall_time_s"])
         return max(0.0, left_s - (time.monotonic() - self._heard))
 
     def line(self) -> Text:
-        """The line as it is now: what matters most comes first, since a narrow terminal cuts its end off."""
-        newest, end, figures = self._newest, self._start.get("total_steps"), dict(self._figures)
-        speed, loss = figures.pop("samples_per_s", None), figures.pop("train_loss", None)
+        """The line as it is now: what matters most comes first, since a narrow terminal
+        cuts its end off.
+        """
+        newest = self._newest
+        end = self._start.get("total_steps")
+        figures = dict(self._figures)
+        speed = figures.pop("samples_per_s", None)
+        loss = figures.pop("train_loss", None)
         parts = [self._name]
         if end:
             parts.append(f"step {newest['step']}/{end} ({newest['step'] / end:.0%})")
@@ -195,7 +255,9 @@ class Course:
             parts.append(f"{speed:,.0f} samples/s")
         parts += [f"{name} {value:.4g}" for name, value in figures.items()]
         parts.append(f"for {clock(time.monotonic() - self._began)}")
-        return Text(printable("  ".join(parts)), no_wrap=True, overflow="ellipsis", end="")
+        return Text(
+            printable("  ".join(parts)), no_wrap=True, overflow="ellipsis", end=""
+        )
 
 
 def clock(time_s: float) -> str:

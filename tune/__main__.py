@@ -1,10 +1,12 @@
 """Sweep batch size, precision and any other key of a training run.
 
-On a cluster of several nodes a sweep looks at their versions, clocks and storage first (`python -m cluster check`).
+On a cluster of several nodes a sweep looks at their versions, clocks and storage first
+(`python -m cluster check`).
 
-Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are not in order, or the sweep was cut off
-(how to resume is said); 2 a value on the command line or in the configuration cannot be used, or the sweep never fits
-the cluster; 130 interrupted, and how to resume is said.
+Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are not in
+order, or the sweep was cut off (how to resume is said); 2 a value on the command line
+or in the configuration cannot be used, or the sweep never fits the cluster; 130
+interrupted, and how to resume is said.
 """
 
 import sys
@@ -32,7 +34,11 @@ _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
 _Steer = Annotated[
     tuple[str, ...],
-    Field(min_length=1, title="SWEEP [ACTION [TRIAL [KEY=VALUE]...]]", description="its directory, and what to do"),
+    Field(
+        min_length=1,
+        title="SWEEP [ACTION [TRIAL [KEY=VALUE]...]]",
+        description="its directory, and what to do",
+    ),
 ]
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
@@ -43,21 +49,34 @@ def sweep(
     overrides: dict[str, Any],
     output: Output,
     *,
-    fresh: Annotated[bool, Field(description="start anew: delete what the sweep's directory holds")] = False,
+    fresh: Annotated[
+        bool, Field(description="start anew: delete what the sweep's directory holds")
+    ] = False,
     no_check: _NoCheck = False,
 ) -> int:
-    """Sweep, or go on with the sweep in its directory; keys of the run are `--train.dotted.key value`."""
+    """Sweep, or go on with the sweep in its directory; keys of the run are
+    `--train.dotted.key value`.
+    """
     return _sweep(read_sweep(location, overrides), fresh, not no_check, output)
 
 
-def extend(directory: _Directory, overrides: dict[str, Any], output: Output, *, no_check: _NoCheck = False) -> int:
-    """Go on with a sweep, and with other keys where some are given: more points, trials or epochs, another objective.
+def extend(
+    directory: _Directory,
+    overrides: dict[str, Any],
+    output: Output,
+    *,
+    no_check: _NoCheck = False,
+) -> int:
+    """Go on with a sweep, and with other keys where some are given: more points, trials
+    or epochs, another objective.
 
-    What is known is not trained again; keys of the run are `--train.dotted.key value`. Of a sweep that runs it is said
-    to its process, which does so. `resume` is the same.
+    What is known is not trained again; keys of the run are `--train.dotted.key value`.
+    Of a sweep that runs it is said to its process, which does so. `resume` is the same.
     """
     try:
-        return _sweep(order_extension(directory, overrides), False, not no_check, output)
+        return _sweep(
+            order_extension(directory, overrides), False, not no_check, output
+        )
     except InUseError as error:
         if not overrides:
             raise
@@ -67,24 +86,39 @@ def extend(directory: _Directory, overrides: dict[str, Any], output: Output, *, 
 
 
 def steer(words: _Steer, output: Output) -> int:
-    """Have a sweep, which may run elsewhere, do something: stop, clone or first TRIAL, pause, go-on; or list trials.
+    """Have a sweep, which may run elsewhere, do something: stop, clone or first TRIAL,
+    pause, go-on; or list trials.
 
-    stop: it ends at its next evaluation, or never starts. clone: again, with KEY=VALUE changed. first: it runs next.
+    stop: it ends at its next evaluation, or never starts. clone: again, with KEY=VALUE
+    changed. first: it runs next.
     pause: no further trial starts, until go-on.
     """
     directory, *rest = words
     spec = read_kept(directory)
     if not rest:
         trials = known_trials(spec)
-        lines = [f"{name}  {trial.status:12}  {in_a_line(trial.config)}" for name, trial in trials.items()]
-        output.result("\n".join(lines), f"{len(trials)} trials", {"trials": {n: asdict(t) for n, t in trials.items()}})
+        lines = [
+            f"{name}  {trial.status:12}  {in_a_line(trial.config)}"
+            for name, trial in trials.items()
+        ]
+        output.result(
+            "\n".join(lines),
+            f"{len(trials)} trials",
+            {"trials": {n: asdict(t) for n, t in trials.items()}},
+        )
         return 0
     action, *rest = rest
     keys = dict(word.partition("=")[::2] for word in rest[1:])
-    values = {key: parse_yaml(text, f"command line, {key}") for key, text in keys.items()}
+    values = {
+        key: parse_yaml(text, f"command line, {key}") for key, text in keys.items()
+    }
     name = steer_sweep(directory, action, *rest[:1], **values)  # type: ignore[arg-type] # (it checks the action)
     said = " ".join(filter(None, (action, name)))
-    output.result(f"{said}: done within seconds where the sweep runs, else by `{spec.resume()}`", said, {"trial": name})
+    output.result(
+        f"{said}: done within seconds where the sweep runs, else by `{spec.resume()}`",
+        said,
+        {"trial": name},
+    )
     return 0
 
 
@@ -99,9 +133,13 @@ def report(directory: _Directory, output: Output) -> int:
 def watch(
     directory: _Directory,
     *,
-    port: Annotated[int, Field(ge=0, le=65535, description="of the loopback; 0: any free one")] = 0,
+    port: Annotated[
+        int, Field(ge=0, le=65535, description="of the loopback; 0: any free one")
+    ] = 0,
 ) -> int:
-    """Serve the report of a sweep that runs, here or on another machine, or has yet to begin; Ctrl-C ends it."""
+    """Serve the report of a sweep that runs, here or on another machine, or has yet to
+    begin; Ctrl-C ends it.
+    """
     from tune.watch import serve
 
     serve(directory, port)
@@ -113,8 +151,15 @@ def plan(
     overrides: dict[str, Any],
     output: Output,
     *,
-    cluster: Annotated[str, Field(title="CLUSTER.yaml", description="the file of the cluster it would run on")],
-    minutes_per_trial: Annotated[float | None, Field(gt=0, le=1e9, title="M", description=_MINUTES)] = None,
+    cluster: Annotated[
+        str,
+        Field(
+            title="CLUSTER.yaml", description="the file of the cluster it would run on"
+        ),
+    ],
+    minutes_per_trial: Annotated[
+        float | None, Field(gt=0, le=1e9, title="M", description=_MINUTES)
+    ] = None,
 ) -> int:
     """Say lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
     from cluster.files.ray_up import load_cluster
@@ -125,7 +170,9 @@ def plan(
     lines = [*forecast.lines()]
     figures = ("trials", "ended", "usd_per_hour", "trial_s", "time_s", "usd")
     [short] = [line for line in lines if line.startswith("USD ")]
-    output.result("\n".join(lines), short, {name: getattr(forecast, name) for name in figures})
+    output.result(
+        "\n".join(lines), short, {name: getattr(forecast, name) for name in figures}
+    )
     return 0
 
 
@@ -166,7 +213,9 @@ def _show(result: SweepResult, output: Output) -> int:
     answer = result.answer
     lines = [answer.text]
     if result.best_yaml is not None:
-        lines.append(f"best.yaml:   {result.best_yaml}   (python -m trainers ... trains it)")
+        lines.append(
+            f"best.yaml:   {result.best_yaml}   (python -m trainers ... trains it)"
+        )
     lines.append(f"report.html: {result.report}")
     if not (output.quiet or output.as_json):
         console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)

@@ -10,7 +10,15 @@ from trainers.config import TrainConfig
 from trainers.config.foreign import by_name
 from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
-from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
+from trainers.config.sections import (
+    NAME,
+    NAME_RULE,
+    PATH,
+    PATH_RULE,
+    Count,
+    Positive,
+    Seconds,
+)
 from trainers.errors import MISSING, ConfigError
 from tune.objective import MEASURED, TO_TARGET, Objective
 
@@ -20,9 +28,13 @@ MOST_TRIALS = 10_000
 class Range(Settings):
     """An interval to draw from; exactly one key."""
 
-    uniform: list[float] | None = Field(default=None, min_length=2, max_length=2, examples=[[0.0, 0.5]])
+    uniform: list[float] | None = Field(
+        default=None, min_length=2, max_length=2, examples=[[0.0, 0.5]]
+    )
     """Any number between two, evenly."""
-    loguniform: list[float] | None = Field(default=None, min_length=2, max_length=2, examples=[[1e-4, 1e-2]])
+    loguniform: list[float] | None = Field(
+        default=None, min_length=2, max_length=2, examples=[[1e-4, 1e-2]]
+    )
     """Any number between two, evenly in the logarithm."""
     choice: list[Any] | None = Field(default=None, min_length=1)
     """One of a list, at random."""
@@ -31,10 +43,14 @@ class Range(Settings):
     max: Positive | None = Field(default=None)
     """Whole numbers up to here, included."""
     around: Annotated[float, Field(gt=0)] | Literal["run"] | None = Field(
-        default=None, examples=[0.001], json_schema_extra={"rule": "must be a number above 0"}
+        default=None,
+        examples=[0.001],
+        json_schema_extra={"rule": "must be a number above 0"},
     )
-    """A number, its neighbours by 2, and further ones until the best has a worse one on either side, for each
-    combination of the other values; the word `around` alone begins with the run's own number."""
+    """A number, its neighbours by 2, and further ones until the best has a worse one on
+    either side, for each combination of the other values; the word `around` alone
+    begins with the run's own number.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -44,15 +60,28 @@ class Range(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = self.model_dump(exclude_none=True)
-        if set(given) not in ({"uniform"}, {"loguniform"}, {"choice"}, {"min", "max"}, {"around"}):
+        if set(given) not in (
+            {"uniform"},
+            {"loguniform"},
+            {"choice"},
+            {"min", "max"},
+            {"around"},
+        ):
             rule = "must be exactly one of uniform, loguniform, choice, around, or min with max"
-            raise ConfigError("", given, rule, "write for example {loguniform: [1e-4, 1e-2]}")
+            raise ConfigError(
+                "", given, rule, "write for example {loguniform: [1e-4, 1e-2]}"
+            )
         fix = "write the smaller number first"
         low, high = self.uniform or (1.0, 2.0)
         self.refuse_if(not 0 < high - low < math.inf, "uniform", "must rise", fix)
         low, high = self.loguniform or (1.0, 2.0)
         self.refuse_if(not 0 < low < high, "loguniform", "must rise from above 0", fix)
-        self.refuse_if((self.min or 1) >= (self.max or 2), "max", f"must be greater than min ({self.min})", "raise it")
+        self.refuse_if(
+            (self.min or 1) >= (self.max or 2),
+            "max",
+            f"must be greater than min ({self.min})",
+            "raise it",
+        )
         return self
 
     @property
@@ -63,18 +92,26 @@ class Range(Settings):
 
 
 def sample_values(values: list[Any] | Range) -> list[Any]:
-    """Return a list's values, or of a range its choices, its two ends, or the first that are tried."""
+    """Return a list's values, or of a range its choices, its two ends, or the first
+    that are tried.
+    """
     if isinstance(values, list):
         return values
     if values.around:
         return [values.start, 2 * values.start, values.start / 2]
-    return values.uniform or values.loguniform or values.choice or [values.min, values.max]
+    return (
+        values.uniform or values.loguniform or values.choice or [values.min, values.max]
+    )
 
 
 class Budget(Settings):
-    """What the sweep may spend; the first that is used up ends it, with the best so far."""
+    """What the sweep may spend; the first that is used up ends it, with the best so
+    far.
+    """
 
-    trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = Field(default=None, examples=[20])
+    trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = Field(
+        default=None, examples=[20]
+    )
     """Trials."""
     time_s: Seconds | None = Field(default=None, examples=[3600])
     """Seconds."""
@@ -100,7 +137,9 @@ class SweepConfig(Settings):
     call: ClassVar[str] = "python -m tune"
     holds: ClassVar[Mapping[str, type[Settings]]] = {"train": TrainConfig}
     foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {
-        name: meant if isinstance(meant, str) else tuple(f"train.{key}" for key in meant)
+        name: meant
+        if isinstance(meant, str)
+        else tuple(f"train.{key}" for key in meant)
         for name, meant in TrainConfig.foreign.items()
     } | by_name(_NAMES)
 
@@ -112,42 +151,71 @@ class SweepConfig(Settings):
     )
     """Name of the sweep: its directory below `storage_path`."""
     storage_path: str | None = Field(
-        default=None, pattern=PATH, examples=["s3://bucket/sweeps"], json_schema_extra={"rule": PATH_RULE}
+        default=None,
+        pattern=PATH,
+        examples=["s3://bucket/sweeps"],
+        json_schema_extra={"rule": PATH_RULE},
     )
-    """Where sweeps are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
+    """Where sweeps are kept: a directory or any pyarrow.fs URI (default
+    $PACELINE_STORAGE, else ./results).
+    """
     train: str | dict[str, Any] = Field(
-        examples=["train.yaml"], json_schema_extra={"rule": "must be the name of a file, or a mapping"}
+        examples=["train.yaml"],
+        json_schema_extra={"rule": "must be the name of a file, or a mapping"},
     )
     """The training run to vary: a file beside this one, or a mapping."""
     space: dict[str, list[Any] | Range] = Field(
         min_length=1,
         examples=[{"global_batch_size": [32, 64, 128]}],
-        json_schema_extra={"rule": "must be a list of values, around, or a range such as {loguniform: [1e-4, 1e-2]}"},
+        json_schema_extra={
+            "rule": "must be a list of values, around, or a range such as {loguniform: [1e-4, 1e-2]}"
+        },
     )
-    """Dotted keys of the run and their values: a list, {uniform|loguniform|choice: ...} or {min, max}; `optimizer.lr:
-    around` for each batch size the rate of `lr_scaling` and its neighbours by 2, until the best is inside."""
+    """Dotted keys of the run and their values: a list, {uniform|loguniform|choice: ...}
+    or {min, max}; `optimizer.lr: around` for each batch size the rate of `lr_scaling`
+    and its neighbours by 2, until the best is inside.
+    """
     objective: Objective = Field(default_factory=lambda: Objective(metric="val_loss"))
     """What the best trial is best at."""
     search: Literal["grid", "random", "optuna"] = Field(default="grid")
-    """How trials are chosen; grid tries every combination of the lists, optuna (TPE) draws where trials went well. What
-    is drawn follows from the run's `seed` (0 with a `train_func`)."""
+    """How trials are chosen; grid tries every combination of the lists, optuna (TPE)
+    draws where trials went well.
+
+    What is drawn follows from the run's `seed` (0 with a `train_func`).
+    """
     scheduler: Literal["none", "asha"] = Field(default="none")
-    """What acts on trials while they run: nothing, or ASHA, which stops bad ones early by their evaluations."""
+    """What acts on trials while they run: nothing, or ASHA, which stops bad ones early
+    by their evaluations.
+    """
     lanes: Literal["auto"] | Positive = Field(
-        default="auto", examples=[2], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
+        default="auto",
+        examples=[2],
+        json_schema_extra={"rule": "must be auto or a whole number of at least 1"},
     )
-    """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
+    """Worker groups that run trials side by side; auto: as many as the cluster holds,
+    or may grow to by its file.
+    """
     isolation: Literal["warm", "fresh"] = Field(default="warm")
-    """warm: each trial is a fork of a process that has imported torch and the task; fresh: a new interpreter."""
+    """warm: each trial is a fork of a process that has imported torch and the task;
+    fresh: a new interpreter.
+    """
     finalists: Literal["auto"] | Count = Field(
-        default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
+        default="auto",
+        examples=[3],
+        json_schema_extra={"rule": "must be auto or a whole number of at least 0"},
     )
-    """With *_to_target: how many trials that one run cannot tell apart are repeated with other seeds; auto: up to 8.
-    Repeats take at most half of the search's time, or 15 s, and end once one is clearly first."""
+    """With *_to_target: how many trials that one run cannot tell apart are repeated
+    with other seeds; auto: up to 8.
+
+    Repeats take at most half of the search's time, or 15 s, and end once one is clearly
+    first.
+    """
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
     usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])
-    """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
+    """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it
+    of a cluster file.
+    """
 
     @model_validator(mode="after")
     def _fits_function(self) -> Self:
@@ -158,38 +226,65 @@ class SweepConfig(Settings):
     def check_function(self) -> None:
         """Raise ConfigError for what the sweep of a training function cannot have."""
         rule = "repeats trials with other seeds, which a train_func is not given"
-        self.refuse_if(self.finalists not in ("auto", 0), "finalists", rule, "remove it")
+        self.refuse_if(
+            self.finalists not in ("auto", 0), "finalists", rule, "remove it"
+        )
 
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
         for key, values in self.space.items():
             if values == []:
-                raise ConfigError(f"space.{key}", values, "has no values", "list at least one")
-            is_grid, is_around = self.search == "grid", key in self._all_around
+                raise ConfigError(
+                    f"space.{key}", values, "has no values", "list at least one"
+                )
+            is_grid = self.search == "grid"
+            is_around = key in self._all_around
             needs_list = is_grid and not is_around and not isinstance(values, list)
-            self.refuse_if(needs_list, "search", f"needs a list of values for space.{key}", "set `search: random`")
             self.refuse_if(
-                is_around and not is_grid, "search", f"draws, and space.{key} is around", "set `search: grid`"
+                needs_list,
+                "search",
+                f"needs a list of values for space.{key}",
+                "set `search: random`",
+            )
+            self.refuse_if(
+                is_around and not is_grid,
+                "search",
+                f"draws, and space.{key} is around",
+                "set `search: grid`",
             )
         rule = f"says how many trials search {self.search} makes"
         unlimited = self.search != "grid" and self.budget.trials is None
         self.refuse_if(unlimited, "budget.trials", rule, "add `trials: 20`")
-        lists = [len(values) for values in self.space.values() if isinstance(values, list)]
+        lists = [
+            len(values) for values in self.space.values() if isinstance(values, list)
+        ]
         trials = math.prod(lists) if self.search == "grid" else sum(lists)
         if len(self._all_around) > 1:
-            rule, fix = f"is around, and so is {self._all_around[0]}", "list the values of one of the two"
+            rule = f"is around, and so is {self._all_around[0]}"
+            fix = "list the values of one of the two"
             raise ConfigError(f"space.{self._all_around[1]}", MISSING, rule, fix)
         is_repeated = self.around is not None and "seed" in self.space
         fix = "remove it, or list the values of both"
-        self.refuse_if(is_repeated, "space", f"would search {self.around} around anew for each seed", fix)
+        self.refuse_if(
+            is_repeated,
+            "space",
+            f"would search {self.around} around anew for each seed",
+            fix,
+        )
         is_cost = (
-            self.around is not None and self.objective.metric in MEASURED and self.objective.metric not in TO_TARGET
+            self.around is not None
+            and self.objective.metric in MEASURED
+            and self.objective.metric not in TO_TARGET
         )
         self.refuse_if(
-            is_cost, "objective.metric", f"does not tell which {self.around} is best", "name a metric of learning"
+            is_cost,
+            "objective.metric",
+            f"does not tell which {self.around} is best",
+            "name a metric of learning",
         )
         if trials > MOST_TRIALS:
-            rule, fix = f"makes {trials} trials, more than {MOST_TRIALS}", "list fewer values, or set `search: random`"
+            rule = f"makes {trials} trials, more than {MOST_TRIALS}"
+            fix = "list fewer values, or set `search: random`"
             raise ConfigError("space", MISSING, rule, fix)
         return self
 
@@ -198,12 +293,21 @@ class SweepConfig(Settings):
         needs = "budget.usd" if self.budget.usd is not None else "usd_to_target"
         needed = self.budget.usd is not None or self.objective.metric == "usd_to_target"
         fix = "add for example `usd_per_hour: 9.69`; `python -m tune plan` says what a cluster costs"
-        self.refuse_if(needed and self.usd_per_hour is None, "usd_per_hour", f"is needed for {needs}", fix)
+        self.refuse_if(
+            needed and self.usd_per_hour is None,
+            "usd_per_hour",
+            f"is needed for {needs}",
+            fix,
+        )
         return self
 
     @property
     def _all_around(self) -> list[str]:
-        return [key for key, values in self.space.items() if isinstance(values, Range) and values.around]
+        return [
+            key
+            for key, values in self.space.items()
+            if isinstance(values, Range) and values.around
+        ]
 
     @property
     def around(self) -> str | None:
@@ -218,7 +322,9 @@ class SweepConfig(Settings):
 
     @property
     def time_budget_s(self) -> float | None:
-        """Seconds until the budget of time or of dollars is used up, whichever is first; None without either."""
+        """Seconds until the budget of time or of dollars is used up, whichever is
+        first; None without either.
+        """
         limits = [] if self.budget.time_s is None else [self.budget.time_s]
         if self.budget.usd is not None and self.usd_per_hour is not None:
             limits.append(min(1e9, self.budget.usd / self.usd_per_hour * 3600))

@@ -1,4 +1,6 @@
-"""Objective: what the best trial of a sweep is best at, and the metrics whose direction is known."""
+"""Objective: what the best trial of a sweep is best at, and the metrics whose direction
+is known.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,15 +37,24 @@ class Target:
 class Objective(Settings):
     """What the best trial is best at."""
 
-    metric: str = Field(default="time_to_target", min_length=1, examples=["val_accuracy"])
-    """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, energy_j (of the trial's GPUs), or any
-    metric that the task reports (val_loss, ...)."""
+    metric: str = Field(
+        default="time_to_target", min_length=1, examples=["val_accuracy"]
+    )
+    """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, energy_j (of the
+    trial's GPUs), or any metric that the task reports (val_loss, ...).
+    """
     mode: Mode | None = Field(default=None)
-    """min or max; known by itself for *_to_target, samples_per_s and what is measured besides, and as
-    `early_stopping.mode` is."""
-    target: dict[str, float | Mode] | None = Field(default=None, examples=[{"val_accuracy": 0.97}])
-    """The metric and value that time_to_target and usd_to_target count to. There a trial ends, or when it has trained
-    2.5 times as long as another took. A name without a known direction needs it: `{val_topk: 0.9, mode: max}`."""
+    """min or max; known by itself for *_to_target, samples_per_s and what is measured
+    besides, and as `early_stopping.mode` is.
+    """
+    target: dict[str, float | Mode] | None = Field(
+        default=None, examples=[{"val_accuracy": 0.97}]
+    )
+    """The metric and value that time_to_target and usd_to_target count to.
+
+    There a trial ends, or when it has trained 2.5 times as long as another took. A name
+    without a known direction needs it: `{val_topk: 0.9, mode: max}`.
+    """
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -51,26 +62,45 @@ class Objective(Settings):
         needed = self.metric in TO_TARGET and self.target is None
         self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
         check_direction("mode", self.metric, self.mode)
-        turned = self.metric in MEASURED and self.mode not in (None, direction_of(self.metric))
+        turned = self.metric in MEASURED and self.mode not in (
+            None,
+            direction_of(self.metric),
+        )
         rule = f"is not what is better of {self.metric}, which is known"
-        fix = f"write `mode: {self.mode}` into the target if it is its own" if self.metric in TO_TARGET else "remove it"
+        fix = (
+            f"write `mode: {self.mode}` into the target if it is its own"
+            if self.metric in TO_TARGET
+            else "remove it"
+        )
         self.refuse_if(turned, "mode", rule, fix)
         values, modes = self._target_parts()
-        malformed = self.target is not None and (len(values) != 1 or bool(modes.keys() - {"mode"}))
-        self.refuse_if(malformed, "target", "is not one metric and its value", "write `target: {val_accuracy: 0.97}`")
+        malformed = self.target is not None and (
+            len(values) != 1 or bool(modes.keys() - {"mode"})
+        )
+        self.refuse_if(
+            malformed,
+            "target",
+            "is not one metric and its value",
+            "write `target: {val_accuracy: 0.97}`",
+        )
         for name in values:
-            mode, given = self._mode_of(name), modes.get("mode")
+            mode = self._mode_of(name)
+            given = modes.get("mode")
             check_direction("target.mode", name, given or mode)
             contrary = name == self.metric and given not in (None, mode)
             rule = f"contradicts the mode of objective.metric, which is the same metric and has {mode}"
-            self.refuse_if(contrary, "target", rule, "leave out its mode, or set `objective.mode`")
+            self.refuse_if(
+                contrary, "target", rule, "leave out its mode, or set `objective.mode`"
+            )
         return self
 
     def _target_parts(self) -> tuple[dict[str, float], dict[str, Mode]]:
         """Split the target into its numbers and its words."""
         items = (self.target or {}).items()
         numbers = {name: value for name, value in items if isinstance(value, float)}
-        return numbers, {name: value for name, value in items if not isinstance(value, float)}
+        return numbers, {
+            name: value for name, value in items if not isinstance(value, float)
+        }
 
     def _mode_of(self, name: str) -> Mode | None:
         """Whether less or more of a metric is better, where `mode` or its name says it."""
@@ -109,7 +139,11 @@ class Objective(Settings):
 
 
 def check_reported(watches: Sequence[str], reported: Iterable[str]) -> None:
-    """Raise ConfigError where a trial has not reported a metric that the objective needs, its own or the target's."""
+    """Raise ConfigError where a trial has not reported a metric that the objective
+    needs, its own or the target's.
+    """
     names = {*reported, *MEASURED, _LATE}
-    for key, name in zip(("objective.metric", "objective.target"), watches, strict=False):
+    for key, name in zip(
+        ("objective.metric", "objective.target"), watches, strict=False
+    ):
         check_metric(key, name, names)

@@ -1,8 +1,9 @@
 """What tune uses of Ray Train and Tune beyond their public API (Ray).
 
-The only other such file is trainers/on_ray/internals.py, which says more. The names are Ray's own: tune/lanes and
-tune/ray derive classes from them, because Ray's public API starts new processes for each run, and a lane keeps them.
-Ray imports this file in its controllers, so it must not import torch.
+The only other such file is trainers/on_ray/internals.py, which says more. The names are
+Ray's own: tune/lanes and tune/ray derive classes from them, because Ray's public API
+starts new processes for each run, and a lane keeps them. Ray imports this file in its
+controllers, so it must not import torch.
 """
 
 import contextlib
@@ -14,28 +15,54 @@ from ray._private.dict import flatten_dict
 from ray.train._internal import session
 from ray.train._internal.session import get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import (
+    PlacementGroupCleanerCallback,
+)
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.callback import (
+    ControllerCallback,
+    WorkerGroupCallback,
+)
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
-from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
+from ray.train.v2._internal.execution.context import (
+    TrainContext,
+    get_train_context,
+    set_train_context,
+)
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.storage import get_fs_and_path
-from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils, get_train_fn_utils, set_train_fn_utils
+from ray.train.v2._internal.execution.train_fn_utils import (
+    TrainFnUtils,
+    get_train_fn_utils,
+    set_train_fn_utils,
+)
 from ray.train.v2._internal.execution.worker_group import worker_group as group_module
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
-from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    DefaultPlacementGroupHandle,
+)
+from ray.train.v2._internal.execution.worker_group.poll import (
+    WorkerGroupPollStatus,
+    WorkerStatus,
+)
+from ray.train.v2._internal.execution.worker_group.state import (
+    WorkerGroupState,
+    WorkerGroupStateBuilder,
+)
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
-from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker, Worker
+from ray.train.v2._internal.execution.worker_group.worker import (
+    ActorMetadata,
+    RayTrainWorker,
+    Worker,
+)
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.train.v2.api.context import TrainContext as PublicContext
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 __all__ = [  # noqa: RUF022 # (by what they are for)
-    # What the functions of `ray.train` and `ray.tune` call: Ray's docstrings say that the first may be replaced.
+    # What the functions of `ray.train` and `ray.tune` call: Ray's docstrings say that
+    # the first may be replaced.
     "PublicContext",
     "TrainContext",
     "TrainFnUtils",
@@ -62,7 +89,8 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     "WorkerGroupStateBuilder",
     "WorkerStatus",
     "group_module",
-    # Callbacks: the public one hears of reports and failures only, and Ray's own start actors that a lane does without.
+    # Callbacks: the public one hears of reports and failures only, and Ray's own start
+    # actors that a lane does without.
     "ControllerCallback",
     "DatasetsCallback",
     "PlacementGroupCleanerCallback",
@@ -76,8 +104,11 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
 
 
 def name_lane(words: str) -> None:
-    """Have `ray list actors --detail` and the dashboard show these words for this controller and its workers. To be
-    called in the controller's constructor: Ray reads what an actor is called at the end of it.
+    """Have `ray list actors --detail` and the dashboard show these words for this
+    controller and its workers.
+
+    To be called in the controller's constructor: Ray reads what an actor is called at
+    the end of it.
     """
 
     class NamedWorker(RayTrainWorker):
@@ -93,7 +124,9 @@ def name_lane(words: str) -> None:
 
 @contextlib.contextmanager
 def without_tags() -> Iterator[None]:
-    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to know theirs, for two seconds."""
+    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to
+    know theirs, for two seconds.
+    """
     from ray.air._internal import usage
 
     of_ray: Any = usage
@@ -106,25 +139,38 @@ def without_tags() -> Iterator[None]:
 
 
 def set_session(found: Any) -> None:
-    """Have what `ray.tune.report` and `ray.tune.get_checkpoint` of this process reach be `found`."""
+    """Have what `ray.tune.report` and `ray.tune.get_checkpoint` of this process reach
+    be `found`.
+    """
     of_tune: Any = session
     of_tune._session = found
 
 
 def set_device(kind: str) -> None:
-    """Have Ray Train find the devices of a kind in this process, without joining the cluster to ask. Imports torch."""
+    """Have Ray Train find the devices of a kind in this process, without joining the
+    cluster to ask.
+
+    Imports torch.
+    """
     from ray.air._internal import device_manager
 
     of_ray: Any = device_manager
-    of_ray._torch_device_manager = device_manager.get_torch_device_manager_by_device_type(kind)
+    of_ray._torch_device_manager = (
+        device_manager.get_torch_device_manager_by_device_type(kind)
+    )
 
 
 def watching_in_thread(callback: Any) -> Any:
-    """Return a callback of Ray's controller; of that which watches for nodes that are about to be taken away, one that
-    does so in a thread of this process in place of an actor. Ray has it from 2.57 on.
+    """Return a callback of Ray's controller; of that which watches for nodes that are
+    about to be taken away, one that does so in a thread of this process in place of an
+    actor.
+
+    Ray has it from 2.57 on.
     """
     try:
-        from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+        from ray.train.v2._internal.callbacks.preemption_callback import (
+            PreemptionCallback,
+        )
         from ray.train.v2._internal.execution.preemption import PreemptionWatcher
     except ImportError:
         return callback
@@ -137,7 +183,10 @@ def watching_in_thread(callback: Any) -> Any:
             ranks: dict[str, list[int]] = defaultdict(list)
             for rank, worker in enumerate(worker_group.get_workers()):
                 ranks[worker.metadata.node_id].append(rank)
-            actors = {rank: worker.actor for rank, worker in enumerate(worker_group.get_workers())}
+            actors = {
+                rank: worker.actor
+                for rank, worker in enumerate(worker_group.get_workers())
+            }
             self._thread = PreemptionWatcher(ranks, self._poll_interval_s, actors)
 
         def _stop_watcher(self) -> None:

@@ -1,9 +1,11 @@
-"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C. Only reads the sweep's directory.
+"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C. Only reads
+the sweep's directory.
 
-The page is on the loopback, for who has the token in the address that is printed. The first request with it gets a
-cookie and the address without it, so that it stays in no history; `Authorization: Bearer TOKEN` will do as well. A page
-of elsewhere that has its name resolve to 127.0.0.1 (DNS rebinding) is refused by the name in the Host header. No path
-means a file.
+The page is on the loopback, for who has the token in the address that is printed. The
+first request with it gets a cookie and the address without it, so that it stays in no
+history; `Authorization: Bearer TOKEN` will do as well. A page of elsewhere that has its
+name resolve to 127.0.0.1 (DNS rebinding) is refused by the name in the Host header. No
+path means a file.
 """
 
 import hashlib
@@ -21,7 +23,14 @@ from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from trainers.config.function import build_run
-from trainers.errors import CheckpointError, ConfigError, PacelineError, StorageError, counted, first_line
+from trainers.errors import (
+    CheckpointError,
+    ConfigError,
+    PacelineError,
+    StorageError,
+    counted,
+    first_line,
+)
 from trainers.lease import LEASE, STALE_S, Holder
 from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
@@ -45,7 +54,8 @@ _POLICY = (
 _LOOK_S = 1.0
 _SHARE = 0.1
 """Of its time that the process may spend on drawing the page."""
-_QUIET_S, _QUIET_TRIALS = 600.0, 3.0
+_QUIET_S = 600.0
+_QUIET_TRIALS = 3.0
 """Nothing new for this long, and for so many times the longest trial, is said."""
 
 Kind = Literal["waiting", "running", "quiet", "cut", "ended"]
@@ -71,7 +81,11 @@ class Seen:
         """Whether the sweep's process runs, as far as can be known from here."""
         if self.holder is None:
             return False
-        return self.holder.is_alive if self.holder.is_here else self.holder_idle_s <= STALE_S
+        return (
+            self.holder.is_alive
+            if self.holder.is_here
+            else self.holder_idle_s <= STALE_S
+        )
 
     @property
     def num_repeats(self) -> int:
@@ -87,13 +101,21 @@ class Seen:
     def ended(self) -> str:
         """What has ended, in words."""
         trials = counted(self.num_trials, "trial")
-        return f"{trials} and {counted(self.num_repeats, 'repeat')}" if self.num_repeats else trials
+        return (
+            f"{trials} and {counted(self.num_repeats, 'repeat')}"
+            if self.num_repeats
+            else trials
+        )
 
 
 def judge(seen: Seen) -> tuple[Kind, str]:
     """Return how a sweep is, and that as a sentence."""
     if not seen.has_sweep:
-        begins = f"A sweep begins in {seen.uri}." if seen.is_alive else f"{seen.uri} holds no sweep yet."
+        begins = (
+            f"A sweep begins in {seen.uri}."
+            if seen.is_alive
+            else f"{seen.uri} holds no sweep yet."
+        )
         return "waiting", f"{begins} This page shows it as soon as it is there."
     if seen.is_alive:
         return _judge_running(seen)
@@ -110,14 +132,26 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
         live = None
     if not seen.records and (live is None or not live.num_lanes):
         return "running", "Starting: no lane is up yet."
-    longest_s = max((record.end_time - record.start_time for record in seen.records), default=0.0)
+    longest_s = max(
+        (record.end_time - record.start_time for record in seen.records), default=0.0
+    )
     if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
         why = "its trials may hang, or wait for nodes"
-        return "quiet", f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}."
+        return (
+            "quiet",
+            f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}.",
+        )
     planned = f" of {live.total}" if live is not None and live.total else ""
-    repeats = f", and {counted(seen.num_repeats, 'repeat')} of the best" if seen.num_repeats else ""
+    repeats = (
+        f", and {counted(seen.num_repeats, 'repeat')} of the best"
+        if seen.num_repeats
+        else ""
+    )
     lanes = f" {counted(live.num_lanes, 'lane')} up." if live is not None else ""
-    return "running", f"Running: {seen.num_trials}{planned} trials have ended{repeats}.{lanes}"
+    return (
+        "running",
+        f"Running: {seen.num_trials}{planned} trials have ended{repeats}.{lanes}",
+    )
 
 
 def _cut_off(seen: Seen, why: str) -> str:
@@ -128,7 +162,9 @@ def _cut_off(seen: Seen, why: str) -> str:
 class Follow:
     """A sweep's directory, which need not be there yet; from any thread."""
 
-    def __init__(self, location: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, location: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.storage = Storage(storage_uri(location))
         self._clock = clock
         self._lock = threading.Lock()
@@ -150,7 +186,9 @@ class Follow:
         self._news_at = self._clock()
 
     def page(self) -> tuple[str, str]:
-        """Return the page as it was a second ago, or longer where it takes long to draw, and its version."""
+        """Return the page as it was a second ago, or longer where it takes long to
+        draw, and its version.
+        """
         with self._lock:
             began = self._clock()
             if began >= self._look_at:
@@ -164,17 +202,26 @@ class Follow:
         try:
             seen = self._see()
         except (PacelineError, OSError) as error:
-            shown = self._shown("waiting" if self._drawn is None else "quiet", redact(f"{error}"), [], None)
+            shown = self._shown(
+                "waiting" if self._drawn is None else "quiet",
+                redact(f"{error}"),
+                [],
+                None,
+            )
         else:
             kind, sentence = judge(seen)
             self._draw(seen.records, kind == "ended")
             live = seen.live if kind in ("running", "quiet") else None
-            shown = self._shown(kind, redact(sentence), list(self._damaged.values()), live)
+            shown = self._shown(
+                kind, redact(sentence), list(self._damaged.values()), live
+            )
         if self._drawn is None:
             return render("waiting.html", live=shown)
         return render("report.html", **{**self._drawn, "live": shown})
 
-    def _shown(self, kind: Kind, sentence: str, notes: list[str], live: Live | None) -> dict[str, Any]:
+    def _shown(
+        self, kind: Kind, sentence: str, notes: list[str], live: Live | None
+    ) -> dict[str, Any]:
         """Return what live.html shows."""
         rows = []
         running = live.running if live is not None else []
@@ -186,40 +233,80 @@ class Follow:
             config, seed = repeats.get(one.trial, (one.config, None))
             if self._spec is not None and config:
                 known = TrialRecord(one.trial, config, "done", 0.0, 0.0)
-                words = in_words(labels(self._spec.config, [known]), known) + (f", repeat, seed {seed}" if seed else "")
-            newest = [f"{key} {one.metrics[key]:.4g}" for key in one.metrics if key.startswith(("val_", "train_l"))]
+                words = in_words(labels(self._spec.config, [known]), known) + (
+                    f", repeat, seed {seed}" if seed else ""
+                )
+            newest = [
+                f"{key} {one.metrics[key]:.4g}"
+                for key in one.metrics
+                if key.startswith(("val_", "train_l"))
+            ]
             step = f"{one.metrics['step']:g}" if "step" in one.metrics else ""
-            rows.append((one.lane, words, step, "  ".join(newest), duration(max(0.0, time.time() - one.started))))
+            rows.append(
+                (
+                    one.lane,
+                    words,
+                    step,
+                    "  ".join(newest),
+                    duration(max(0.0, time.time() - one.started)),
+                )
+            )
         return {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
 
     def _see(self) -> Seen:
         """Read what is new."""
-        storage, now = self.storage, self._clock()
+        storage = self.storage
+        now = self._clock()
         lease = storage.read(LEASE) if storage.exists(LEASE) else b""
         holder = Holder.read(lease) if lease else None
         before = Holder.read(self._lease) if self._lease else None
         saved = storage.read(SAVED) if storage.exists(SAVED) else b""
-        is_another = holder is not None and before is not None and holder.token != before.token
+        is_another = (
+            holder is not None and before is not None and holder.token != before.token
+        )
         if saved != self._saved or is_another:
             self._forget()
             self._saved = saved
             self._spec = read_kept(storage.uri) if saved else None
         if lease != self._lease:
-            self._lease, self._lease_at = lease, now
+            self._lease = lease
+            self._lease_at = now
         live = read_live(storage)
         self._read_records()
-        records = sorted(self._records.values(), key=lambda record: (record.start_time, record.id))
-        news = len(records), live and [(one.trial, one.metrics.get("step")) for one in live.running]
+        records = sorted(
+            self._records.values(), key=lambda record: (record.start_time, record.id)
+        )
+        news = (
+            len(records),
+            live and [(one.trial, one.metrics.get("step")) for one in live.running],
+        )
         if news != self._news:
-            self._news, self._news_at = news, now
-        return Seen(storage.uri, bool(saved), holder, now - self._lease_at, live, records, now - self._news_at)
+            self._news = news
+            self._news_at = now
+        return Seen(
+            storage.uri,
+            bool(saved),
+            holder,
+            now - self._lease_at,
+            live,
+            records,
+            now - self._news_at,
+        )
 
     def _read_records(self) -> None:
         """Read the records that are new, each once; one that is damaged is named."""
-        names = {name.removesuffix(".json") for name in self.storage.names("trials") if name.endswith(".json")}
+        names = {
+            name.removesuffix(".json")
+            for name in self.storage.names("trials")
+            if name.endswith(".json")
+        }
         journal = Journal(self.storage)
-        self._records = {name: record for name, record in self._records.items() if name in names}
-        self._damaged = {name: words for name, words in self._damaged.items() if name in names}
+        self._records = {
+            name: record for name, record in self._records.items() if name in names
+        }
+        self._damaged = {
+            name: words for name, words in self._damaged.items() if name in names
+        }
         for name in sorted(names - self._records.keys() - self._damaged.keys()):
             try:
                 record = journal.find(name)
@@ -235,8 +322,13 @@ class Follow:
         """Return configuration and seed of the repeats that are to come, by their ids."""
         if self._spec is None:
             return {}
-        wanted = repeats_to_run(self._spec.config, self._spec.train, list(self._records.values()))
-        return {trial_id(one.config, "repeat", seed): (one.config, seed) for one, seed in wanted}
+        wanted = repeats_to_run(
+            self._spec.config, self._spec.train, list(self._records.values())
+        )
+        return {
+            trial_id(one.config, "repeat", seed): (one.config, seed)
+            for one, seed in wanted
+        }
 
     def _draw(self, records: list[TrialRecord], has_ended: bool) -> None:
         """Make the report anew where a record is new or the sweep has ended."""
@@ -247,11 +339,21 @@ class Follow:
         found = answer(spec.config, records)
         tree = best_tree(spec.config, spec.train, found, spec.storage, None)
         try:
-            resolved = build_run(tree, "best.yaml").tree() if tree is not None else spec.train
+            resolved = (
+                build_run(tree, "best.yaml").tree() if tree is not None else spec.train
+            )
         except ConfigError:  # of a version with other keys
             resolved = tree or spec.train
-        args = spec.storage, spec.config, resolved, records, read_environment(spec.storage), found
-        self._drawn_of, self._drawn = what, contents(*args)
+        args = (
+            spec.storage,
+            spec.config,
+            resolved,
+            records,
+            read_environment(spec.storage),
+            found,
+        )
+        self._drawn_of = what
+        self._drawn = contents(*args)
 
 
 class PageServer(ThreadingHTTPServer):
@@ -261,12 +363,15 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, page: Callable[[], tuple[str, str]], port: int = 0) -> None:
         """`port` 0: any free one. Raises ConfigError where it is taken."""
-        self.page, self.token = page, secrets.token_urlsafe(32)
+        self.page = page
+        self.token = secrets.token_urlsafe(32)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
             rule = f"cannot be used ({first_line(error)})"
-            raise ConfigError("--port", port, rule, "give another, or none for any that is free") from error
+            raise ConfigError(
+                "--port", port, rule, "give another, or none for any that is free"
+            ) from error
 
     @property
     def address(self) -> str:
@@ -279,7 +384,8 @@ class PageServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    server_version, sys_version = "paceline", ""
+    server_version = "paceline"
+    sys_version = ""
     protocol_version = "HTTP/1.1"
     timeout = 30  # s, for a request to come
 
@@ -291,23 +397,35 @@ class _Handler(BaseHTTPRequestHandler):
         if host.rpartition(":")[0] not in _HOSTS and host not in _HOSTS:
             self._say(403, "This page is served to 127.0.0.1 and localhost only.")
         elif parts.path == "/" and self._is_token(given):
-            cookie = f"{self._cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Lax"
+            cookie = (
+                f"{self._cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Lax"
+            )
             self._answer(303, b"", {"Location": "/", "Set-Cookie": cookie})
         elif not self._may():
-            self._say(401, "Open the address that `python -m tune watch` has printed: it holds a token.")
+            self._say(
+                401,
+                "Open the address that `python -m tune watch` has printed: it holds a token.",
+            )
         elif parts.path == "/":
             page, version = self.server.page()
             is_known = self.headers.get("If-None-Match") == version
             kind = {"ETag": version, "Content-Type": "text/html; charset=utf-8"}
-            self._answer(304 if is_known else 200, b"" if is_known else page.encode(), kind)
+            self._answer(
+                304 if is_known else 200, b"" if is_known else page.encode(), kind
+            )
         elif parts.path in ("/table.js", "/watch.js"):
-            self._answer(200, source(parts.path[1:]).encode(), {"Content-Type": "text/javascript; charset=utf-8"})
+            self._answer(
+                200,
+                source(parts.path[1:]).encode(),
+                {"Content-Type": "text/javascript; charset=utf-8"},
+            )
         else:
             self._say(404, "There is only one page here.")
 
     @property
     def _cookie(self) -> str:
-        return f"paceline-watch-{self.server.server_port}"  # cookies are one host's, not one port's
+        # cookies are one host's, not one port's
+        return f"paceline-watch-{self.server.server_port}"
 
     def _may(self) -> bool:
         """Whether the request has the token, in a header or in the cookie."""
@@ -321,10 +439,14 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(errors="replace"), self.server.token.encode())
+        return hmac.compare_digest(
+            text.encode(errors="replace"), self.server.token.encode()
+        )
 
     def _say(self, status: int, words: str) -> None:
-        self._answer(status, f"{words}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"})
+        self._answer(
+            status, f"{words}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"}
+        )
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -346,13 +468,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve(location: str, port: int) -> None:
-    """Print the address and answer requests; returns after Ctrl-C. Raises ConfigError for the place or the port."""
+    """Print the address and answer requests; returns after Ctrl-C. Raises ConfigError
+    for the place or the port.
+    """
     follow = Follow(location)
-    follow.storage.exists()  # a place that cannot be opened is an error, one that is not there yet is none
+    # a place that cannot be opened is an error, one that is not there yet is none
+    follow.storage.exists()
     with PageServer(follow.page, port) as server:
         own = server.server_port
         print(f"{follow.storage.uri} is shown at\n    {server.address}")
-        print(f"from another machine, through `ssh -L {own}:{LOOPBACK}:{own} {socket.gethostname()}`")
+        print(
+            f"from another machine, through `ssh -L {own}:{LOOPBACK}:{own} {socket.gethostname()}`"
+        )
         print("Ctrl-C ends this page, not the sweep", flush=True)
         try:
             server.serve_forever()

@@ -1,4 +1,6 @@
-"""The GPU benchmarks in miniature, on the CPU: whole rows, right arithmetic, and what is dropped is said."""
+"""The GPU benchmarks in miniature, on the CPU: whole rows, right arithmetic, and what
+is dropped is said.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,19 @@ def blobs(tmp_path: Path) -> Work:
 
 
 @pytest.mark.parametrize("name", ["cnn", "gpt"])
-def test_every_rung_of_a_model_is_a_row(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_rung_of_a_model_is_a_row(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     only = ["fp32", "tf32", "bf16", "channels_last", "bf16 again"]
-    found = ladder.measure({name: ladder.SMALL[name]}, only, CPU, 0.02, Budget(None), n=64)
+    found = ladder.measure(
+        {name: ladder.SMALL[name]}, only, CPU, 0.02, Budget(None), n=64
+    )
     work = found["works"][name]
     rows = {row["rung"]: row for row in work["rows"]}
     convolutions = name in ladder.CONVOLUTIONS
-    assert list(rows) == [rung for rung in only if convolutions or rung != "channels_last"], "the ladder's order"
+    assert list(rows) == [
+        rung for rung in only if convolutions or rung != "channels_last"
+    ], "the ladder's order"
     refused = rows.pop("tf32")
     assert refused["status"] == "failed"
     assert "tf32" in refused["message"]
@@ -58,8 +66,13 @@ def test_every_rung_of_a_model_is_a_row(name: str, capfd: pytest.CaptureFixture[
         matmul = found["matmul_tflops"][row["changes"]["precision"]]
         assert it["mfu_matmul"] == pytest.approx(it["tflops"] / matmul)
         assert it["mfu_data_sheet"] is None, "no data sheet of a CPU is known"
-        assert it["ratio_to_fp32"] == pytest.approx(it["samples_per_s"] / base["samples_per_s"])
-    again = rows["bf16 again"]["figures"]["samples_per_s"] / rows["bf16"]["figures"]["samples_per_s"]
+        assert it["ratio_to_fp32"] == pytest.approx(
+            it["samples_per_s"] / base["samples_per_s"]
+        )
+    again = (
+        rows["bf16 again"]["figures"]["samples_per_s"]
+        / rows["bf16"]["figures"]["samples_per_s"]
+    )
     assert work["floor"] == pytest.approx(abs(again - 1))
     assert json.loads(json.dumps(found)) == found, "kept as JSON"
     assert str(Path.cwd()) not in json.dumps(found)
@@ -67,8 +80,9 @@ def test_every_rung_of_a_model_is_a_row(name: str, capfd: pytest.CaptureFixture[
 
 
 def test_the_models_flops_are_those_of_a_hand_count() -> None:
-    """The guides' CNN: a weight's product counts in the forward pass, for its gradient, and (but for the first layer)
-    for the gradient of its input; two FLOPs a multiplication.
+    """The guides' CNN: a weight's product counts in the forward pass, for its gradient,
+    and (but for the first layer) for the gradient of its input; two FLOPs a
+    multiplication.
     """
     first = 26 * 26 * 32 * 9
     others = 24 * 24 * 64 * 32 * 9 + 64 * 12 * 12 * 128 + 128 * 10
@@ -76,15 +90,26 @@ def test_the_models_flops_are_those_of_a_hand_count() -> None:
     measured = Runs(ladder.SMALL["cnn"], CPU).run({"precision": "fp32"}, 0.01)
     assert measured.result.flops_per_sample == by_hand
     figures = ladder.figures_of(measured, matmul=1e12)
-    assert figures["mfu_matmul"] == pytest.approx(by_hand * figures["samples_per_s"] / 1e12)
+    assert figures["mfu_matmul"] == pytest.approx(
+        by_hand * figures["samples_per_s"] / 1e12
+    )
     assert figures["tflops"] == pytest.approx(by_hand * figures["samples_per_s"] / 1e12)
 
 
 def test_what_does_not_fit_is_a_row_and_the_next_rung_runs(blobs: Work) -> None:
     runs = Runs(blobs, CPU)
     fits = Rung("fp32", {"precision": "fp32"}, False, None, 0)
-    too_large = Rung("bf16", {"precision": "bf16", "global_batch_size": 150, "microbatch_size": 150}, True, "fp32", 0)
-    found = {rung.name: ladder.climb(runs, rung, 0.01, {"fp32": 1e9}) for rung in (too_large, fits)}
+    too_large = Rung(
+        "bf16",
+        {"precision": "bf16", "global_batch_size": 150, "microbatch_size": 150},
+        True,
+        "fp32",
+        0,
+    )
+    found = {
+        rung.name: ladder.climb(runs, rung, 0.01, {"fp32": 1e9})
+        for rung in (too_large, fits)
+    }
     assert found["bf16"].status == "out_of_memory"
     assert "150 samples" in found["bf16"].message
     assert found["fp32"].status == "done"
@@ -103,12 +128,21 @@ def test_a_ladder_changes_one_thing_a_rung() -> None:
                 continue
             below = by_name[rung.stands_on]
             keys = rung.changes.keys() | below.changes.keys()
-            changed = [key for key in keys if rung.changes.get(key) != below.changes.get(key)]
-            assert len(changed) + (rung.fused != below.fused) == (rung.name != "bf16 again"), rung.name
+            changed = [
+                key for key in keys if rung.changes.get(key) != below.changes.get(key)
+            ]
+            assert len(changed) + (rung.fused != below.fused) == (
+                rung.name != "bf16 again"
+            ), rung.name
 
 
 def row(rung: str, step_s: float, first_s: float = 0.0, memory: int = 100) -> Row:
-    figures = {"samples_per_s": 8 / step_s, "step_time_s": step_s, "first_step_s": first_s, "peak_memory_bytes": memory}
+    figures = {
+        "samples_per_s": 8 / step_s,
+        "step_time_s": step_s,
+        "first_step_s": first_s,
+        "peak_memory_bytes": memory,
+    }
     return Row(rung, {}, "done", figures=figures)
 
 
@@ -130,14 +164,19 @@ def test_a_rung_is_compared_with_the_first_and_with_the_one_it_stands_on() -> No
 def test_an_optimizer_that_is_not_fused_trains_the_same(blobs: Work) -> None:
     runs = Runs(blobs, CPU)
     changes = {"precision": "fp32", "max_steps": 20}
-    losses = {fused: runs.run(changes, 60.0, fused).result.metrics["train_loss"] for fused in (True, False)}
+    losses = {
+        fused: runs.run(changes, 60.0, fused).result.metrics["train_loss"]
+        for fused in (True, False)
+    }
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
     config = blobs.config({"device": "cpu", **changes})
     model = runs.task.model()
     built = unfused(runs.new_optimizer(model, config))
     assert not any(group["fused"] for group in built.param_groups)
     assert built.param_groups[0]["lr"] == config.optimizer.lr
-    assert not getattr(built, "_step_supports_amp_scaling", False), "a loss scaler must not leave its work to it"
+    assert not getattr(built, "_step_supports_amp_scaling", False), (
+        "a loss scaler must not leave its work to it"
+    )
 
 
 def test_time_begins_after_the_warm_up(blobs: Work) -> None:
@@ -149,7 +188,9 @@ def test_time_begins_after_the_warm_up(blobs: Work) -> None:
 
 
 def test_the_bare_loop_trains_what_the_product_trains() -> None:
-    found = resident.measure(resident.SMALL, CPU, rounds=1, steps=30, budget=Budget(None))
+    found = resident.measure(
+        resident.SMALL, CPU, rounds=1, steps=30, budget=Budget(None)
+    )
     assert found["rows"].keys() == {"bare", "paceline", "bare again"}
     losses = found["train_loss"]
     assert losses["paceline"] == pytest.approx(losses["bare"], rel=1e-6)
@@ -157,7 +198,9 @@ def test_the_bare_loop_trains_what_the_product_trains() -> None:
 
 
 @pytest.mark.parametrize("name", guides.CLAIMS)
-def test_every_claim_has_theirs_and_ours(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_claim_has_theirs_and_ours(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     setting = guides.Setting(CPU, small=True, rounds=1, seconds=0.01)
     lines, failed = guides.measure([name], setting, Budget(None))
     assert not failed
@@ -172,28 +215,46 @@ def test_every_claim_has_theirs_and_ours(name: str, capfd: pytest.CaptureFixture
 
 
 def test_a_script_whose_figures_are_kept_today_is_not_run_again(tmp_path: Path) -> None:
-    for name in ("input-2026-11-21-cpu", "sweep-noop-2026-11-21-cpu", "loop-2026-11-20-cpu"):
+    for name in (
+        "input-2026-11-21-cpu",
+        "sweep-noop-2026-11-21-cpu",
+        "loop-2026-11-20-cpu",
+    ):
         (tmp_path / f"{name}.json").touch()
     left = [script.result for script in due(FULL, "2026-11-21", tmp_path)]
-    assert left == [script.result for script in FULL if script.result not in ("input", "sweep-noop")]
+    assert left == [
+        script.result for script in FULL if script.result not in ("input", "sweep-noop")
+    ]
     assert "sweep" in left, "the figures of another script that begins alike"
 
     # fmt: on
 
 
 def test_the_gpus_share_one_budget() -> None:
-    """Each gets its part of what is left, so that a late one makes the next ones shorter."""
+    """Each gets its part of what is left, so that a late one makes the next ones
+    shorter.
+    """
     weights = [weight for _, weight in GPU]
     assert 60 * share(480, weights) + 15 == pytest.approx(480 / sum(weights))
     assert share(240, weights[2:]) == pytest.approx((240 - 15) / 60)
     assert share(-5, weights[2:]) == 0.1
 
 
-def test_what_there_is_no_time_for_is_dropped_and_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_there_is_no_time_for_is_dropped_and_named(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     budget = Budget(0.0)
-    found = ladder.measure({"cnn": ladder.SMALL["cnn"]}, ["fp32", "bf16"], CPU, 0.01, budget, n=32)
-    assert [row["status"] for row in found["works"]["cnn"]["rows"]] == ["dropped", "dropped"]
-    assert guides.measure(["matmul"], guides.Setting(CPU, True, 1, 0.01), budget) == ([], {})
+    found = ladder.measure(
+        {"cnn": ladder.SMALL["cnn"]}, ["fp32", "bf16"], CPU, 0.01, budget, n=32
+    )
+    assert [row["status"] for row in found["works"]["cnn"]["rows"]] == [
+        "dropped",
+        "dropped",
+    ]
+    assert guides.measure(["matmul"], guides.Setting(CPU, True, 1, 0.01), budget) == (
+        [],
+        {},
+    )
     budget.say()
     assert budget.dropped == ["cnn fp32", "cnn bf16", "matmul"]
     assert "matmul" in capfd.readouterr().out.split("DROPPED")[1]
@@ -204,7 +265,9 @@ def test_a_claim_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory\nmore words")
 
     monkeypatch.setitem(guides.CLAIMS, "matmul", (fail, 20.0))
-    lines, failed = guides.measure(["matmul"], guides.Setting(CPU, True, 1, 0.01), Budget(None))
+    lines, failed = guides.measure(
+        ["matmul"], guides.Setting(CPU, True, 1, 0.01), Budget(None)
+    )
     assert lines == []
     assert failed == {"matmul": "OutOfMemoryError: CUDA out of memory"}
 
@@ -219,10 +282,22 @@ def test_a_claim_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         (30.0, 0.25, 0.5, None),
     ],
 )
-def test_steps_until_compiling_has_paid(compile_s: float, before_s: float, after_s: float, steps: int | None) -> None:
+def test_steps_until_compiling_has_paid(
+    compile_s: float, before_s: float, after_s: float, steps: int | None
+) -> None:
     assert break_even_steps(compile_s, before_s, after_s) == steps
 
 
 def test_ours_is_the_median_of_the_rounds_with_its_spread() -> None:
-    faster = guides.Line("faster", "1.50 x", guides.over([90.0, 40.0, 60.0], [30.0, 20.0, 15.0]), floor=0.02)
-    assert {key: faster.tree()[key] for key in ("ours", "min", "max", "n")} == {"ours": 3, "min": 2, "max": 4, "n": 3}
+    faster = guides.Line(
+        "faster",
+        "1.50 x",
+        guides.over([90.0, 40.0, 60.0], [30.0, 20.0, 15.0]),
+        floor=0.02,
+    )
+    assert {key: faster.tree()[key] for key in ("ours", "min", "max", "n")} == {
+        "ours": 3,
+        "min": 2,
+        "max": 4,
+        "n": 3,
+    }

@@ -1,4 +1,6 @@
-"""The page of `make gpu`: parts that go on where they stopped, and what each verdict becomes on it."""
+"""The page of `make gpu`: parts that go on where they stopped, and what each verdict
+becomes on it.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +45,39 @@ def test_verdicts_of_pytest() -> None:
     found = read_junit(JUNIT, 1.0)
     assert found.held == ["tests/gpu/test_step_gpu.py::test_one[cuda]"]
     assert found.broken == [
-        ("tests/gpu/test_step_gpu.py::test_two", "AssertionError: assert 3 == 4", "trainers/step/train_step.py:80"),
-        ("tests/gpu/test_step_gpu.py::test_three", "failed on setup", "tests/gpu/conftest.py:3"),
+        (
+            "tests/gpu/test_step_gpu.py::test_two",
+            "AssertionError: assert 3 == 4",
+            "trainers/step/train_step.py:80",
+        ),
+        (
+            "tests/gpu/test_step_gpu.py::test_three",
+            "failed on setup",
+            "tests/gpu/conftest.py:3",
+        ),
     ]
     assert found.unseen == [("tests/gpu/test_step_gpu.py::test_four", "no CUDA device")]
     text = page({"gpu": "NVIDIA H200", "torch": "2.11"}, {"step": found})
-    assert text.startswith("# What NVIDIA H200 showed\n\n- gpu: NVIDIA H200\n- torch: 2.11\n")
+    assert text.startswith(
+        "# What NVIDIA H200 showed\n\n- gpu: NVIDIA H200\n- torch: 2.11\n"
+    )
     assert "| step | 1 | 2 | 1 | 1 |" in text
     assert "| ladder | not run yet" in text
-    assert "- `tests/gpu/test_step_gpu.py::test_two`: AssertionError: assert 3 == 4 (look at trainers/" in text
+    assert (
+        "- `tests/gpu/test_step_gpu.py::test_two`: AssertionError: assert 3 == 4 (look at trainers/"
+        in text
+    )
     assert "- 1 tests: no CUDA device" in text
 
 
-def test_a_call_goes_on_where_the_one_before_it_stopped(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_call_goes_on_where_the_one_before_it_stopped(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     once = "open('ran', 'a').write(__name__ and 'x'); print('its figures')"
-    parts = [script(directory, "one", once), script(directory, "two", "print('two')", minutes=3.0)]
+    parts = [
+        script(directory, "one", once),
+        script(directory, "two", "print('two')", minutes=3.0),
+    ]
     assert main(["--minutes", "2"], parts) == 0
     assert "left for the next call: two" in capfd.readouterr().out
     assert main(["--minutes", "4", "--keep"], parts) == 0
@@ -70,21 +90,39 @@ def test_a_call_goes_on_where_the_one_before_it_stopped(directory: Path, capfd: 
     assert (directory / "ran").read_text() == "xx"
 
 
-def test_a_part_that_fails_or_does_not_end_is_on_the_page(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_fails_or_does_not_end_is_on_the_page(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     parts = [
         script(directory, "raises", "raise ValueError('no peak is known')"),
-        script(directory, "hangs", "print('so far', flush=True); import time; time.sleep(60)", minutes=0.02),
+        script(
+            directory,
+            "hangs",
+            "print('so far', flush=True); import time; time.sleep(60)",
+            minutes=0.02,
+        ),
     ]
     assert main([], parts) == 1
     out = capfd.readouterr().out
     assert re.search(
-        r"- `raises`: it ended with exit code 1: ValueError: no peak is known \(look at state/\S+\.log", out
+        r"- `raises`: it ended with exit code 1: ValueError: no peak is known \(look at state/\S+\.log",
+        out,
     )
     assert "- `hangs`: it did not end within 0.02 minutes: so far" in out
 
 
 def test_every_file_of_gpu_tests_is_a_part_that_a_call_of_ten_minutes_holds() -> None:
-    files = {argument for part in PARTS for argument in part.arguments if argument.endswith(".py")}
-    assert files == {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
+    files = {
+        argument
+        for part in PARTS
+        for argument in part.arguments
+        if argument.endswith(".py")
+    }
+    assert files == {
+        str(path.relative_to(REPOSITORY))
+        for path in (REPOSITORY / "tests/gpu").glob("test_*.py")
+    }
     assert all(part.minutes < 8 for part in PARTS)
-    assert PARTS[-1].name == "failed_capture", "it may spoil its process, and those beside it"
+    assert PARTS[-1].name == "failed_capture", (
+        "it may spoil its process, and those beside it"
+    )

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.input import KINDS, Kind, feed, guides_transform, make_data, measure, task_of, write_arrow
+from benchmarks.input import (
+    KINDS,
+    Kind,
+    feed,
+    guides_transform,
+    make_data,
+    measure,
+    task_of,
+    write_arrow,
+)
 from trainers.task import Task
 
 SMALL = {name: Kind(kind.shape, 40, 8, 16) for name, kind in KINDS.items()}
@@ -26,7 +35,11 @@ def test_our_ways_give_the_same_batches(name: str, tmp_path: Path) -> None:
     kind = SMALL[name]
     data = make_data(kind)
     arrow = write_arrow(data, tmp_path / "samples.arrow")
-    ways = [feed(data, Task(), kind, True), feed(data, Task(), kind, False), feed(arrow, Task(), kind, False)]
+    ways = [
+        feed(data, Task(), kind, True),
+        feed(data, Task(), kind, False),
+        feed(arrow, Task(), kind, False),
+    ]
     for batches in zip(*(way() for way in ways), strict=True):
         for values, labels in batches[1:]:
             assert torch.equal(values, batches[0][0])
@@ -38,5 +51,10 @@ def test_the_transform_gives_what_the_guides_give() -> None:
 
     images, labels = make_data(SMALL["mnist"]).tensors
     ours, _ = task_of("mnist").transform((images, labels), training=True)
-    theirs = torch.stack([guides_transform("mnist")(Image.fromarray(image[0].numpy())) for image in images])
+    theirs = torch.stack(
+        [
+            guides_transform("mnist")(Image.fromarray(image[0].numpy()))
+            for image in images
+        ]
+    )
     assert torch.allclose(ours, theirs, atol=1e-5)

@@ -13,14 +13,24 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", SMALL)
 def test_a_step_takes_what_was_predicted(name: str) -> None:
     work, sizes = SMALL[name]
-    for changes in list(cases(sizes[-1], checkpoints=name != "cnn", strategy="ddp"))[::3]:
-        assert one(work, changes, sizes[-1], 1, CPU)["ratio"] == pytest.approx(1, abs=0.1)
+    for changes in list(cases(sizes[-1], checkpoints=name != "cnn", strategy="ddp"))[
+        ::3
+    ]:
+        assert one(work, changes, sizes[-1], 1, CPU)["ratio"] == pytest.approx(
+            1, abs=0.1
+        )
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.campaign)]
+)
 def test_so_it_does_on_two_ranks(strategy: str) -> None:
     work, sizes = SMALL["gpt"]
-    changes = {"precision": "bf16", "activation_checkpointing": "none", "strategy": strategy}
+    changes = {
+        "precision": "bf16",
+        "activation_checkpointing": "none",
+        "strategy": strategy,
+    }
     row = one(work, {**changes, "microbatch_size": sizes[-1]}, sizes[-1], 2, CPU)
     assert row["ratio"] == pytest.approx(1, abs=0.1)

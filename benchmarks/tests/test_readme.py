@@ -1,4 +1,6 @@
-"""benchmarks/README.md names every script and every kept file, and quotes what they hold."""
+"""benchmarks/README.md names every script and every kept file, and quotes what they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ TEXT = (FOLDER / "README.md").read_text()
 def test_every_script_is_in_the_table() -> None:
     named = set(re.findall(r"^\| `(\w+\.py)`", TEXT, re.MULTILINE))
     assert all((FOLDER / name).is_file() for name in named)
-    scripts = {f"{script.module}.py" for script in (*SHORT, *FULL, *(script for script, _ in GPU))}
+    scripts = {
+        f"{script.module}.py"
+        for script in (*SHORT, *FULL, *(script for script, _ in GPU))
+    }
     assert scripts <= named
 
 
@@ -27,12 +32,20 @@ def test_every_kept_file_is_named() -> None:
 def test_the_targets_are_there() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in set(re.findall(r"`make ([\w-]+)", TEXT)):
-        assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", makefile, re.MULTILINE), target
+        assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", makefile, re.MULTILINE), (
+            target
+        )
 
 
 def test_quoted_ratios_are_the_kept_ones() -> None:
-    (before, after) = re.findall(r"`loop-2026-11-20-cpu.json`.*\| ([\d.]+) x \| ([\d.]+) x \|", TEXT)[0]
-    old = json.loads((FOLDER / "results/loop-2026-11-20-cpu.json").read_text())["results"]["mlp"]
-    new = json.loads((FOLDER / "results/loop-2026-11-21-cpu.json").read_text())["results"]["mlp, 1 rank"]
+    (before, after) = re.findall(
+        r"`loop-2026-11-20-cpu.json`.*\| ([\d.]+) x \| ([\d.]+) x \|", TEXT
+    )[0]
+    old = json.loads((FOLDER / "results/loop-2026-11-20-cpu.json").read_text())[
+        "results"
+    ]["mlp"]
+    new = json.loads((FOLDER / "results/loop-2026-11-21-cpu.json").read_text())[
+        "results"
+    ]["mlp, 1 rank"]
     assert before == f"{old['rows']['paceline']['ratio']:.2f}"
     assert after == f"{new['rows']['paceline']['ratio']:.2f}"

@@ -1,10 +1,13 @@
-"""Pure arithmetic: nodes and their resources -> how many worker groups fit, for how many dollars an hour."""
+"""Pure arithmetic: nodes and their resources -> how many worker groups fit, for how
+many dollars an hour.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-_TOLERANCE = 1e-6  # Ray counts resources in 1/10000; a float sum such as 3 * 0.1 is a little off.
+# Ray counts resources in 1/10000; a float sum such as 3 * 0.1 is a little off.
+_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,9 @@ class NodeType:
     instance_type: str | None = None
     """The cloud's name for the machine; None on premises."""
     spot: bool = False
-    """Whether the machine is spot (preemptible): cheaper, and taken back at short notice."""
+    """Whether the machine is spot (preemptible): cheaper, and taken back at short
+    notice.
+    """
     priority: int = 0
     """Ray starts types of a higher priority first when several fit equally well."""
 
@@ -37,14 +42,19 @@ class Cost:
     missing: tuple[str, ...] = ()
     """Node types whose price is not known, counted as 0 in the sums."""
     spot_usd_per_hour: float | None = None
-    """With spot nodes at their spot prices; None where there is no spot node, or a spot price is not known."""
+    """With spot nodes at their spot prices; None where there is no spot node, or a spot
+    price is not known.
+    """
 
 
-def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float) -> int:
+def worker_slots(
+    nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float
+) -> int:
     """Return how many workers fit side by side, each whole on one node.
 
-    Workers are identical, so filling every node by itself is the best packing there is, and since a group may span
-    nodes, `// num_workers` is the number of groups. A worker that asks for nothing would fit without end: ValueError.
+    Workers are identical, so filling every node by itself is the best packing there is,
+    and since a group may span nodes, `// num_workers` is the number of groups. A worker
+    that asks for nothing would fit without end: ValueError.
     """
     return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
 
@@ -56,18 +66,24 @@ def grow(
     gpus_per_worker: float,
     workers: int | None = None,
 ) -> dict[str, int]:
-    """Count the worker nodes of each type when the cluster has grown; exact, because every node adds its own slots.
+    """Count the worker nodes of each type when the cluster has grown; exact, because
+    every node adds its own slots.
 
-    Nodes are added to those that are always up, the type with the most slots a node first (then the one with
-    the higher priority), within each type's limit and the cluster's. With `workers` it stops as soon as that
-    many fit: no fewer nodes would do. Without, the result holds the most workers that can ever fit.
+    Nodes are added to those that are always up, the type with the most slots a node
+    first (then the one with the higher priority), within each type's limit and the
+    cluster's. With `workers` it stops as soon as that many fit: no fewer nodes would
+    do. Without, the result holds the most workers that can ever fit.
     """
     counts = {node_type.name: node_type.min_workers for node_type in node_types}
     nodes = nodes_of(node_types, counts)
     slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
     budget = max_workers - sum(counts.values())
-    gains = [(_slots(t.resources, cpus_per_worker, gpus_per_worker), t) for t in node_types]
-    for gain, node_type in sorted(gains, key=lambda pair: (-pair[0], -pair[1].priority)):
+    gains = [
+        (_slots(t.resources, cpus_per_worker, gpus_per_worker), t) for t in node_types
+    ]
+    for gain, node_type in sorted(
+        gains, key=lambda pair: (-pair[0], -pair[1].priority)
+    ):
         if gain == 0:
             break
         room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
@@ -79,9 +95,17 @@ def grow(
     return counts
 
 
-def nodes_of(node_types: Sequence[NodeType], counts: Mapping[str, int]) -> list[Mapping[str, float]]:
-    """List the resources of every node: the head, and `counts` worker nodes of each type."""
-    return [t.resources for t in node_types for _ in range(counts.get(t.name, 0) + t.is_head)]
+def nodes_of(
+    node_types: Sequence[NodeType], counts: Mapping[str, int]
+) -> list[Mapping[str, float]]:
+    """List the resources of every node: the head, and `counts` worker nodes of each
+    type.
+    """
+    return [
+        t.resources
+        for t in node_types
+        for _ in range(counts.get(t.name, 0) + t.is_head)
+    ]
 
 
 def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:
@@ -95,24 +119,44 @@ def cost(
     prices: Mapping[str, float],
     spot_prices: Mapping[str, float] | None = None,
 ) -> Cost:
-    """Sum the dollars an hour of the head and `counts` worker nodes, with prices by instance type."""
-    usd_per_hour, saved, missing = [], list[float | None](), []
+    """Sum the dollars an hour of the head and `counts` worker nodes, with prices by
+    instance type.
+    """
+    usd_per_hour = []
+    saved = list[float | None]()
+    missing = []
     for node_type in node_types:
-        num_nodes, machine = counts.get(node_type.name, 0) + node_type.is_head, node_type.instance_type or ""
-        price, spot = prices.get(machine), (spot_prices or {}).get(machine)
+        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
+        machine = node_type.instance_type or ""
+        price = prices.get(machine)
+        spot = (spot_prices or {}).get(machine)
         if price is not None:
             usd_per_hour.append(num_nodes * price)
         elif num_nodes:
             missing.append(node_type.name)
         if node_type.spot and num_nodes:
-            saved.append(None if price is None or spot is None else num_nodes * (price - spot))
+            saved.append(
+                None if price is None or spot is None else num_nodes * (price - spot)
+            )
     all_usd = math.fsum(usd_per_hour)
-    less = None if not saved or None in saved else all_usd - math.fsum(amount or 0.0 for amount in saved)
+    less = (
+        None
+        if not saved or None in saved
+        else all_usd - math.fsum(amount or 0.0 for amount in saved)
+    )
     return Cost(all_usd, tuple(missing), less)
 
 
-def _slots(node: Mapping[str, float], cpus_per_worker: float, gpus_per_worker: float) -> int:
+def _slots(
+    node: Mapping[str, float], cpus_per_worker: float, gpus_per_worker: float
+) -> int:
     amounts = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}
     if min(amounts.values()) < 0 or max(amounts.values()) == 0:
-        raise ValueError(f"cpus_per_worker and gpus_per_worker are {amounts}, but one must be above 0 and none below")
-    return min(math.floor(node.get(name, 0) / asked + _TOLERANCE) for name, asked in amounts.items() if asked)
+        raise ValueError(
+            f"cpus_per_worker and gpus_per_worker are {amounts}, but one must be above 0 and none below"
+        )
+    return min(
+        math.floor(node.get(name, 0) / asked + _TOLERANCE)
+        for name, asked in amounts.items()
+        if asked
+    )

@@ -1,4 +1,6 @@
-"""What Paceline knows of a cluster file of any kind, and the schema that its parts must obey; needs no Ray."""
+"""What Paceline knows of a cluster file of any kind, and the schema that its parts must
+obey; needs no Ray.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -12,7 +14,9 @@ from cluster.files.capacity import NodeType
 from trainers.errors import MISSING, ConfigError, did_you_mean
 
 MOST_NODES = 100_000
-"""Of one node type: far beyond what Ray runs, and still cheap to count. cluster/files/schemas.yaml has it as well."""
+"""Of one node type: far beyond what Ray runs, and still cheap to count.
+cluster/files/schemas.yaml has it as well.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class ClusterFile:
     """What Ray makes of it; of a KubeRay document its RayCluster spec."""
     region: str | None = None
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The shell commands by the field they stand in, Ray's defaults where the file has none; KubeRay has none."""
+    """The shell commands by the field they stand in, Ray's defaults where the file has
+    none; KubeRay has none.
+    """
 
     @property
     def sum_max_workers(self) -> int:
@@ -41,8 +47,11 @@ class ClusterFile:
         return sum(node_type.max_workers for node_type in self.node_types)
 
 
-def check_schema(value: Any, name: str, field: str, how_to_write: str, source: str | None = None) -> None:
-    """Raise ConfigError for the first part of `value` that breaks a schema of cluster/files/schemas.yaml.
+def check_schema(
+    value: Any, name: str, field: str, how_to_write: str, source: str | None = None
+) -> None:
+    """Raise ConfigError for the first part of `value` that breaks a schema of
+    cluster/files/schemas.yaml.
 
     `field` is where `value` stands. What is null counts as absent.
     """
@@ -53,7 +62,9 @@ def check_schema(value: Any, name: str, field: str, how_to_write: str, source: s
         raise schema_error(error, field, how_to_write, source)
 
 
-def schema_error(error: Any, field: str, how_to_write: str, source: str | None) -> ConfigError:
+def schema_error(
+    error: Any, field: str, how_to_write: str, source: str | None
+) -> ConfigError:
     """Return a jsonschema.ValidationError as a sentence."""
     for part in error.absolute_path:
         field = join(field, part)
@@ -61,10 +72,20 @@ def schema_error(error: Any, field: str, how_to_write: str, source: str | None) 
         known = sorted(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
         fix = did_you_mean(unknown, known, f"the fields here are {', '.join(known)}")
-        return ConfigError(join(field, unknown), error.instance[unknown], "is no such field", fix, source)
+        return ConfigError(
+            join(field, unknown),
+            error.instance[unknown],
+            "is no such field",
+            fix,
+            source,
+        )
     if error.validator == "required":
-        missing = next(key for key in error.validator_value if key not in error.instance)
-        return ConfigError(join(field, missing), MISSING, "is required", f"add `{missing}`", source)
+        missing = next(
+            key for key in error.validator_value if key not in error.instance
+        )
+        return ConfigError(
+            join(field, missing), MISSING, "is required", f"add `{missing}`", source
+        )
     rules = {
         "type": f"must be of the type {error.validator_value}",
         "minimum": f"must be at least {error.validator_value}",
@@ -93,7 +114,11 @@ def _schemas() -> dict[str, Any]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _without_nulls(part) for key, part in value.items() if part is not None}
+        return {
+            str(key): _without_nulls(part)
+            for key, part in value.items()
+            if part is not None
+        }
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     return value

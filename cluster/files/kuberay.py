@@ -1,6 +1,8 @@
-"""Read KubeRay documents (RayCluster, RayJob) without Kubernetes; every refusal is one sentence.
+"""Read KubeRay documents (RayCluster, RayJob) without Kubernetes; every refusal is one
+sentence.
 
-Kubernetes drops fields that it does not know without a word, so a misspelt one is refused here.
+Kubernetes drops fields that it does not know without a word, so a misspelt one is
+refused here.
 """
 
 from collections.abc import Mapping
@@ -18,17 +20,29 @@ _HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
 
 
 def is_kuberay(documents: list[Any]) -> bool:
-    """Return whether the documents are Kubernetes objects: each has a `kind`, which no `ray up` file has."""
-    return any(isinstance(document, dict) and "kind" in document for document in documents)
+    """Return whether the documents are Kubernetes objects: each has a `kind`, which no
+    `ray up` file has.
+    """
+    return any(
+        isinstance(document, dict) and "kind" in document for document in documents
+    )
 
 
 def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
-    """Read each RayCluster, and each RayJob with a cluster of its own; other objects are skipped."""
+    """Read each RayCluster, and each RayJob with a cluster of its own; other objects
+    are skipped.
+    """
     mappings = [document for document in documents if isinstance(document, dict)]
-    found = tuple(_cluster_file(document, source) for document in mappings if document.get("kind") in _KINDS)
+    found = tuple(
+        _cluster_file(document, source)
+        for document in mappings
+        if document.get("kind") in _KINDS
+    )
     if not found:
         kinds = ", ".join(str(document.get("kind")) for document in mappings)
-        raise ConfigError("kind", kinds, f"must be one of {', '.join(_KINDS)}", _HOW_TO_WRITE, source)
+        raise ConfigError(
+            "kind", kinds, f"must be one of {', '.join(_KINDS)}", _HOW_TO_WRITE, source
+        )
     return found
 
 
@@ -44,8 +58,12 @@ def container_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     return container
 
 
-def resources_of(group: Mapping[str, Any], resource: str, limit: str) -> tuple[float | None, float]:
-    """Return how many CPUs or GPUs `rayStartParams` tell Ray (None: nothing), and the limit of the container."""
+def resources_of(
+    group: Mapping[str, Any], resource: str, limit: str
+) -> tuple[float | None, float]:
+    """Return how many CPUs or GPUs `rayStartParams` tell Ray (None: nothing), and the
+    limit of the container.
+    """
     start = group.get("rayStartParams") or {}
     limits = (container_of(group).get("resources") or {}).get("limits") or {}
     told = start.get(f"num-{resource.lower()}s")
@@ -84,9 +102,13 @@ def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
     names = [node_type.name for node_type in types[1:]]
     if len(set(names)) < len(names):
         field = f"{prefix_of(document)}.workerGroupSpecs"
-        raise ConfigError(field, names, "must have another groupName each", "rename a group", where)
+        raise ConfigError(
+            field, names, "must have another groupName each", "rename a group", where
+        )
     max_workers = sum(node_type.max_workers for node_type in types)
-    return ClusterFile(where, str(name), "kuberay", max_workers, types, written=document, config=spec)
+    return ClusterFile(
+        where, str(name), "kuberay", max_workers, types, written=document, config=spec
+    )
 
 
 def _node_type(field: str, group: Mapping[str, Any], source: str) -> NodeType:
@@ -97,16 +119,25 @@ def _node_type(field: str, group: Mapping[str, Any], source: str) -> NodeType:
             resources[resource] = at_most if told is None else told
     if field.endswith("headGroupSpec"):
         return NodeType("head", resources, is_head=True)
-    low, high = group["minReplicas"], group["maxReplicas"]
+    low = group["minReplicas"]
+    high = group["maxReplicas"]
     hosts = group.get("numOfHosts") or 1
     if low > high:
         rule = f"must be at most maxReplicas, {high}"
-        raise ConfigError(f"{field}.minReplicas", low, rule, f"write {high} or less, or raise maxReplicas", source)
+        raise ConfigError(
+            f"{field}.minReplicas",
+            low,
+            rule,
+            f"write {high} or less, or raise maxReplicas",
+            source,
+        )
     return NodeType(
         name=group["groupName"],
         resources=resources,
         min_workers=low * hosts,
         max_workers=high * hosts,
-        instance_type=(pod_of(group).get("nodeSelector") or {}).get("node.kubernetes.io/instance-type"),
+        instance_type=(pod_of(group).get("nodeSelector") or {}).get(
+            "node.kubernetes.io/instance-type"
+        ),
         priority=group.get("priority") or 0,
     )

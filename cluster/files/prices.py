@@ -1,4 +1,6 @@
-"""List prices of machines and what these hold: prices.csv, in which each row has its source and the day it was read."""
+"""List prices of machines and what these hold: prices.csv, in which each row has its
+source and the day it was read.
+"""
 
 import csv
 import datetime as dt
@@ -29,12 +31,18 @@ class Price:
     def age(self, today: dt.date) -> str:
         """Say how old the figure is, and whether that is too old."""
         days = (today - self.date).days
-        stale = f", STALE: over {STALE_AFTER_DAYS} days, look it up" if days > STALE_AFTER_DAYS else ""
+        stale = (
+            f", STALE: over {STALE_AFTER_DAYS} days, look it up"
+            if days > STALE_AFTER_DAYS
+            else ""
+        )
         return f"read {days} days ago{stale}"
 
 
 def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
-    """Return a provider's prices by instance type: those of `region` where known, else of the dearest region."""
+    """Return a provider's prices by instance type: those of `region` where known, else
+    of the dearest region.
+    """
     known = [price for price in read_prices() if price.provider == provider]
     known.sort(key=lambda price: (price.region == region, price.usd_per_hour))
     return {price.instance_type: price for price in known}
@@ -52,7 +60,9 @@ def read_prices() -> tuple[Price, ...]:
                 gpus=int(row["gpus"]),
                 vcpus=int(row["vcpus"]),
                 usd_per_hour=float(row["usd_per_hour"]),
-                spot_usd_per_hour=float(row["spot_usd_per_hour"]) if row["spot_usd_per_hour"] else None,
+                spot_usd_per_hour=float(row["spot_usd_per_hour"])
+                if row["spot_usd_per_hour"]
+                else None,
                 date=dt.date.fromisoformat(row["date"]),
                 source=row["source"],
             )

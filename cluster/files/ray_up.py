@@ -1,4 +1,6 @@
-"""(Ray) Read a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
+"""(Ray) Read a `ray up` YAML through Ray's own schema and defaults, offline; every
+refusal is one sentence.
+"""
 
 import contextlib
 import copy
@@ -10,20 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import MOST_NODES, ClusterFile, check_schema, schema_error
+from cluster.files.cluster_file import (
+    MOST_NODES,
+    ClusterFile,
+    check_schema,
+    schema_error,
+)
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.prices import Price, load_prices
 from trainers.config.yaml import parse_documents, read_text
 from trainers.errors import MISSING, ConfigError, did_you_mean, first_line
 
-HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
+HEAD = "head_start_ray_commands"
+WORKER = "worker_start_ray_commands"
 _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
-_COMMAND_FIELDS = ("initialization_commands", "setup_commands", *_SETUP_FIELDS, HEAD, WORKER)
+_COMMAND_FIELDS = (
+    "initialization_commands",
+    "setup_commands",
+    *_SETUP_FIELDS,
+    HEAD,
+    WORKER,
+)
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 
 
 def load_cluster(path: str | Path) -> ClusterFile:
-    """Read and check a cluster file, the first cluster in it; needs neither network nor a cloud account.
+    """Read and check a cluster file, the first cluster in it; needs neither network nor
+    a cloud account.
 
     Raises ConfigError for what makes the file unusable.
     """
@@ -31,12 +46,20 @@ def load_cluster(path: str | Path) -> ClusterFile:
 
 
 def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
-    """Read all clusters of a file: one of a `ray up` YAML, one of each RayCluster and RayJob of a KubeRay YAML."""
+    """Read all clusters of a file: one of a `ray up` YAML, one of each RayCluster and
+    RayJob of a KubeRay YAML.
+    """
     source = str(path)
     try:
         text = read_text(Path(path), source)
     except FileNotFoundError as error:
-        raise ConfigError("the file", MISSING, "does not exist", "give the path of a cluster YAML", source) from error
+        raise ConfigError(
+            "the file",
+            MISSING,
+            "does not exist",
+            "give the path of a cluster YAML",
+            source,
+        ) from error
     documents = parse_documents(text, source)
     if is_kuberay(documents):
         return kuberay_files(documents, source)
@@ -44,14 +67,18 @@ def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """Return how many GPUs the machine has: attached ones, or by the price list; None when unknown."""
+    """Return how many GPUs the machine has: attached ones, or by the price list; None
+    when unknown.
+    """
     if attached := machine.get("guestAccelerators"):
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
     return None if price is None else price.gpus
 
 
 def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of mappings."""
+    """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of
+    mappings.
+    """
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
     return {key: value for part in parts for key, value in part.items()}
@@ -62,15 +89,41 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
 
     written = documents[0] if documents else None
     if len(documents) > 1:
-        raise ConfigError("the file", MISSING, "must be one document for `ray up`", "remove the `---` in it", source)
+        raise ConfigError(
+            "the file",
+            MISSING,
+            "must be one document for `ray up`",
+            "remove the `---` in it",
+            source,
+        )
     if not isinstance(written, dict):
-        raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
+        raise ConfigError(
+            "the file",
+            written,
+            "must be a mapping of fields to values",
+            _HOW_TO_WRITE,
+            source,
+        )
     if "provider" not in written and "run" in written:
-        raise ConfigError("the file", MISSING, "is a task of SkyPilot's", "ask `sky launch --dryrun FILE`", source)
+        raise ConfigError(
+            "the file",
+            MISSING,
+            "is a task of SkyPilot's",
+            "ask `sky launch --dryrun FILE`",
+            source,
+        )
     # What the file itself says, before the defaults, which crash on a wrong type.
-    shape = {"cluster_name": "default", "cluster_synced_files": [], "max_workers": 2**31, **written}
+    shape = {
+        "cluster_name": "default",
+        "cluster_synced_files": [],
+        "max_workers": 2**31,
+        **written,
+    }
     shape.pop("min_workers", None)
-    for legacy in ("head_node", "worker_nodes"):  # Ray takes them out before it validates, where they are empty
+    for legacy in (
+        "head_node",
+        "worker_nodes",
+    ):  # Ray takes them out before it validates, where they are empty
         if not shape.get(legacy):
             shape.pop(legacy, None)
     if isinstance(written.get("available_node_types"), dict):
@@ -99,14 +152,19 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
 
 @contextlib.contextmanager
 def _asking_ray(source: str) -> Iterator[None]:
-    """Make a ConfigError of what Ray refuses, and keep its remarks off the terminal: what matters is a finding."""
+    """Make a ConfigError of what Ray refuses, and keep its remarks off the terminal:
+    what matters is a finding.
+    """
     import jsonschema
 
     logger = logging.getLogger("ray.autoscaler")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             yield
     except jsonschema.ValidationError as error:
         raise schema_error(error, "", _HOW_TO_WRITE, source) from error
@@ -122,51 +180,92 @@ def _check_types(written: Mapping[str, Any], source: str) -> None:
     provider = written.get("provider")
     if isinstance(provider, dict) and provider.get("type") == "local":
         rule = "has no effect with provider local"
-        raise ConfigError("available_node_types", MISSING, rule, "remove it; Ray asks the hosts", source)
+        raise ConfigError(
+            "available_node_types",
+            MISSING,
+            rule,
+            "remove it; Ray asks the hosts",
+            source,
+        )
     head = written.get("head_node_type", MISSING)
     if str(head) not in types:
         fix = did_you_mean(head, types, f"name one of {', '.join(map(str, types))}")
-        raise ConfigError("head_node_type", head, "must be one of available_node_types", fix, source)
+        raise ConfigError(
+            "head_node_type", head, "must be one of available_node_types", fix, source
+        )
 
 
 def _check_counts(config: Mapping[str, Any], source: str) -> None:
-    is_local = config["provider"]["type"] == "local"  # one type, which Ray makes of the top-level fields
+    is_local = (
+        config["provider"]["type"] == "local"
+    )  # one type, which Ray makes of the top-level fields
     for name, node_type in config["available_node_types"].items():
-        field = "min_workers" if is_local else f"available_node_types.{name}.min_workers"
-        low, high = node_type["min_workers"], node_type["max_workers"]
+        field = (
+            "min_workers" if is_local else f"available_node_types.{name}.min_workers"
+        )
+        low = node_type["min_workers"]
+        high = node_type["max_workers"]
         if low > high:
             rule = f"must be at most its max_workers, {high}"
-            raise ConfigError(field, low, rule, f"write {high} or less, or raise its max_workers", source)
+            raise ConfigError(
+                field,
+                low,
+                rule,
+                f"write {high} or less, or raise its max_workers",
+                source,
+            )
 
 
-def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Commands by the field they stand in; Ray puts setup_commands before those of head and workers."""
+def _commands(
+    written: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """Commands by the field they stand in; Ray puts setup_commands before those of head
+    and workers.
+    """
     shared = len(config["setup_commands"])
-    defaults = {field: config[field][shared if field in _SETUP_FIELDS else 0 :] for field in _COMMAND_FIELDS}
-    return {field: tuple(written.get(field, defaults[field])) for field in _COMMAND_FIELDS}
+    defaults = {
+        field: config[field][shared if field in _SETUP_FIELDS else 0 :]
+        for field in _COMMAND_FIELDS
+    }
+    return {
+        field: tuple(written.get(field, defaults[field])) for field in _COMMAND_FIELDS
+    }
 
 
-def _node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> tuple[NodeType, ...]:
+def _node_types(
+    config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]
+) -> tuple[NodeType, ...]:
     """The node types of a configuration that Ray has prepared.
 
-    With provider local Ray has one type, which is head and workers; here they are two, because the head may
-    be started with other resources.
+    With provider local Ray has one type, which is head and workers; here they are two,
+    because the head may be started with other resources.
     """
     provider = config["provider"]["type"]
     if provider == "local":
         counts = config["available_node_types"][config["head_node_type"]]
         head = NodeType("head", _started_with(commands[HEAD]), is_head=True)
         workers = _started_with(commands[WORKER])
-        return head, NodeType("worker", workers, counts["min_workers"], counts["max_workers"])
+        return head, NodeType(
+            "worker", workers, counts["min_workers"], counts["max_workers"]
+        )
     known = load_prices(provider)
     found = []
     for name, node_type in config["available_node_types"].items():
         machine = node_type["node_config"]
         azure = machine.get("azure_arm_parameters") or {}
-        instance_type = machine.get("InstanceType") or machine.get("machineType") or azure.get("vmSize")
+        instance_type = (
+            machine.get("InstanceType")
+            or machine.get("machineType")
+            or azure.get("vmSize")
+        )
         price = known.get(instance_type or "")
-        # AWS is asked for what a file leaves out; offline the price list knows it of some types.
-        detected = {"CPU": price.vcpus, "GPU": price.gpus} if price and provider == "aws" else {}
+        # AWS is asked for what a file leaves out; offline the price list knows it of
+        # some types.
+        detected = (
+            {"CPU": price.vcpus, "GPU": price.gpus}
+            if price and provider == "aws"
+            else {}
+        )
         found.append(
             NodeType(
                 name=name,
@@ -186,12 +285,20 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
     aws = machine.get("InstanceMarketOptions") or {}
     google = google_scheduling_of(machine)
     azure = machine.get("azure_arm_parameters") or {}
-    on_google = bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"
-    return on_google or aws.get("MarketType") == "spot" or azure.get("priority") == "Spot"
+    on_google = (
+        bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"
+    )
+    return (
+        on_google or aws.get("MarketType") == "spot" or azure.get("priority") == "Spot"
+    )
 
 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
     """The resources that `ray start` is told; what it is not told it finds on the host."""
-    text = " ".join(command.split("ray start", 1)[1] for command in commands if "ray start" in command)
+    text = " ".join(
+        command.split("ray start", 1)[1]
+        for command in commands
+        if "ray start" in command
+    )
     told = re.findall(r"--num-(cpu|gpu)s[=\s]+(\d+)", text)
     return {name.upper(): min(float(amount), MOST_NODES) for name, amount in told}

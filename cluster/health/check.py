@@ -1,6 +1,8 @@
-"""Pre-flight on a live cluster: an actor on every node measures, and cluster/health/verdicts.py judges (Ray).
+"""Pre-flight on a live cluster: an actor on every node measures, and
+cluster/health/verdicts.py judges (Ray).
 
-Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is proved.
+Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is
+proved.
 """
 
 import math
@@ -33,8 +35,13 @@ from trainers.on_ray.gpus import hide_unassigned_gpus
 from trainers.on_ray.internals import available_resources_per_node
 from trainers.storage import Storage
 
-_START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0
-"""How long a node may take to start an actor, to answer, to measure, and to meet the others."""
+_START_S = 60.0
+_PART_S = 20.0
+_MEASURE_S = 45.0
+_COLLECTIVE_S = 40.0
+"""How long a node may take to start an actor, to answer, to measure, and to meet the
+others.
+"""
 _PINGS = 5
 _MEASUREMENTS = 4  # at most: as long as a node looks slow
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
@@ -46,7 +53,9 @@ class Probe:
     """Runs probes on its node."""
 
     def __init__(self) -> None:
-        hide_unassigned_gpus()  # something else trains on them: products beside it are slow, and the node is called bad
+        # something else trains on them: products beside it are slow, and the node is
+        # called bad
+        hide_unassigned_gpus()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return the result of a function."""
@@ -54,7 +63,9 @@ class Probe:
 
 
 class Checkup:
-    """One examination of the connected cluster; a node that fails to answer is left out of what follows."""
+    """One examination of the connected cluster; a node that fails to answer is left out
+    of what follows.
+    """
 
     def __init__(self) -> None:
         self.facts: dict[str, NodeFacts] = {}
@@ -63,22 +74,31 @@ class Checkup:
         self._actors: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Start an actor on every node that is alive; it holds the node's GPUs if nothing else does."""
+        """Start an actor on every node that is alive; it holds the node's GPUs if
+        nothing else does.
+        """
         available = available_resources_per_node()
         for node in ray.nodes():
             if not node["Alive"]:
                 continue
-            node_id, resources = node["NodeID"], node["Resources"]
+            node_id = node["NodeID"]
+            resources = node["Resources"]
             gpus = int(resources.get("GPU", 0))
             is_free = available.get(node_id, {}).get("GPU", 0) >= gpus
             strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
             actor = ray.remote(Probe).options(
-                num_cpus=0, num_gpus=gpus if is_free else 0, max_restarts=0, scheduling_strategy=strategy
+                num_cpus=0,
+                num_gpus=gpus if is_free else 0,
+                max_restarts=0,
+                scheduling_strategy=strategy,
             )
             self._actors[node_id] = actor.remote()
-            host, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+            host = node["NodeManagerHostname"]
+            address = node["NodeManagerAddress"]
             trains = resources.get("CPU", 0) + gpus > 0
-            self.facts[node_id] = NodeFacts(node_id, host, address, trains, num_gpus=gpus)
+            self.facts[node_id] = NodeFacts(
+                node_id, host, address, trains, num_gpus=gpus
+            )
 
     def close(self) -> None:
         """End the actors."""
@@ -99,8 +119,11 @@ class Checkup:
         for _ in range(_MEASUREMENTS):
             self._measure()
             nodes = [self.facts[node_id] for node_id in self.answering()]
-            is_cut = any(rate.value == 0 for node in nodes for rate in node.rates)  # each try takes its whole timeout
-            # A node that is slow stays slow in every measurement; one that something disturbed for a moment does not.
+            is_cut = any(
+                rate.value == 0 for node in nodes for rate in node.rates
+            )  # each try takes its whole timeout
+            # A node that is slow stays slow in every measurement; one that something
+            # disturbed for a moment does not.
             if is_cut or not slow(nodes):
                 break
         training = self.answering(training=True)
@@ -108,16 +131,29 @@ class Checkup:
             self.all_reduce = self._meet([training])[0]
 
     def answering(self, training: bool = False) -> list[str]:
-        """List the nodes that have answered everything so far; `training`: only those for workers."""
-        return [id_ for id_, node in self.facts.items() if node.answers and (node.trains or not training)]
+        """List the nodes that have answered everything so far; `training`: only those
+        for workers.
+        """
+        return [
+            id_
+            for id_, node in self.facts.items()
+            if node.answers and (node.trains or not training)
+        ]
 
-    def ask(self, part: str, timeout_s: float, calls: Mapping[str, Call]) -> dict[str, Any]:
+    def ask(
+        self, part: str, timeout_s: float, calls: Mapping[str, Call]
+    ) -> dict[str, Any]:
         """Return results by node id, of all `calls` at once.
 
         Notes which node gave none in time, or failed.
         """
-        references = {node_id: self._actors[node_id].call.remote(*call) for node_id, call in calls.items()}
-        ready, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
+        references = {
+            node_id: self._actors[node_id].call.remote(*call)
+            for node_id, call in calls.items()
+        }
+        ready, _ = ray.wait(
+            list(references.values()), num_returns=len(references), timeout=timeout_s
+        )
         results = {}
         for node_id, reference in references.items():
             if reference not in ready:
@@ -128,29 +164,49 @@ class Checkup:
             except ray.exceptions.RayTaskError as error:
                 self._note(node_id, failure=f"{part}: {last_line(error)}")
             except ray.exceptions.RayError as error:
-                # An actor whose class cannot be imported there has died of it; else its node is gone.
+                # An actor whose class cannot be imported there has died of it; else its
+                # node is gone.
                 words = last_line(error)
-                self._note(node_id, **({"failure": words} if "Error:" in words else {"silent_in": part}))
+                self._note(
+                    node_id,
+                    **(
+                        {"failure": words} if "Error:" in words else {"silent_in": part}
+                    ),
+                )
         return results
 
     def _note(self, node_id: str, **facts: Any) -> None:
         self.facts[node_id] = replace(self.facts[node_id], **facts)
 
     def _learn(self, fact: str, part: str, timeout_s: float, *call: Any) -> None:
-        """Ask the same of all that answer, and note each answer as a field of the node's facts."""
-        for node_id, answer in self.ask(part, timeout_s, dict.fromkeys(self.answering(), call)).items():
+        """Ask the same of all that answer, and note each answer as a field of the
+        node's facts.
+        """
+        for node_id, answer in self.ask(
+            part, timeout_s, dict.fromkeys(self.answering(), call)
+        ).items():
             self._note(node_id, **{fact: answer})
 
     def _clocks(self) -> None:
-        """Each clock against this one by the quickest of some questions (Cristian 1989), then against their median."""
-        best_s, offsets = math.inf, {}
+        """Each clock against this one by the quickest of some questions (Cristian
+        1989), then against their median.
+        """
+        best_s = math.inf
+        offsets = {}
         for _ in range(_PINGS):
             asked = time.time()
-            answers = self.ask("reading its clock", _PART_S, dict.fromkeys(self.answering(), (time.time,)))
+            answers = self.ask(
+                "reading its clock",
+                _PART_S,
+                dict.fromkeys(self.answering(), (time.time,)),
+            )
             half_s = (time.time() - asked) / 2
             if half_s < best_s:
                 best_s = half_s
-                offsets = {node_id: answer - asked - half_s for node_id, answer in answers.items()}
+                offsets = {
+                    node_id: answer - asked - half_s
+                    for node_id, answer in answers.items()
+                }
         usual = statistics.median(offsets.values()) if offsets else 0.0
         for node_id, offset in offsets.items():
             self._note(node_id, clock_offset_s=offset - usual, clock_error_s=best_s)
@@ -158,21 +214,34 @@ class Checkup:
     def _storage(self, uri: str) -> None:
         """Every node writes a marker, then reads those of all."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
-        calls: dict[str, Call] = {node_id: (probes.write_marker, place, node_id) for node_id in self.answering()}
+        calls: dict[str, Call] = {
+            node_id: (probes.write_marker, place, node_id)
+            for node_id in self.answering()
+        }
         wrote = self.ask("writing to storage", _PART_S, calls)
         writers = [node_id for node_id, wrong in wrote.items() if wrong is None]
         calls = dict.fromkeys(writers, (probes.seen_markers, place, writers))
         seen = self.ask("reading from storage", _PART_S, calls)
-        self.ask("deleting from storage", _PART_S, dict.fromkeys(seen, (probes.delete_markers, place)))
+        self.ask(
+            "deleting from storage",
+            _PART_S,
+            dict.fromkeys(seen, (probes.delete_markers, place)),
+        )
         for node_id, wrong in wrote.items():
             self._note(node_id, storage=wrong)
         for node_id in unshared(seen):
-            self._note(node_id, storage=f"{uri}: files that other nodes wrote cannot be read")
+            self._note(
+                node_id, storage=f"{uri}: files that other nodes wrote cannot be read"
+            )
 
     def _measure(self) -> None:
-        """Products of each node, and its better link of those with the one before and the one after it."""
+        """Products of each node, and its better link of those with the one before and
+        the one after it.
+        """
         training = self.answering(training=True)
-        measured = self.ask("multiplying", _MEASURE_S, dict.fromkeys(training, (probes.matmul_rates,)))
+        measured = self.ask(
+            "multiplying", _MEASURE_S, dict.fromkeys(training, (probes.matmul_rates,))
+        )
         best = dict.fromkeys(training, 0.0)
         for pairs in link_rounds(self.answering(training=True)):
             for pair, link in zip(pairs, self._meet(pairs), strict=True):
@@ -185,18 +254,33 @@ class Checkup:
             self._note(node_id, rates=better(self.facts[node_id].rates, rates))
 
     def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
-        """All-reduce within each group of nodes, all groups at once; of each the slowest rank."""
-        first = {group[0]: (probes.free_port, self.facts[group[0]].address) for group in groups}
+        """All-reduce within each group of nodes, all groups at once; of each the
+        slowest rank.
+        """
+        first = {
+            group[0]: (probes.free_port, self.facts[group[0]].address)
+            for group in groups
+        }
         ports = self.ask("all-reduce", _PART_S, first)
         calls: dict[str, Call] = {}
         for group in groups:
             if group[0] not in ports:
                 continue
-            meeting = (len(group), self.facts[group[0]].address, ports[group[0]], _COLLECTIVE_S / 2)
-            calls |= {node_id: (probes.all_reduce, rank, *meeting) for rank, node_id in enumerate(group)}
+            meeting = (
+                len(group),
+                self.facts[group[0]].address,
+                ports[group[0]],
+                _COLLECTIVE_S / 2,
+            )
+            calls |= {
+                node_id: (probes.all_reduce, rank, *meeting)
+                for rank, node_id in enumerate(group)
+            }
         answers: dict[str, AllReduce] = self.ask("all-reduce", _COLLECTIVE_S, calls)
         for node_id, answer in answers.items():
-            self._note(node_id, wrong_sum=self.facts[node_id].wrong_sum or not answer.is_right)
+            self._note(
+                node_id, wrong_sum=self.facts[node_id].wrong_sum or not answer.is_right
+            )
         slowest = []
         for group in groups:
             silent = AllReduce(len(group), failure="a node is silent")
@@ -213,18 +297,30 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [pairs for pairs in (first, second, third) if pairs]
 
 
-def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> list[NodeFacts]:
-    """Return those of Ray's nodes that died unexpectedly and whose address has no living one.
+def lost_nodes(
+    nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]
+) -> list[NodeFacts]:
+    """Return those of Ray's nodes that died unexpectedly and whose address has no
+    living one.
 
     Not those among `examined`: that they are silent is said already.
     """
-    gone = {node["NodeManagerAddress"] for node in nodes} - {n["NodeManagerAddress"] for n in nodes if n["Alive"]}
+    gone = {node["NodeManagerAddress"] for node in nodes} - {
+        n["NodeManagerAddress"] for n in nodes if n["Alive"]
+    }
     found = {}
     for node in nodes:
-        address, node_id = node["NodeManagerAddress"], node["NodeID"]
-        if address in gone and node_id not in examined and node["DeathReason"] == _UNEXPECTED:
+        address = node["NodeManagerAddress"]
+        node_id = node["NodeID"]
+        if (
+            address in gone
+            and node_id not in examined
+            and node["DeathReason"] == _UNEXPECTED
+        ):
             reason = (node["DeathReasonMessage"] or "dead").strip()
-            found[address] = NodeFacts(node_id, node["NodeManagerHostname"], address, trains=False, lost=reason)
+            found[address] = NodeFacts(
+                node_id, node["NodeManagerHostname"], address, trains=False, lost=reason
+            )
     return list(found.values())
 
 
@@ -236,12 +332,22 @@ def wait_for_workers(num_workers: int, timeout_s: float) -> None:
         up = sum(each.get("CPU", 0) + each.get("GPU", 0) > 0 for each in resources)
         if up >= num_workers:
             return
-        print(f"waiting for {num_workers} worker nodes, {up} are up", end="\r", file=sys.stderr, flush=True)
+        print(
+            f"waiting for {num_workers} worker nodes, {up} are up",
+            end="\r",
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(1)
 
 
-def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> ClusterFacts:
-    """Measure the connected cluster. `uri` is the storage that all nodes must share; None: not proved."""
+def examine(
+    uri: str | None, quick: bool, workers_wanted: int | None = None
+) -> ClusterFacts:
+    """Measure the connected cluster.
+
+    `uri` is the storage that all nodes must share; None: not proved.
+    """
     checkup = Checkup()
     try:
         checkup.start()
@@ -255,19 +361,36 @@ def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> 
 
 
 def require_sound(uri: str | None) -> None:
-    """Before a sweep on several nodes: raise ClusterError for what the quick part finds."""
+    """Before a sweep on several nodes: raise ClusterError for what the quick part
+    finds.
+    """
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return
     nodes = examine(uri, quick=True).nodes
-    found = judge(ClusterFacts(tuple(node for node in nodes if not node.lost)))  # a sweep starts on the living ones
+    found = judge(
+        ClusterFacts(tuple(node for node in nodes if not node.lost))
+    )  # a sweep starts on the living ones
     if found:
-        raise ClusterError("\n".join([*map(str, found), "fix these nodes, or go on all the same with --no-check"]))
+        raise ClusterError(
+            "\n".join(
+                [
+                    *map(str, found),
+                    "fix these nodes, or go on all the same with --no-check",
+                ]
+            )
+        )
 
 
 def check(
-    storage_path: str | None, num_workers: int | None, wait_s: float, as_json: bool, exclude_bad: bool, quick: bool
+    storage_path: str | None,
+    num_workers: int | None,
+    wait_s: float,
+    as_json: bool,
+    exclude_bad: bool,
+    quick: bool,
 ) -> int:
-    """Run the command: print table and findings, or JSON, or Ray's label selector for the nodes in order.
+    """Run the command: print table and findings, or JSON, or Ray's label selector for
+    the nodes in order.
 
     Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
     """
@@ -280,4 +403,6 @@ def check(
     uri = storage_path or os.environ.get("PACELINE_STORAGE")
     began = time.monotonic()
     facts = examine(uri, quick, num_workers)
-    return print_report(facts, judge(facts), uri, time.monotonic() - began, as_json, exclude_bad)
+    return print_report(
+        facts, judge(facts), uri, time.monotonic() - began, as_json, exclude_bad
+    )

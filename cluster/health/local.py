@@ -1,4 +1,5 @@
-"""What this machine has and how fast it is: versions, driver, devices, and the rates of a matrix product.
+"""What this machine has and how fast it is: versions, driver, devices, and the rates of
+a matrix product.
 
 Environment read: CUDA_VISIBLE_DEVICES, which hides GPUs from torch.
 """
@@ -81,7 +82,11 @@ class LocalReport:
 def check_local(as_json: bool) -> int:
     """Print the report; return 1 when torch sees no GPU though the driver has one."""
     report = look()
-    print(json.dumps(dataclasses.asdict(report), indent=2) if as_json else "\n".join(_lines(report)))
+    print(
+        json.dumps(dataclasses.asdict(report), indent=2)
+        if as_json
+        else "\n".join(_lines(report))
+    )
     return int(any(verdict.level == "error" for verdict in report.verdicts))
 
 
@@ -89,15 +94,27 @@ def look() -> LocalReport:
     """Read versions and devices, and measure each device. Takes seconds."""
     driver = read_driver()
     num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    verdicts = [judge_gpus(driver, num_seen, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))]
+    verdicts = [
+        judge_gpus(
+            driver, num_seen, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES")
+        )
+    ]
     mps = ["mps"] if torch.backends.mps.is_available() else []
-    devices = [_device(torch.device(name)) for name in ("cpu", *(f"cuda:{index}" for index in range(num_seen)), *mps)]
+    devices = [
+        _device(torch.device(name))
+        for name in ("cpu", *(f"cuda:{index}" for index in range(num_seen)), *mps)
+    ]
     rates: list[ProductRate] = []
     for device in devices:
         try:
             rates += _rates(device)
         except torch.OutOfMemoryError:
-            verdicts.append(Remark("warning", f"{device.device} has no memory left to be measured: what runs on it?"))
+            verdicts.append(
+                Remark(
+                    "warning",
+                    f"{device.device} has no memory left to be measured: what runs on it?",
+                )
+            )
         gc.collect()
     verdicts += judge_rates(rates)
     return LocalReport(_versions(driver), tuple(devices), tuple(rates), tuple(verdicts))
@@ -109,24 +126,38 @@ def read_driver() -> Driver | None:
         if nvml is None:
             return None
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
-        version, num_gpus = str(nvml.nvmlSystemGetDriverVersion()), int(nvml.nvmlDeviceGetCount())
+        version = str(nvml.nvmlSystemGetDriverVersion())
+        num_gpus = int(nvml.nvmlDeviceGetCount())
         return Driver(version, (cuda // 1000, cuda % 1000 // 10), num_gpus)
 
 
-def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visible: str | None) -> Remark:
+def judge_gpus(
+    driver: Driver | None, num_seen: int, built_for: str | None, visible: str | None
+) -> Remark:
     """Say whether torch sees the GPUs that the driver has, and why not.
 
-    `built_for` is torch's CUDA version, None of a CPU build; `visible` is CUDA_VISIBLE_DEVICES.
+    `built_for` is torch's CUDA version, None of a CPU build; `visible` is
+    CUDA_VISIBLE_DEVICES.
     """
     if driver is None or not driver.num_gpus:
         if num_seen:  # another vendor's, or a container without NVML
-            return Remark("note", f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer")
-        return Remark("note", "there is no NVIDIA GPU here: only what is below was measured")
-    num_gpus, newest = driver.num_gpus, driver.cuda[0]
+            return Remark(
+                "note",
+                f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer",
+            )
+        return Remark(
+            "note", "there is no NVIDIA GPU here: only what is below was measured"
+        )
+    num_gpus = driver.num_gpus
+    newest = driver.cuda[0]
     if num_seen >= num_gpus:
         return Remark("ok", f"torch sees {_gpus(num_seen)}, as the driver does")
     if num_seen:
-        why = "look at `nvidia-smi` and the kernel's log" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible}"
+        why = (
+            "look at `nvidia-smi` and the kernel's log"
+            if visible is None
+            else f"CUDA_VISIBLE_DEVICES is {visible}"
+        )
         return Remark("warning", f"torch sees {num_seen} of {_gpus(num_gpus)}: {why}")
     if built_for is None:
         where = "https://pytorch.org/get-started/locally"
@@ -138,13 +169,22 @@ def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visi
         why = f'CUDA_VISIBLE_DEVICES is "{visible}", which hides them; unset it'
     else:
         why = f"CUDA does not start ({_cuda_error()}); restart the machine, or reload the driver"
-    return Remark("error", f"the driver ({driver.version}) has {_gpus(num_gpus)}, torch sees none: {why}")
+    return Remark(
+        "error",
+        f"the driver ({driver.version}) has {_gpus(num_gpus)}, torch sees none: {why}",
+    )
 
 
 def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
-    """Say what the rates mean: a GPU against the CPU at one size, formats that gain nothing, noise."""
+    """Say what the rates mean: a GPU against the CPU at one size, formats that gain
+    nothing, noise.
+    """
     verdicts = []
-    on_cpu = {rate.n: rate for rate in rates if (rate.device, rate.precision) == ("cpu", "fp32")}
+    on_cpu = {
+        rate.n: rate
+        for rate in rates
+        if (rate.device, rate.precision) == ("cpu", "fp32")
+    }
     for rate in rates:
         if rate.device != "cpu" and rate.precision == "fp32" and rate.n in on_cpu:
             times = on_cpu[rate.n].median_s / rate.median_s
@@ -157,11 +197,26 @@ def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
     for (device, precision), gflop_per_s in best.items():
         times = gflop_per_s / best[device, "fp32"]
         if precision != "fp32":
-            gain = f"{precision} multiplies {times:.3g} times as fast as fp32 on {device}"
-            verdicts.append(Remark("ok", gain) if times > 1.1 else Remark("note", f"{gain}: no gain in it here"))
-    noisy = ", ".join(f"{rate.device} {rate.precision} {rate.spread:.0%}" for rate in rates if rate.spread > _NOISY)
+            gain = (
+                f"{precision} multiplies {times:.3g} times as fast as fp32 on {device}"
+            )
+            verdicts.append(
+                Remark("ok", gain)
+                if times > 1.1
+                else Remark("note", f"{gain}: no gain in it here")
+            )
+    noisy = ", ".join(
+        f"{rate.device} {rate.precision} {rate.spread:.0%}"
+        for rate in rates
+        if rate.spread > _NOISY
+    )
     if noisy:
-        verdicts.append(Remark("warning", f"samples differ much ({noisy}): something else runs here, measure again"))
+        verdicts.append(
+            Remark(
+                "warning",
+                f"samples differ much ({noisy}): something else runs here, measure again",
+            )
+        )
     return verdicts
 
 
@@ -171,7 +226,8 @@ def _rates(shown: Device) -> list[ProductRate]:
     on_cpu = device.type == "cpu"
     rates = []
     for precision in ("fp32", "tf32", "bf16", "fp16"):
-        # A CPU multiplies fp16 hundreds of times slower than fp32: nothing that one waits for.
+        # A CPU multiplies fp16 hundreds of times slower than fp32: nothing that one
+        # waits for.
         if precision not in shown.precisions or (on_cpu and precision == "fp16"):
             continue
         sizes = {_CPU_SIZE} if on_cpu else {_GPU_SIZE}
@@ -181,18 +237,34 @@ def _rates(shown: Device) -> list[ProductRate]:
             times = matmul_times(precision, device, n)
             median_s = statistics.median(times)
             spread = (max(times) - min(times)) / median_s
-            rates.append(ProductRate(shown.device, precision, n, median_s, 2 * n**3 / median_s / 1e9, spread))
+            rates.append(
+                ProductRate(
+                    shown.device,
+                    precision,
+                    n,
+                    median_s,
+                    2 * n**3 / median_s / 1e9,
+                    spread,
+                )
+            )
     return rates
 
 
 def _device(device: torch.device) -> Device:
-    name, capability = processor(), None
+    name = processor()
+    capability = None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
     elif device.type == "cpu":
         name += f" ({torch.get_num_threads()} threads)"
-    return Device(str(device), name, total_memory_bytes(device), capability, tuple(able_precisions(device)))
+    return Device(
+        str(device),
+        name,
+        total_memory_bytes(device),
+        capability,
+        tuple(able_precisions(device)),
+    )
 
 
 def _versions(driver: Driver | None) -> dict[str, str | None]:
@@ -221,14 +293,29 @@ def _cuda_error() -> str:
 
 
 def _lines(report: LocalReport) -> list[str]:
-    lines = ["  ".join(f"{name.replace('_', ' ')} {value or 'none'}" for name, value in report.versions.items())]
+    lines = [
+        "  ".join(
+            f"{name.replace('_', ' ')} {value or 'none'}"
+            for name, value in report.versions.items()
+        )
+    ]
     for device in report.devices:
         capability = f", capability {device.capability}" if device.capability else ""
         memory = f"{device.memory_bytes / 2**30:,.0f} GiB"
-        lines.append(f"{device.device}: {device.name}, {memory}{capability}; can do {', '.join(device.precisions)}")
+        lines.append(
+            f"{device.device}: {device.name}, {memory}{capability}; can do {', '.join(device.precisions)}"
+        )
     rows = []
     for rate in report.rates:
-        figures = (f"{rate.median_s * 1e3:.3f} ms", f"{rate.gflop_per_s:,.0f}", f"{rate.spread:.0%}")
+        figures = (
+            f"{rate.median_s * 1e3:.3f} ms",
+            f"{rate.gflop_per_s:,.0f}",
+            f"{rate.spread:.0%}",
+        )
         rows.append((rate.device, rate.precision, str(rate.n), *figures))
-    lines += table_lines(("device", "format", "n x n by n x n", "median", "GFLOP/s", "spread"), rows, num_left=2)
+    lines += table_lines(
+        ("device", "format", "n x n by n x n", "median", "GFLOP/s", "spread"),
+        rows,
+        num_left=2,
+    )
     return lines + [f"{verdict.level}: {verdict.text}" for verdict in report.verdicts]

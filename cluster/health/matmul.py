@@ -8,19 +8,29 @@ import torch
 from trainers.devices.device import synchronize
 from trainers.model.precision import TABLE, apply_matmul
 
-_SAMPLE_S = 0.02  # a sample shorter than this is repeated: launches and clocks would show
+_SAMPLE_S = (
+    0.02  # a sample shorter than this is repeated: launches and clocks would show
+)
 _SAMPLES = 7
 _BUDGET_S = 1.5  # of one device and format
 _TRIES = 3
 
 
-def matmul_times(precision: str, device: torch.device, n: int, sample_s: float = _SAMPLE_S) -> list[float]:
-    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples, with torch's CPU threads."""
+def matmul_times(
+    precision: str, device: torch.device, n: int, sample_s: float = _SAMPLE_S
+) -> list[float]:
+    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples, with
+    torch's CPU threads.
+    """
     spec = TABLE[precision]
     apply_matmul(spec)
     left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
     out = torch.empty_like(left)
-    return measure(lambda: torch.mm(left, right, out=out), lambda: synchronize(device), sample_s=sample_s)
+    return measure(
+        lambda: torch.mm(left, right, out=out),
+        lambda: synchronize(device),
+        sample_s=sample_s,
+    )
 
 
 def measure(
@@ -29,9 +39,11 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     sample_s: float = _SAMPLE_S,
 ) -> list[float]:
-    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples; a few runs before them warm up.
+    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples; a
+    few runs before them warm up.
 
-    A sample has as many runs as take `sample_s` where nothing disturbs them, and so takes longer where something does.
+    A sample has as many runs as take `sample_s` where nothing disturbs them, and so
+    takes longer where something does.
     """
 
     def sample(runs: int) -> float:
@@ -45,4 +57,7 @@ def measure(
     sample(1)
     once_s = max(min(sample(1) for _ in range(_TRIES)), 1e-7)
     runs = max(1, round(sample_s / once_s))
-    return [sample(runs) for _ in range(min(_SAMPLES, max(3, int(_BUDGET_S / (runs * once_s)))))]
+    return [
+        sample(runs)
+        for _ in range(min(_SAMPLES, max(3, int(_BUDGET_S / (runs * once_s)))))
+    ]

@@ -1,4 +1,6 @@
-"""What nodes measure, each of itself and together with others; every function runs on the node that it is about."""
+"""What nodes measure, each of itself and together with others; every function runs on
+the node that it is about.
+"""
 
 import contextlib
 import platform
@@ -17,13 +19,20 @@ from trainers.storage import Storage
 from trainers.versions import package_versions
 
 _POWER_CAP = 0x4  # one of NVML's reasons for lower clocks, which may be intended
-_SAMPLE_S = 0.15  # long against a scheduler's time slice, so that one sample is no lucky moment
-_SEEN_WITHIN_S = 5.0  # how late a file of another node may appear: NFS caches a directory for a few seconds
+_SAMPLE_S = (
+    0.15  # long against a scheduler's time slice, so that one sample is no lucky moment
+)
+# how late a file of another node may appear: NFS caches a directory for a few seconds
+_SEEN_WITHIN_S = 5.0
 
 
 def versions() -> dict[str, str | None]:
     """Return what must be equal on all nodes; torch brings NCCL."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": None, "ray": None}
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": None,
+        "ray": None,
+    }
     found |= package_versions("torch", "ray")
     found["paceline"] = code_digest(("cluster", "trainers", "tune"))
     return found
@@ -33,19 +42,29 @@ def nccl_version() -> str | None:
     """Return the version that torch brings; None of a build without NCCL."""
     import torch
 
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+    return (
+        ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available()
+        else None
+    )
 
 
 def processor() -> str:
     """Return the model of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    models = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return models[0] if models else platform.machine()
 
 
 def device_name() -> str:
-    """Return the model of what the products run on: the GPUs, or the CPU where there is none."""
+    """Return the model of what the products run on: the GPUs, or the CPU where there is
+    none.
+    """
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else processor()
@@ -70,7 +89,11 @@ def opened_nvml() -> Iterator[Any | None]:
 def gpu_health() -> tuple[GpuHealth, ...] | None:
     """Examine all GPUs of the node by NVML; None where it does not answer."""
     with opened_nvml() as nvml:
-        return tuple(_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount())) if nvml else None
+        return (
+            tuple(_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+            if nvml
+            else None
+        )
 
 
 def _health(nvml: Any, index: int) -> GpuHealth:
@@ -87,7 +110,12 @@ def _health(nvml: Any, index: int) -> GpuHealth:
             return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *of)
         return otherwise
 
-    errors = ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC, otherwise=0)
+    errors = ask(
+        "TotalEccErrors",
+        nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        nvml.NVML_VOLATILE_ECC,
+        otherwise=0,
+    )
     _, _, pending, failed = ask("RemappedRows", otherwise=(0, 0, 0, 0))
     slowed = ask("CurrentClocksThrottleReasons", otherwise=0) & ~_POWER_CAP
     reasons = tuple(words for bit, words in SLOWED.items() if slowed & bit)
@@ -95,20 +123,27 @@ def _health(nvml: Any, index: int) -> GpuHealth:
 
 
 def matmul_rates() -> tuple[Rate, ...]:
-    """Measure every GPU that torch sees here, or one core where there is none. Takes a second or two for each."""
+    """Measure every GPU that torch sees here, or one core where there is none.
+
+    Takes a second or two for each.
+    """
     import torch
 
     from cluster.health.matmul import matmul_times
 
-    threads, rates = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    rates = []
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     torch.set_num_threads(1)  # the other cores may be at work
     try:
-        for device in [torch.device("cuda", index) for index in range(num_gpus)] or [torch.device("cpu")]:
+        for device in [torch.device("cuda", index) for index in range(num_gpus)] or [
+            torch.device("cpu")
+        ]:
             n, precision = (8192, "fp16") if num_gpus else (768, "fp32")
             if num_gpus and torch.cuda.get_device_capability(device) >= (8, 0):
                 precision = "bf16"
-            # The median: what disturbs the device for a moment changes it as little as a lucky moment does.
+            # The median: what disturbs the device for a moment changes it as little as
+            # a lucky moment does.
             median_s = statistics.median(matmul_times(precision, device, n, _SAMPLE_S))
             what = f"matmul of {device if num_gpus else 'one core'}"
             rates.append(Rate("matmul", what, 2 * n**3 / median_s / 1e9, "GFLOP/s"))
@@ -125,21 +160,28 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> AllReduce:
+def all_reduce(
+    rank: int, world_size: int, address: str, port: int, timeout_s: float
+) -> AllReduce:
     """Sum over one device of each node; every rank must call it.
 
-    NCCL between GPUs, gloo where a node has none, or its own are in use. Integers in float32 have only one right sum.
+    NCCL between GPUs, gloo where a node has none, or its own are in use. Integers in
+    float32 have only one right sum.
     """
     import torch
     import torch.distributed as dist
 
     timeout = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, world_size, is_master=rank == 0, timeout=timeout
+        )
         store.set(f"gpu-{rank}", str(torch.cuda.is_available()))
         gpu = all(store.get(f"gpu-{other}") == b"True" for other in range(world_size))
         backend = "nccl" if gpu else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         try:
             device = torch.device("cuda", 0) if gpu else torch.device("cpu")
             return _summed(rank, world_size, device)
@@ -156,9 +198,17 @@ def _summed(rank: int, world_size: int, device: Any) -> AllReduce:
 
     from trainers.devices.device import synchronize
 
-    pattern = torch.arange(2**26 if device.type == "cuda" else 2**21, device=device, dtype=torch.float32) % 251
+    pattern = (
+        torch.arange(
+            2**26 if device.type == "cuda" else 2**21,
+            device=device,
+            dtype=torch.float32,
+        )
+        % 251
+    )
     right = pattern * (world_size * (world_size + 1) // 2)
-    best, is_right = 0.0, True
+    best = 0.0
+    is_right = True
     for _ in range(4):
         tensor = pattern * (rank + 1)
         dist.barrier()
@@ -168,7 +218,9 @@ def _summed(rank: int, world_size: int, device: Any) -> AllReduce:
         took_s = time.perf_counter() - began
         is_right = is_right and torch.equal(tensor, right)
         # Bus bandwidth, as NCCL's own tests define it.
-        best = max(best, tensor.nbytes / took_s * 2 * (world_size - 1) / world_size / 1e6)
+        best = max(
+            best, tensor.nbytes / took_s * 2 * (world_size - 1) / world_size / 1e6
+        )
     return AllReduce(world_size, best, is_right=is_right)
 
 
@@ -183,12 +235,17 @@ def write_marker(uri: str, name: str) -> str | None:
 
 def seen_markers(uri: str, names: list[str]) -> list[str]:
     """Return those that this node can read, once it sees all or has waited for them."""
-    storage, deadline = Storage(uri), time.monotonic() + _SEEN_WITHIN_S
+    storage = Storage(uri)
+    deadline = time.monotonic() + _SEEN_WITHIN_S
     seen: list[str] = []
     while True:
         with contextlib.suppress(StorageError, OSError):
             there = set(storage.names()) - set(seen)
-            seen += [name for name in names if name in there and storage.read(name) == name.encode()]
+            seen += [
+                name
+                for name in names
+                if name in there and storage.read(name) == name.encode()
+            ]
         if len(seen) == len(names) or time.monotonic() > deadline:
             return seen
         time.sleep(0.1)

@@ -1,4 +1,6 @@
-"""Pure: what a check has found, as a table, as JSON, or as the label selector that leaves bad nodes out."""
+"""Pure: what a check has found, as a table, as JSON, or as the label selector that
+leaves bad nodes out.
+"""
 
 import dataclasses
 import io
@@ -10,17 +12,39 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from cluster.health.verdicts import ClusterFacts, Kind, NodeFacts, NodeFinding, bad_nodes, label_selector
+from cluster.health.verdicts import (
+    ClusterFacts,
+    Kind,
+    NodeFacts,
+    NodeFinding,
+    bad_nodes,
+    label_selector,
+)
 
-_COLUMNS = ("node", "address", "device", "clock", "matmul", "network", "storage", "verdict")
+_COLUMNS = (
+    "node",
+    "address",
+    "device",
+    "clock",
+    "matmul",
+    "network",
+    "storage",
+    "verdict",
+)
 
 
 def print_report(
-    cluster: ClusterFacts, found: list[NodeFinding], uri: str | None, seconds: float, as_json: bool, exclude_bad: bool
+    cluster: ClusterFacts,
+    found: list[NodeFinding],
+    uri: str | None,
+    seconds: float,
+    as_json: bool,
+    exclude_bad: bool,
 ) -> int:
     """Print what was found, and return the exit code.
 
-    With `exclude_bad` standard output holds the selector alone, for `--scaling.label_selector`.
+    With `exclude_bad` standard output holds the selector alone, for
+    `--scaling.label_selector`.
     """
     out: TextIO = sys.stderr if exclude_bad else sys.stdout
     if as_json:
@@ -35,19 +59,32 @@ def print_report(
     return int(bool(found))
 
 
-def _as_tree(cluster: ClusterFacts, found: Sequence[NodeFinding], seconds: float) -> dict[str, Any]:
+def _as_tree(
+    cluster: ClusterFacts, found: Sequence[NodeFinding], seconds: float
+) -> dict[str, Any]:
     bad = bad_nodes(found)
-    nodes = [dataclasses.asdict(node) | {"verdict": "bad" if node.node_id in bad else "ok"} for node in cluster.nodes]
+    nodes = [
+        dataclasses.asdict(node) | {"verdict": "bad" if node.node_id in bad else "ok"}
+        for node in cluster.nodes
+    ]
     return {
         "nodes": nodes,
-        "all_reduce": dataclasses.asdict(cluster.all_reduce) if cluster.all_reduce else None,
-        "findings": [{"node_id": each.node_id, "host": each.host} | dataclasses.asdict(each.finding) for each in found],
+        "all_reduce": dataclasses.asdict(cluster.all_reduce)
+        if cluster.all_reduce
+        else None,
+        "findings": [
+            {"node_id": each.node_id, "host": each.host}
+            | dataclasses.asdict(each.finding)
+            for each in found
+        ],
         "label_selector": label_selector(found),
         "seconds": round(seconds, 1),
     }
 
 
-def _lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float) -> list[str]:
+def _lines(
+    cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float
+) -> list[str]:
     """The table, a row for each node, and the findings below it."""
     bad = bad_nodes(found)
     rows = [_row(node, node.node_id in bad, uri) for node in cluster.nodes]
@@ -55,17 +92,31 @@ def _lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None,
     total = cluster.all_reduce
     if total is not None and total.mb_per_s is not None:
         how = "wrong" if any(node.wrong_sum for node in cluster.nodes) else "right"
-        result.append(f"all-reduce between nodes: {total.num_ranks} ranks, {how}, {total.mb_per_s:,.0f} MB/s")
+        result.append(
+            f"all-reduce between nodes: {total.num_ranks} ranks, {how}, {total.mb_per_s:,.0f} MB/s"
+        )
     result += [f"{each.finding.level}: {each}" for each in found]
     if uri is None and len(cluster.nodes) > 1:
-        result.append("note: storage was not looked at; give --storage_path or set PACELINE_STORAGE")
-    whole = ", but not the cluster as a whole" if any(not each.node_id for each in found) else ""
-    result.append(f"{len(rows) - len(bad)} of {len(rows)} nodes in order{whole}, in {seconds:.1f} s")
+        result.append(
+            "note: storage was not looked at; give --storage_path or set PACELINE_STORAGE"
+        )
+    whole = (
+        ", but not the cluster as a whole"
+        if any(not each.node_id for each in found)
+        else ""
+    )
+    result.append(
+        f"{len(rows) - len(bad)} of {len(rows)} nodes in order{whole}, in {seconds:.1f} s"
+    )
     return result
 
 
-def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> list[str]:
-    """Render a table as plain text; the columns after the first `num_left` hold figures, which end flush."""
+def table_lines(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None
+) -> list[str]:
+    """Render a table as plain text; the columns after the first `num_left` hold
+    figures, which end flush.
+    """
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         is_figure = num_left is not None and index >= num_left
@@ -73,14 +124,27 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], num_left:
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()
-    Console(file=text, width=1000, markup=False, emoji=False, highlight=False, color_system=None).print(table)
+    Console(
+        file=text,
+        width=1000,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        color_system=None,
+    ).print(table)
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
 def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
-    clock = "-" if node.clock_offset_s is None else f"{node.clock_offset_s * 1e3:+.0f} ms"
+    clock = (
+        "-" if node.clock_offset_s is None else f"{node.clock_offset_s * 1e3:+.0f} ms"
+    )
     storage = "not shared" if node.storage else "shared"
-    device = f"{node.num_gpus} x {node.device}" if node.num_gpus and node.device else node.device
+    device = (
+        f"{node.num_gpus} x {node.device}"
+        if node.num_gpus and node.device
+        else node.device
+    )
     verdict = "bad" if is_bad else "ok"
     if node.lost:
         verdict = "bad: lost"
@@ -100,5 +164,9 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
 
 def _rate(node: NodeFacts, kind: Kind) -> str:
     """The lowest figure of a kind: with several GPUs the one that the others wait for."""
-    worst = min((rate for rate in node.rates if rate.kind == kind), key=lambda rate: rate.value, default=None)
+    worst = min(
+        (rate for rate in node.rates if rate.kind == kind),
+        key=lambda rate: rate.value,
+        default=None,
+    )
     return f"{worst.value:,.0f} {worst.unit}" if worst else "-"

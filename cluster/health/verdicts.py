@@ -1,4 +1,6 @@
-"""Pure: what nodes have measured, and the verdict on each: a node far below the median of the others is slow."""
+"""Pure: what nodes have measured, and the verdict on each: a node far below the median
+of the others is slow.
+"""
 
 import statistics
 from collections import Counter
@@ -11,9 +13,13 @@ from cluster.finding import Finding, error
 Kind = Literal["matmul", "network"]
 """What is measured of every node that trains."""
 
-CLOCK_S = 1.0  # NTP keeps a few milliseconds; certificates, tokens and object stores begin to refuse at minutes
+# NTP keeps a few milliseconds; certificates, tokens and object stores begin to refuse
+# at minutes
+CLOCK_S = 1.0
 _LEAST: dict[Kind, float] = {"matmul": 0.65, "network": 0.3}
-"""What share of the others' median a node must reach: products repeat well, shared links do not."""
+"""What share of the others' median a node must reach: products repeat well, shared
+links do not.
+"""
 _SLOW_FIX: dict[Kind, str] = {
     "matmul": "look for another process, heat or a power limit there",
     "network": "look at its cable, port and MTU",
@@ -58,7 +64,9 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is known of one node that is alive, or has died unexpectedly and did not come back."""
+    """What is known of one node that is alive, or has died unexpectedly and did not
+    come back.
+    """
 
     node_id: str
     host: str
@@ -68,7 +76,8 @@ class NodeFacts:
     lost: str | None = None
     """Why Ray has given it up; None of one that is alive."""
     silent_in: str | None = None
-    """The part of the check in which it gave no answer; nothing later is known of it."""
+    """The part of the check in which it gave no answer; nothing later is known of it.
+    """
     failure: str | None = None
     """What it answered instead of a result."""
     versions: Mapping[str, str | None] = field(default_factory=dict)
@@ -77,7 +86,9 @@ class NodeFacts:
     clock_error_s: float = 0.0
     """The offset is known to within this."""
     storage: str | None = None
-    """What is wrong with the shared storage here; None when its marker was seen, and those of others."""
+    """What is wrong with the shared storage here; None when its marker was seen, and
+    those of others.
+    """
     device: str = ""
     """Model of its CPU or GPUs; products are compared between equal ones."""
     num_gpus: int = 0
@@ -86,7 +97,8 @@ class NodeFacts:
     """None where NVML does not answer."""
     rates: tuple[Rate, ...] = ()
     wrong_sum: bool = False
-    """Whether its all-reduce with the other nodes had another sum than the right one."""
+    """Whether its all-reduce with the other nodes had another sum than the right one.
+    """
 
     @property
     def answers(self) -> bool:
@@ -117,13 +129,17 @@ class NodeFinding:
 
 
 def judge(cluster: ClusterFacts) -> list[NodeFinding]:
-    """Return all that is wrong, on each node first and then with the cluster as a whole."""
+    """Return all that is wrong, on each node first and then with the cluster as a
+    whole.
+    """
     answering = [node for node in cluster.nodes if node.answers]
     found = [_on(node, finding) for node in cluster.nodes for finding in _alone(node)]
     for name in dict.fromkeys(name for node in answering for name in node.versions):
         found += _versions(name, answering)
     found += slow(answering)
-    found += [NodeFinding("", "cluster", finding) for finding in _together(cluster, answering)]
+    found += [
+        NodeFinding("", "cluster", finding) for finding in _together(cluster, answering)
+    ]
     return found
 
 
@@ -139,12 +155,20 @@ def label_selector(found: Sequence[NodeFinding]) -> dict[str, str]:
 
 
 def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the nodes that do not see the storage of more than half of them; `seen`: whose markers each could read."""
-    return [node_id for node_id, markers in seen.items() if 2 * len(markers) <= len(seen) > 1]
+    """Return the nodes that do not see the storage of more than half of them; `seen`:
+    whose markers each could read.
+    """
+    return [
+        node_id
+        for node_id, markers in seen.items()
+        if 2 * len(markers) <= len(seen) > 1
+    ]
 
 
 def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
-    """Find nodes that fall far behind the median of the others: in products of the same device, and in their links."""
+    """Find nodes that fall far behind the median of the others: in products of the same
+    device, and in their links.
+    """
     groups: dict[tuple[Kind, str], list[tuple[NodeFacts, Rate]]] = {}
     for node in nodes:
         for rate in node.rates:
@@ -162,7 +186,9 @@ def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
 
 
 def better(before: Sequence[Rate], now: Sequence[Rate]) -> tuple[Rate, ...]:
-    """Keep the higher one of each figure: what slows a measurement for a moment says nothing of the node."""
+    """Keep the higher one of each figure: what slows a measurement for a moment says
+    nothing of the node.
+    """
     best = {rate.what: rate for rate in before}
     for rate in now:
         if rate.what not in best or rate.value > best[rate.what].value:
@@ -183,18 +209,41 @@ def _alone(node: NodeFacts) -> Iterator[Finding]:
         fix = "look at the host and its cable, and at `ray status`"
         yield error("node", f"silent in {node.silent_in}", "must answer", fix)
     if node.failure is not None:
-        yield error("node", node.failure, "must be able to run the check", "install there what the other nodes have")
-    if node.clock_offset_s is not None and abs(node.clock_offset_s) > CLOCK_S + node.clock_error_s:
+        yield error(
+            "node",
+            node.failure,
+            "must be able to run the check",
+            "install there what the other nodes have",
+        )
+    if (
+        node.clock_offset_s is not None
+        and abs(node.clock_offset_s) > CLOCK_S + node.clock_error_s
+    ):
         ahead = f"{abs(node.clock_offset_s):.1f} s {'ahead' if node.clock_offset_s > 0 else 'behind'}"
-        yield error("clock", ahead, f"must be within {CLOCK_S:g} s of the others", "start NTP there")
+        yield error(
+            "clock",
+            ahead,
+            f"must be within {CLOCK_S:g} s of the others",
+            "start NTP there",
+        )
     if node.storage is not None:
         fix = "mount the same directory on every node, or use a URI such as s3://bucket/path"
         yield error("storage", node.storage, "must be one place for all nodes", fix)
     if node.wrong_sum:
-        yield error("all-reduce", "a wrong sum", "must be right to the last bit", "replace the node")
+        yield error(
+            "all-reduce",
+            "a wrong sum",
+            "must be right to the last bit",
+            "replace the node",
+        )
     if node.gpus is not None and len(node.gpus) < node.num_gpus:
         rule = f"must be the {node.num_gpus} that Ray gives out"
-        yield error("GPUs", len(node.gpus), rule, "restart the host, or take it out of the cluster")
+        yield error(
+            "GPUs",
+            len(node.gpus),
+            rule,
+            "restart the host, or take it out of the cluster",
+        )
     for gpu in node.gpus or ():
         yield from _gpu(gpu)
 
@@ -202,13 +251,25 @@ def _alone(node: NodeFacts) -> Iterator[Finding]:
 def _gpu(gpu: GpuHealth) -> Iterator[Finding]:
     field = f"GPU {gpu.index}"
     if gpu.failure:
-        yield error(field, gpu.failure, "must answer NVML", "restart the host; if it stays so, replace the GPU")
+        yield error(
+            field,
+            gpu.failure,
+            "must answer NVML",
+            "restart the host; if it stays so, replace the GPU",
+        )
     if gpu.uncorrected_errors or gpu.rows_failed:
         value = f"{gpu.uncorrected_errors} uncorrected memory errors"
-        yield error(field, value, "must have none, and no rows to remap", "reset it; if they return, replace it")
+        yield error(
+            field,
+            value,
+            "must have none, and no rows to remap",
+            "reset it; if they return, replace it",
+        )
     if gpu.slowed_by:
         value = f"slowed by {', '.join(gpu.slowed_by)}"
-        yield error(field, value, "must run at its own clocks", "look at cooling and power")
+        yield error(
+            field, value, "must run at its own clocks", "look at cooling and power"
+        )
 
 
 def _versions(name: str, nodes: Sequence[NodeFacts]) -> Iterator[NodeFinding]:
@@ -218,14 +279,23 @@ def _versions(name: str, nodes: Sequence[NodeFacts]) -> Iterator[NodeFinding]:
         version = node.versions.get(name)
         if version != right:
             rule = f"must be {right or 'absent'} as on the other nodes"
-            yield _on(node, error(name, version or "absent", rule, "install the same everywhere"))
+            yield _on(
+                node,
+                error(name, version or "absent", rule, "install the same everywhere"),
+            )
 
 
-def _together(cluster: ClusterFacts, answering: Sequence[NodeFacts]) -> Iterator[Finding]:
+def _together(
+    cluster: ClusterFacts, answering: Sequence[NodeFacts]
+) -> Iterator[Finding]:
     if cluster.all_reduce is not None and cluster.all_reduce.failure is not None:
         fix = "look at the nodes' names in /etc/hosts, the firewall between them and NCCL_DEBUG=INFO"
-        yield error("all-reduce", cluster.all_reduce.failure, "must end with a sum", fix)
+        yield error(
+            "all-reduce", cluster.all_reduce.failure, "must end with a sum", fix
+        )
     workers = sum(node.trains for node in answering)
     if cluster.workers_wanted is not None and workers < cluster.workers_wanted:
         rule = f"must be at least {cluster.workers_wanted}"
-        yield error("worker nodes", workers, rule, "wait for more, or look at `ray status`")
+        yield error(
+            "worker nodes", workers, rule, "wait for more, or look at `ray status`"
+        )

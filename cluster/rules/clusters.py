@@ -1,6 +1,8 @@
-"""What Ray and KubeRay do not check in a cluster file: what is unsafe in it, contradicts itself, or would be lost.
+"""What Ray and KubeRay do not check in a cluster file: what is unsafe in it,
+contradicts itself, or would be lost.
 
-Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local only).
+Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local
+only).
 """
 
 import ipaddress
@@ -11,7 +13,15 @@ from typing import Any
 
 from cluster.files.capacity import NodeType
 from cluster.files.cluster_file import ClusterFile
-from cluster.files.kuberay import ENV, GPU, container_of, groups_of, pod_of, prefix_of, resources_of
+from cluster.files.kuberay import (
+    ENV,
+    GPU,
+    container_of,
+    groups_of,
+    pod_of,
+    prefix_of,
+    resources_of,
+)
 from cluster.files.prices import load_prices
 from cluster.files.ray_up import HEAD, WORKER, google_scheduling_of, gpus_of
 from cluster.finding import Finding, error, warning
@@ -23,7 +33,9 @@ _SSH_PORT = 22
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
 _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
-"""The field of a `node_config` that lets a node write to a bucket, by cloud and kind of address."""
+"""The field of a `node_config` that lets a node write to a bucket, by cloud and kind of
+address.
+"""
 
 _SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
 _MACHINE_FIELDS = {
@@ -36,10 +48,14 @@ _MACHINE_FIELDS = {
     "networkConfig schedulingConfig advancedMachineFeatures confidentialInstanceConfig reservationAffinity params",
     "azure": "azure_arm_parameters azure_arm_tags",
 }
-"""Fields of a `node_config` by cloud: EC2's RunInstances, Google's Instance and Node, Ray's own for Azure."""
+"""Fields of a `node_config` by cloud: EC2's RunInstances, Google's Instance and Node,
+Ray's own for Azure.
+"""
 
 
-def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> list[Finding]:
+def findings(
+    cluster: ClusterFile, environ: Mapping[str, str] = os.environ
+) -> list[Finding]:
     """Return all remarks on a file that Ray (or Kubernetes) accepts."""
     if cluster.provider == "kuberay":
         return [*common.key_findings(cluster.written), *_kuberay(cluster)]
@@ -60,14 +76,23 @@ def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> l
 
 
 def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
-    """Fields and sizes of machines that are almost one of the cloud's, which would refuse the node, hours later."""
+    """Fields and sizes of machines that are almost one of the cloud's, which would
+    refuse the node, hours later.
+    """
     known = _MACHINE_FIELDS.get(cluster.provider, "").split()
     for name, node_type in cluster.config["available_node_types"].items():
         for key in node_type["node_config"]:
             fix = did_you_mean(key, known, "")
             if key not in known and fix:
-                yield warning(f"available_node_types.{name}.node_config.{key}", MISSING, "is no field of it", fix)
-        machine = str(node_type["node_config"].get("InstanceType") or "")  # of EC2's: family.size
+                yield warning(
+                    f"available_node_types.{name}.node_config.{key}",
+                    MISSING,
+                    "is no field of it",
+                    fix,
+                )
+        machine = str(
+            node_type["node_config"].get("InstanceType") or ""
+        )  # of EC2's: family.size
         size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
         if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
             field = f"available_node_types.{name}.node_config.InstanceType"
@@ -77,20 +102,33 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
     """What is set where `ray start` runs: in that command, or in a profile by set-up.
 
-    Each command has a shell of its own, so an export in another start command does not count.
+    Each command has a shell of its own, so an export in another start command does not
+    count.
     """
     setup = "head_setup_commands" if field == HEAD else "worker_setup_commands"
     both = [*cluster.commands["setup_commands"], *cluster.commands[setup]]
-    profile = [command for command in both if "bashrc" in command or "profile" in command]
-    starts = [command.split("ray start")[0] for command in cluster.commands[field] if "ray start" in command]
+    profile = [
+        command for command in both if "bashrc" in command or "profile" in command
+    ]
+    starts = [
+        command.split("ray start")[0]
+        for command in cluster.commands[field]
+        if "ray start" in command
+    ]
     return common.assignments("\n".join([*profile, *starts]))
 
 
-def _local(cluster: ClusterFile, head: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[Finding]:
+def _local(
+    cluster: ClusterFile, head: Mapping[str, str], environ: Mapping[str, str]
+) -> Iterator[Finding]:
     if cluster.provider != "local":
         return
-    # `ray up` puts its export before the head's command, so one in the command itself has the last word.
-    if "0" not in (environ.get("RAY_UP_enable_autoscaler_v2"), head.get("RAY_enable_autoscaler_v2")):
+    # `ray up` puts its export before the head's command, so one in the command itself
+    # has the last word.
+    if "0" not in (
+        environ.get("RAY_UP_enable_autoscaler_v2"),
+        head.get("RAY_enable_autoscaler_v2"),
+    ):
         rule = "does not work with Ray's autoscaler v2, which is the default"
         fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {HEAD}"
         yield warning("provider.type", "local", rule, fix)
@@ -103,7 +141,12 @@ def _local(cluster: ClusterFile, head: Mapping[str, str], environ: Mapping[str, 
     for address in filter(_is_loopback, addresses):
         field = "worker_ips" if address in workers else "head_ip"
         rule = "must be an address that the other hosts reach"
-        yield error(f"provider.{field}", address, rule, "write the host's address in your network")
+        yield error(
+            f"provider.{field}",
+            address,
+            rule,
+            "write the host's address in your network",
+        )
 
 
 def _is_loopback(address: object) -> bool:
@@ -116,32 +159,55 @@ def _is_loopback(address: object) -> bool:
 def _ports(cluster: ClusterFile) -> Iterator[Finding]:
     group = cluster.config["provider"].get("security_group") or {}
     for permission in group.get("IpPermissions") or ():
-        ranges = [*(permission.get("IpRanges") or ()), *(permission.get("Ipv6Ranges") or ())]
-        is_open = any(entry.get("CidrIp", entry.get("CidrIpv6")) in _WORLD for entry in ranges)
+        ranges = [
+            *(permission.get("IpRanges") or ()),
+            *(permission.get("Ipv6Ranges") or ()),
+        ]
+        is_open = any(
+            entry.get("CidrIp", entry.get("CidrIpv6")) in _WORLD for entry in ranges
+        )
         ports = (permission.get("FromPort"), permission.get("ToPort"))
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
             value = f"ports {ports[0]} to {ports[1]} for everybody"
             fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
-            yield error("provider.security_group.IpPermissions", value, common.OPEN_PORT, fix)
+            yield error(
+                "provider.security_group.IpPermissions", value, common.OPEN_PORT, fix
+            )
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
-    """Resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
+    """Resources that the machine does not have, GPUs left idle, training on the head,
+    GPUs that cannot start.
+    """
     known = load_prices(cluster.provider)
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
         machine = _node_config(cluster, node_type)
         price = known.get(node_type.instance_type or "")
-        yield from _resource(node_type, "CPU", price.vcpus if price else None, f"{field}.resources.CPU")
-        yield from _resource(node_type, "GPU", gpus_of(machine, price), f"{field}.resources.GPU")
+        yield from _resource(
+            node_type, "CPU", price.vcpus if price else None, f"{field}.resources.CPU"
+        )
+        yield from _resource(
+            node_type, "GPU", gpus_of(machine, price), f"{field}.resources.GPU"
+        )
         must_stop = cluster.provider == "gcp" and node_type.resources.get("GPU")
-        if must_stop and google_scheduling_of(machine).get("onHostMaintenance") != "TERMINATE":
+        if (
+            must_stop
+            and google_scheduling_of(machine).get("onHostMaintenance") != "TERMINATE"
+        ):
             where = f"{field}.node_config.scheduling.onHostMaintenance"
             rule = "must be TERMINATE, or Google Cloud refuses a machine with GPUs"
-            yield error(where, MISSING, rule, "write `scheduling: {onHostMaintenance: TERMINATE}`")
+            yield error(
+                where,
+                MISSING,
+                rule,
+                "write `scheduling: {onHostMaintenance: TERMINATE}`",
+            )
 
 
-def _resource(node_type: NodeType, resource: str, has: int | None, field: str) -> Iterator[Finding]:
+def _resource(
+    node_type: NodeType, resource: str, has: int | None, field: str
+) -> Iterator[Finding]:
     said = node_type.resources.get(resource, 0)
     machine = node_type.instance_type or "machine with these accelerators"
     if has is not None and said > has:
@@ -158,7 +224,9 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
     commands = dict(cluster.commands)
     for name, node_type in cluster.config["available_node_types"].items():
         for key in ("initialization_commands", "worker_setup_commands"):
-            commands[f"available_node_types.{name}.{key}"] = tuple(node_type.get(key, ()))
+            commands[f"available_node_types.{name}.{key}"] = tuple(
+                node_type.get(key, ())
+            )
     for field, lines in commands.items():
         for line in lines:
             for arguments in common.pip_arguments(line):
@@ -167,7 +235,12 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
                 for file in common.constraint_files(arguments):
                     if "://" not in file and not _brings(cluster, file):
                         rule = "must be brought to the nodes, which have no such file"
-                        yield error(field, file, rule, f"add `{file}: constraints.txt` to file_mounts")
+                        yield error(
+                            field,
+                            file,
+                            rule,
+                            f"add `{file}: constraints.txt` to file_mounts",
+                        )
     docker = cluster.config.get("docker") or {}
     for key in ("image", "head_image", "worker_image"):
         if docker.get(key):
@@ -183,37 +256,62 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
             yield warning(HEAD, f"--dashboard-host={host}", rule, fix)
     if "ray start" in text and "--autoscaling-config" not in text:
         rule = "must give `ray start` its --autoscaling-config, or no worker is ever started"
-        yield error(HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
+        yield error(
+            HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml"
+        )
 
 
 def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Finding]:
     place = head.get("RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
-    if head.get("RAY_AUTH_MODE") == "token" and "RAY_AUTH_TOKEN" not in head and not _brings(cluster, place):
+    if (
+        head.get("RAY_AUTH_MODE") == "token"
+        and "RAY_AUTH_TOKEN" not in head
+        and not _brings(cluster, place)
+    ):
         rule = f"must bring the token to {place}, or no node can join"
         fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
         yield error("file_mounts", MISSING, rule, fix)
 
 
 def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Workers that may not write to `storage`; Ray gives its own account to the head only."""
+    """Workers that may not write to `storage`; Ray gives its own account to the head
+    only.
+    """
     scheme = storage.split("://")[0]
-    if cluster.provider == "azure" and scheme in ("abfs", "abfss") and "msi_name" not in cluster.config["provider"]:
+    if (
+        cluster.provider == "azure"
+        and scheme in ("abfs", "abfss")
+        and "msi_name" not in cluster.config["provider"]
+    ):
         rule = "must name an identity that may write to the container: Ray's own may only start machines"
         fix = "add `msi_name` and `msi_resource_group` of an identity with the role Storage Blob Data Contributor"
         yield warning("provider.msi_name", MISSING, rule, fix)
     key = _ACCOUNTS.get((cluster.provider, scheme))
     for node_type in cluster.node_types:
-        if key and not node_type.is_head and not _node_config(cluster, node_type).get(key):
+        if (
+            key
+            and not node_type.is_head
+            and not _node_config(cluster, node_type).get(key)
+        ):
             field = f"available_node_types.{node_type.name}.node_config.{key}"
             rule = f"must let workers write to {scheme}://, which Ray arranges for the head only"
-            yield warning(field, MISSING, rule, f"add `{key}` of an account that may use the bucket")
+            yield warning(
+                field,
+                MISSING,
+                rule,
+                f"add `{key}` of an account that may use the bucket",
+            )
 
 
 def _brings(cluster: ClusterFile, place: str) -> bool:
-    """Whether `file_mounts` brings a file to a place; $HOME, /home/ubuntu and /root are what `~` means there."""
+    """Whether `file_mounts` brings a file to a place; $HOME, /home/ubuntu and /root are
+    what `~` means there.
+    """
     place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
     mounts: list[str] = list(cluster.config["file_mounts"])
-    ends = [mount for mount in mounts if mount.startswith("/") and mount.endswith(place[1:])]
+    ends = [
+        mount for mount in mounts if mount.startswith("/") and mount.endswith(place[1:])
+    ]
     return place in mounts or (place.startswith("~") and bool(ends))
 
 
@@ -227,10 +325,16 @@ def _kuberay(cluster: ClusterFile) -> list[Finding]:
     prefix = prefix_of(cluster.written)
     groups = groups_of(cluster.config, prefix)
     by_operator = (cluster.config.get("authOptions") or {}).get("mode") == "token"
-    starts = {f"{field}.{ENV}": _container_environment(group, by_operator) for field, group in groups.items()}
+    starts = {
+        f"{field}.{ENV}": _container_environment(group, by_operator)
+        for field, group in groups.items()
+    }
     found = [*_document(cluster, prefix), *common.environment_findings(starts)]
     for field, group in groups.items():
-        found += common.image_finding(f"{field}.template.spec.containers.0.image", container_of(group).get("image"))
+        found += common.image_finding(
+            f"{field}.template.spec.containers.0.image",
+            container_of(group).get("image"),
+        )
     head, *workers = groups.items()
     found += _kuberay_head(*head)
     for field, group in workers:
@@ -238,8 +342,12 @@ def _kuberay(cluster: ClusterFile) -> list[Finding]:
     return [*found, *common.reaction_findings(*next(iter(starts.items())))]
 
 
-def _container_environment(group: Mapping[str, Any], by_operator: bool) -> dict[str, str]:
-    """The variables of a group's Ray container; `$NAME` for what comes from elsewhere, a Secret or so."""
+def _container_environment(
+    group: Mapping[str, Any], by_operator: bool
+) -> dict[str, str]:
+    """The variables of a group's Ray container; `$NAME` for what comes from elsewhere,
+    a Secret or so.
+    """
     found = {"RAY_AUTH_MODE": "token"} if by_operator else {}
     for entry in container_of(group).get("env") or ():
         value = entry.get("value")
@@ -248,21 +356,39 @@ def _container_environment(group: Mapping[str, Any], by_operator: bool) -> dict[
 
 
 def _document(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
-    spec, config = cluster.written["spec"], cluster.config
+    spec = cluster.written["spec"]
+    config = cluster.config
     queue = (cluster.written["metadata"].get("labels") or {}).get(_QUEUE)
     if cluster.written["kind"] == "RayJob" and not spec.get("shutdownAfterJobFinishes"):
         rule = "must be true, or the cluster and its GPUs are paid for after the job"
-        yield warning("spec.shutdownAfterJobFinishes", MISSING, rule, "write `shutdownAfterJobFinishes: true`")
+        yield warning(
+            "spec.shutdownAfterJobFinishes",
+            MISSING,
+            rule,
+            "write `shutdownAfterJobFinishes: true`",
+        )
     if spec.get("suspend") and queue is None:
         rule = "waits for ever: without a queue nobody sets it to false"
-        yield warning("spec.suspend", True, rule, f"add the label `{_QUEUE}`, or remove it where there is no Kueue")
+        yield warning(
+            "spec.suspend",
+            True,
+            rule,
+            f"add the label `{_QUEUE}`, or remove it where there is no Kueue",
+        )
     version = config.get("rayVersion")
     if version:
         yield from common.version_finding(f"{prefix}.rayVersion", "ray", str(version))
     else:
         rule = "is required: without it KubeRay leaves out authentication and the autoscaler's version"
-        yield error(f"{prefix}.rayVersion", MISSING, rule, f"write {common.expected_versions().get('ray')}")
-    if not config.get("enableInTreeAutoscaling") and queue is None:  # Kueue admits a size
+        yield error(
+            f"{prefix}.rayVersion",
+            MISSING,
+            rule,
+            f"write {common.expected_versions().get('ray')}",
+        )
+    if (
+        not config.get("enableInTreeAutoscaling") and queue is None
+    ):  # Kueue admits a size
         rule = "must be true, or the number of pods stays as it is: none is started for a waiting trial"
         fix = "write `enableInTreeAutoscaling: true`"
         yield warning(f"{prefix}.enableInTreeAutoscaling", MISSING, rule, fix)
@@ -279,14 +405,21 @@ def _kuberay_head(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
     told_gpus, gpus = resources_of(group, "GPU", GPU)
     if told_cpus != 0 or (gpus if told_gpus is None else told_gpus):
         start = dict(group.get("rayStartParams") or {})
-        yield warning(f"{field}.rayStartParams", start, common.HEAD_WORKS, 'write `num-cpus: "0"` and `num-gpus: "0"`')
+        yield warning(
+            f"{field}.rayStartParams",
+            start,
+            common.HEAD_WORKS,
+            'write `num-cpus: "0"` and `num-gpus: "0"`',
+        )
 
 
 def _kuberay_worker(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
     told, limit = resources_of(group, "GPU", GPU)
     if told is not None and told != limit:
         rule = f"must be the container's limit of {GPU}, {limit:g}"
-        yield error(f"{field}.rayStartParams.num-gpus", told, rule, f'write "{limit:g}"')
+        yield error(
+            f"{field}.rayStartParams.num-gpus", told, rule, f'write "{limit:g}"'
+        )
     tolerated = {entry.get("key") for entry in pod_of(group).get("tolerations") or ()}
     # A toleration without a key tolerates everything.
     if limit and not tolerated & {GPU, None}:

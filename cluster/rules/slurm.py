@@ -1,4 +1,5 @@
-"""A Slurm batch script: read as sbatch reads it, and judged: what hangs, meets another job, or is lost.
+"""A Slurm batch script: read as sbatch reads it, and judged: what hangs, meets another
+job, or is lost.
 
 Nothing in a script is run.
 """
@@ -14,8 +15,16 @@ from cluster.rules import common
 from trainers.config.yaml import read_text
 from trainers.errors import MISSING, ConfigError, did_you_mean
 
-_SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-t": "time", "-G": "gpus"}
-_OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/local|\$\{?(?:TMPDIR|SLURM_TMPDIR|RAY_TMPDIR)\}?)(?:/|$)")
+_SHORT = {
+    "-N": "nodes",
+    "-n": "ntasks",
+    "-c": "cpus-per-task",
+    "-t": "time",
+    "-G": "gpus",
+}
+_OWN_DISK = re.compile(
+    r"(?:/tmp|/var/tmp|/dev/shm|/local|\$\{?(?:TMPDIR|SLURM_TMPDIR|RAY_TMPDIR)\}?)(?:/|$)"
+)
 
 _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
     (
@@ -54,9 +63,13 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
         "write append",
     ),
 )
-"""Options of every script: name, the pattern of a right value, and what is said of another; of none it is a warning."""
+"""Options of every script: name, the pattern of a right value, and what is said of
+another; of none it is a warning.
+"""
 
-_COUNT, _MEMORY, _GPUS = r"\d+", r"\d+[KMGT]?B?", r"([\w.-]+:)?\d+(,[\w.-]+:\d+)*"
+_COUNT = r"\d+"
+_MEMORY = r"\d+[KMGT]?B?"
+_GPUS = r"([\w.-]+:)?\d+(,[\w.-]+:\d+)*"
 _FORMS = {
     "nodes": r"(\d+[km]?(-\d+[km]?(:\d+)?)?)(,\d+[km]?(-\d+[km]?(:\d+)?)?)*",
     "ntasks": _COUNT,
@@ -84,7 +97,9 @@ _KNOWN = """
     switches test-only thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes
     verbose wait wait-all-nodes wckey wrap
 """
-"""The long options of sbatch (Slurm 25.05), which takes the beginning of one, too, where it is that of one alone."""
+"""The long options of sbatch (Slurm 25.05), which takes the beginning of one, too,
+where it is that of one alone.
+"""
 
 _SYMMETRIC_RUN: tuple[tuple[str, Level, str, str], ...] = (
     (
@@ -106,7 +121,9 @@ _SYMMETRIC_RUN: tuple[tuple[str, Level, str, str], ...] = (
         "write $((20000 + SLURM_JOB_ID % 10000))",
     ),
 )
-"""What must be found in the command of `ray symmetric-run`, and what is said where it is not."""
+"""What must be found in the command of `ray symmetric-run`, and what is said where it
+is not.
+"""
 
 
 @dataclass(frozen=True)
@@ -131,21 +148,35 @@ class SlurmScript:
     commands: tuple[Command, ...]
 
     def where(self, option: str) -> str:
-        """Return an option's name for a message, with its line where it stands in the file."""
-        return f"line {self.lines[option]}, --{option}" if option in self.lines else f"--{option}"
+        """Return an option's name for a message, with its line where it stands in the
+        file.
+        """
+        return (
+            f"line {self.lines[option]}, --{option}"
+            if option in self.lines
+            else f"--{option}"
+        )
 
     def search(self, pattern: str) -> Command | None:
         """Return the first command in which a regular expression is found."""
-        return next((command for command in self.commands if re.search(pattern, command.text)), None)
+        return next(
+            (command for command in self.commands if re.search(pattern, command.text)),
+            None,
+        )
 
 
 def is_slurm(path: str | Path) -> bool:
-    """Return whether a file is a batch script of Slurm's: by its name, or by an `#SBATCH` line."""
+    """Return whether a file is a batch script of Slurm's: by its name, or by an
+    `#SBATCH` line.
+    """
     try:
         text = read_text(Path(path), "")
     except (ConfigError, FileNotFoundError):  # whoever reads it says so
         text = ""
-    return str(path).endswith((".sbatch", ".slurm")) or re.search(r"^#SBATCH\b", text, re.M) is not None
+    return (
+        str(path).endswith((".sbatch", ".slurm"))
+        or re.search(r"^#SBATCH\b", text, re.M) is not None
+    )
 
 
 def load_slurm(path: str | Path) -> SlurmScript:
@@ -154,13 +185,26 @@ def load_slurm(path: str | Path) -> SlurmScript:
     try:
         lines = read_text(Path(path), source).splitlines()
     except FileNotFoundError as error:
-        raise ConfigError("the file", MISSING, "does not exist", "give the path of a batch script", source) from error
+        raise ConfigError(
+            "the file",
+            MISSING,
+            "does not exist",
+            "give the path of a batch script",
+            source,
+        ) from error
     if not lines or not lines[0].startswith("#!"):
-        raise ConfigError("line 1", lines[0] if lines else MISSING, "must name a shell", "write #!/bin/bash", source)
+        raise ConfigError(
+            "line 1",
+            lines[0] if lines else MISSING,
+            "must name a shell",
+            "write #!/bin/bash",
+            source,
+        )
     options: dict[str, str] = {}
     places: dict[str, int] = {}
     ignored: list[Command] = []
-    is_read = True  # sbatch reads options up to the first command, and takes the rest for comments
+    # sbatch reads options up to the first command, and takes the rest for comments
+    is_read = True
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             is_read = False
@@ -175,7 +219,9 @@ def load_slurm(path: str | Path) -> SlurmScript:
 
 def slurm_findings(script: SlurmScript) -> list[Finding]:
     """Return all remarks on a batch script."""
-    step = script.search(r"\bsrun\b.*\bsymmetric-run\b") or script.search(r"\bsrun\b.*\b(?:python3?|torchrun|ray)\b")
+    step = script.search(r"\bsrun\b.*\bsymmetric-run\b") or script.search(
+        r"\bsrun\b.*\b(?:python3?|torchrun|ray)\b"
+    )
     text = "\n".join(command.text for command in script.commands)
     environment = common.assignments(text)
     return [
@@ -194,14 +240,17 @@ def _options(text: str, number: int, source: str) -> dict[str, str]:
         words = shlex.split(text, comments=True)
     except ValueError as error:
         rule = f"cannot be read ({str(error).lower()})"
-        raise ConfigError(f"line {number}", text.strip(), rule, "close the quote", source) from error
+        raise ConfigError(
+            f"line {number}", text.strip(), rule, "close the quote", source
+        ) from error
     found: dict[str, str] = {}
     name = None
     for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
         elif word[:2] in _SHORT:
-            name, value = _SHORT[word[:2]], word[2:]
+            name = _SHORT[word[:2]]
+            value = word[2:]
         elif word.startswith("-") or name is None:
             name = None
             continue
@@ -233,7 +282,9 @@ def _ignored(script: SlurmScript) -> Iterator[Finding]:
     for line in script.ignored:
         rule = "is not read by sbatch: options stand as `#SBATCH`, before the first command"
         level = error if line.text.startswith("#SBATCH") else warning
-        yield level(f"line {line.line}", line.text, rule, "move it up, or write `#SBATCH`")
+        yield level(
+            f"line {line.line}", line.text, rule, "move it up, or write `#SBATCH`"
+        )
 
 
 def _misspelt(script: SlurmScript) -> Iterator[Finding]:
@@ -242,17 +293,29 @@ def _misspelt(script: SlurmScript) -> Iterator[Finding]:
     for name, value in script.options.items():
         if name not in known and sum(option.startswith(name) for option in known) != 1:
             fix = did_you_mean(name, known, "`sbatch --help` lists them", "--{}".format)
-            yield error(script.where(name), value or MISSING, "is no option of sbatch's, which refuses the script", fix)
+            yield error(
+                script.where(name),
+                value or MISSING,
+                "is no option of sbatch's, which refuses the script",
+                fix,
+            )
         elif name in _FORMS and not re.fullmatch(_FORMS[name], value, re.IGNORECASE):
             rule = "is no value that sbatch takes here"
-            yield error(script.where(name), value or MISSING, rule, "`man sbatch` says how it is written")
+            yield error(
+                script.where(name),
+                value or MISSING,
+                rule,
+                "`man sbatch` says how it is written",
+            )
 
 
 def _options_findings(script: SlurmScript) -> Iterator[Finding]:
     options = dict(script.options)
     nodes = options.get("nodes", "1")
     tasks = options.get("ntasks", nodes)
-    options.setdefault("ntasks-per-node", "1" if tasks == nodes else f"{tasks} on {nodes} nodes")
+    options.setdefault(
+        "ntasks-per-node", "1" if tasks == nodes else f"{tasks} on {nodes} nodes"
+    )
     for name, pattern, level, rule, fix in _OPTIONS:
         value = options.get(name)
         if value is None:
@@ -272,11 +335,15 @@ def _options_findings(script: SlurmScript) -> Iterator[Finding]:
 def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
     """The `srun` that starts the training."""
     where = f"line {step.line}, srun"
-    own_options = re.split(r"\s(?:ray|python3?|torchrun|bash|sh|env)\s", step.text, maxsplit=1)[0]
+    own_options = re.split(
+        r"\s(?:ray|python3?|torchrun|bash|sh|env)\s", step.text, maxsplit=1
+    )[0]
     is_told = re.search(r"\s(?:-c|--cpus-per-task|--cpu-bind=none)\b", own_options)
     if not is_told and not script.search(r"\bSRUN_CPUS_PER_TASK="):
         rule = "must say --cpus-per-task: since Slurm 22.05 srun takes it from no #SBATCH line, and Ray has one CPU"
-        yield error(where, MISSING, rule, 'add `--cpus-per-task="$SLURM_CPUS_PER_TASK"`')
+        yield error(
+            where, MISSING, rule, 'add `--cpus-per-task="$SLURM_CPUS_PER_TASK"`'
+        )
     elif "$SLURM_CPUS_PER_TASK" in step.text and "cpus-per-task" not in script.options:
         rule = f"must be there: line {step.line} uses SLURM_CPUS_PER_TASK, which Slurm sets with it alone"
         yield error("--cpus-per-task", MISSING, rule, "add `#SBATCH --cpus-per-task=8`")
@@ -285,19 +352,28 @@ def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
     in_background = re.search(r"&(?!&)\s*(?:\w+=\S*)?$", step.text)
     if in_background and not waits:
         rule = "is in the background and nothing waits for it: the job ends at once"
-        yield error(where, MISSING, rule, "add `wait` after it, once more when a signal has ended the first")
+        yield error(
+            where,
+            MISSING,
+            rule,
+            "add `wait` after it, once more when a signal has ended the first",
+        )
     elif not in_background and "signal" in script.options:
         rule = "must run in the background: bash heeds no signal before a command in the foreground has ended"
         yield error(where, MISSING, rule, "end it with `&`, and `wait` for it")
 
 
-def _environment(script: SlurmScript, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _environment(
+    script: SlurmScript, environment: Mapping[str, str]
+) -> Iterator[Finding]:
     if not script.search(r"\bray\s+(?:start|symmetric-run)\b"):
         return
     yield from common.environment_findings({"the script": environment}, _OWN_DISK)
     if "RAY_TMPDIR" not in environment:
         rule = "should be set: /tmp/ray may be another user's, and a long TMPDIR breaks Ray's sockets"
-        yield warning("RAY_TMPDIR", MISSING, rule, "export RAY_TMPDIR=/tmp/paceline-$SLURM_JOB_ID")
+        yield warning(
+            "RAY_TMPDIR", MISSING, rule, "export RAY_TMPDIR=/tmp/paceline-$SLURM_JOB_ID"
+        )
 
 
 def _symmetric_run(script: SlurmScript) -> Iterator[Finding]:
@@ -310,4 +386,9 @@ def _symmetric_run(script: SlurmScript) -> Iterator[Finding]:
             yield Finding(level, where, MISSING, rule, fix)
     if not script.search(r"\bRAY_ADDRESS="):
         rule = "must give the command RAY_ADDRESS, or it starts a Ray of its own on the head, and the other nodes idle"
-        yield error("RAY_ADDRESS", MISSING, rule, "write `env RAY_ADDRESS=HEAD:PORT` before the command")
+        yield error(
+            "RAY_ADDRESS",
+            MISSING,
+            rule,
+            "write `env RAY_ADDRESS=HEAD:PORT` before the command",
+        )

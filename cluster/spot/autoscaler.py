@@ -1,9 +1,12 @@
-"""Ray's autoscaler, which here goes over to another node type where the cloud refuses one (Ray).
+"""Ray's autoscaler, which here goes over to another node type where the cloud refuses
+one (Ray).
 
-Ray 2.60 ranks node types by whether they could be had of late before it looks at their `priority`: for ten minutes
-after a failure the other type is taken, and then the preferred one again. But it counts as failures only machines that
-never came up (ALLOCATION_TIMEOUT), none that the cloud refused at once, such as EC2's InsufficientInstanceCapacity
-(ALLOCATION_FAILED): it asks for those again every few seconds, for ever. This file alone knows of it.
+Ray 2.60 ranks node types by whether they could be had of late before it looks at their
+`priority`: for ten minutes after a failure the other type is taken, and then the
+preferred one again. But it counts as failures only machines that never came up
+(ALLOCATION_TIMEOUT), none that the cloud refused at once, such as EC2's
+InsufficientInstanceCapacity (ALLOCATION_FAILED): it asks for those again every few
+seconds, for ever. This file alone knows of it.
 """
 
 import os
@@ -20,10 +23,16 @@ MONITOR = "ray.autoscaler.v2.monitor"
 
 
 def heed_refusals() -> None:
-    """Let Ray's autoscaler in this process count machines that the cloud refuses among those that never came up."""
+    """Let Ray's autoscaler in this process count machines that the cloud refuses among
+    those that never came up.
+    """
     reconciler, subscriber, failed = autoscaler_parts()
     for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
-        setattr(reconciler, step, staticmethod(_naming_the_type(getattr(reconciler, step), failed)))
+        setattr(
+            reconciler,
+            step,
+            staticmethod(_naming_the_type(getattr(reconciler, step), failed)),
+        )
     notify = subscriber.notify
 
     def notify_of_refusals(monitor: Any, events: list[Any]) -> None:
@@ -36,7 +45,9 @@ def heed_refusals() -> None:
 
 
 def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any]:
-    """A step of Ray's that decides what becomes of a requested instance; a failure says of which node type."""
+    """A step of Ray's that decides what becomes of a requested instance; a failure says
+    of which node type.
+    """
 
     def named(instance: Any, *args: Any, **kwargs: Any) -> Any:
         update = step(instance, *args, **kwargs)
@@ -48,14 +59,20 @@ def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any
 
 
 def autoscale(config: str, node_id: str | None = None) -> int:
-    """Run Ray's autoscaler for the head on this machine, until Ray ends; raises ClusterError where there is none.
+    """Run Ray's autoscaler for the head on this machine, until Ray ends; raises
+    ClusterError where there is none.
 
-    In the place of the one that `ray start --no-monitor` leaves out, with its log where that one has it.
+    In the place of the one that `ray start --no-monitor` leaves out, with its log where
+    that one has it.
     """
     raylet = find_raylet(node_id)
     threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
     heed_refusals()
-    options = {"gcs-address": raylet.gcs_address, "autoscaling-config": config, "logs-dir": raylet.logs}
+    options = {
+        "gcs-address": raylet.gcs_address,
+        "autoscaling-config": config,
+        "logs-dir": raylet.logs,
+    }
     options["monitor-ip"] = raylet.gcs_address.rpartition(":")[0]
     sys.argv = [MONITOR, *(f"--{name}={value}" for name, value in options.items())]
     runpy.run_module(MONITOR, run_name="__main__", alter_sys=True)

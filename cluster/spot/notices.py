@@ -1,6 +1,8 @@
-"""What the metadata services of EC2, Google Cloud and Azure say of the end of a spot machine.
+"""What the metadata services of EC2, Google Cloud and Azure say of the end of a spot
+machine.
 
-The machine asks its own link-local address by plain HTTP: no credentials, and no proxy, whatever the environment says.
+The machine asks its own link-local address by plain HTTP: no credentials, and no proxy,
+whatever the environment says.
 """
 
 import email.utils
@@ -46,9 +48,13 @@ class MetadataService(ABC):
 
     @abstractmethod
     def notice(self) -> Notice | None:
-        """Return the notice that this machine is taken back, or None without one; raises UnansweredError."""
+        """Return the notice that this machine is taken back, or None without one;
+        raises UnansweredError.
+        """
 
-    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, str]:
+    def _ask(
+        self, path: str, headers: Mapping[str, str], method: str = "GET"
+    ) -> tuple[int, str]:
         """Return status and text of an answer."""
         try:
             connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
@@ -59,7 +65,9 @@ class MetadataService(ABC):
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise UnansweredError(f"{method} {path}: {type(error).__name__}: {error}") from None
+            raise UnansweredError(
+                f"{method} {path}: {type(error).__name__}: {error}"
+            ) from None
 
     def _read(self, path: str, headers: Mapping[str, str]) -> Any:
         """Return the JSON of an answer."""
@@ -67,9 +75,11 @@ class MetadataService(ABC):
 
 
 class Ec2(MetadataService):
-    """EC2's instance metadata, version 2: a token by PUT, then two minutes' notice in `spot/instance-action`.
+    """EC2's instance metadata, version 2: a token by PUT, then two minutes' notice in
+    `spot/instance-action`.
 
-    A rebalance recommendation is no notice: it names no time, and most of those machines stay.
+    A rebalance recommendation is no notice: it names no time, and most of those
+    machines stay.
     """
 
     every_s = 5.0  # as its documentation advises
@@ -94,26 +104,36 @@ class Ec2(MetadataService):
         said = _as_json(_require(path, status, text), path)
         if "action" not in said:
             raise UnansweredError(f"{path}: no action")
-        return Notice(_unix_time(said.get("time"), self._NOTICE_S), f"EC2's notice: {said['action']}")
+        return Notice(
+            _unix_time(said.get("time"), self._NOTICE_S),
+            f"EC2's notice: {said['action']}",
+        )
 
     def _get(self, item: str) -> tuple[int, str]:
-        """Return status and text of an item of the metadata; a token that has expired is replaced."""
+        """Return status and text of an item of the metadata; a token that has expired
+        is replaced.
+        """
         status = http.HTTPStatus.UNAUTHORIZED.value
         text = ""
         if self._token:
             status, text = self._get_once(item)
         if status == http.HTTPStatus.UNAUTHORIZED:
-            path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(self._TTL_S)}
+            path = "/latest/api/token"
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(self._TTL_S)}
             self._token = _require(path, *self._ask(path, headers, "PUT"))
             status, text = self._get_once(item)
         return status, text
 
     def _get_once(self, item: str) -> tuple[int, str]:
-        return self._ask(f"/latest/meta-data/{item}", {"X-aws-ec2-metadata-token": self._token})
+        return self._ask(
+            f"/latest/meta-data/{item}", {"X-aws-ec2-metadata-token": self._token}
+        )
 
 
 class Google(MetadataService):
-    """Google Cloud's `instance/preempted`: the machine is gone half a minute after it has become TRUE."""
+    """Google Cloud's `instance/preempted`: the machine is gone half a minute after it
+    has become TRUE.
+    """
 
     every_s = 1.0
     _NOTICE_S = 30.0
@@ -140,7 +160,8 @@ class Google(MetadataService):
 class Azure(MetadataService):
     """Azure's scheduled events: `Preempt`, at least half a minute ahead.
 
-    An event is shown to all machines of a scale set, so it counts only where it names this one.
+    An event is shown to all machines of a scale set, so it counts only where it names
+    this one.
     """
 
     every_s = 1.0  # as its documentation advises
@@ -156,11 +177,17 @@ class Azure(MetadataService):
 
     def notice(self) -> Notice | None:
         """Return the earliest eviction of this machine."""
-        said = self._read("/metadata/scheduledevents?api-version=2020-07-01", self._HEADERS)
+        said = self._read(
+            "/metadata/scheduledevents?api-version=2020-07-01", self._HEADERS
+        )
         events = said.get("Events")
         if not isinstance(events, list):
             raise UnansweredError("/metadata/scheduledevents: no list of events")
-        evictions = [one for one in events if isinstance(one, dict) and one.get("EventType") == "Preempt"]
+        evictions = [
+            one
+            for one in events
+            if isinstance(one, dict) and one.get("EventType") == "Preempt"
+        ]
         if not evictions:
             return None
         own = str(self._machine().get("name"))
@@ -172,23 +199,37 @@ class Azure(MetadataService):
         return Notice(min(times), "Azure's notice: Preempt") if times else None
 
     def _machine(self) -> Any:
-        return self._read("/metadata/instance/compute?api-version=2021-02-01", self._HEADERS)
+        return self._read(
+            "/metadata/instance/compute?api-version=2021-02-01", self._HEADERS
+        )
 
 
-SERVICES: Mapping[str, type[MetadataService]] = {"aws": Ec2, "gcp": Google, "azure": Azure}
+SERVICES: Mapping[str, type[MetadataService]] = {
+    "aws": Ec2,
+    "gcp": Google,
+    "azure": Azure,
+}
 """The metadata services by the `provider.type` of a cluster file."""
 
 
 def wait_for_notice(
-    service: MetadataService, has_ended: Callable[[float], bool], say: Callable[[str], None]
+    service: MetadataService,
+    has_ended: Callable[[float], bool],
+    say: Callable[[str], None],
 ) -> Notice | None:
-    """Wait until the machine is to be taken back; None where it is no spot machine, or Ray has ended here before.
+    """Wait until the machine is to be taken back; None where it is no spot machine, or
+    Ray has ended here before.
 
-    `has_ended` waits so many seconds for Ray's end. A service that does not answer is asked again, and `say` told once.
+    `has_ended` waits so many seconds for Ray's end. A service that does not answer is
+    asked again, and `say` told once.
     """
-    is_spot, trouble, pause_s = False, "", 0.0
+    is_spot = False
+    trouble = ""
+    pause_s = 0.0
     while not has_ended(pause_s):
-        pause_s, before, trouble = service.every_s, trouble, ""
+        pause_s = service.every_s
+        before = trouble
+        trouble = ""
         try:
             if (notice := service.notice()) is not None:
                 return notice
@@ -223,11 +264,15 @@ def _as_json(text: str, path: str) -> dict[str, Any]:
 
 def _is_among(name: str, names: object) -> bool:
     """Whether Azure's name of a machine is listed; case does not count."""
-    return isinstance(names, list) and name.casefold() in (str(one).casefold() for one in names)
+    return isinstance(names, list) and name.casefold() in (
+        str(one).casefold() for one in names
+    )
 
 
 def _unix_time(text: object, notice_s: float) -> float:
-    """A time in ISO 8601 or as HTTP writes it; one that is missing or cannot be read is `notice_s` from now."""
+    """A time in ISO 8601 or as HTTP writes it; one that is missing or cannot be read is
+    `notice_s` from now.
+    """
     for parse in (datetime.fromisoformat, email.utils.parsedate_to_datetime):
         try:
             moment = parse(str(text))

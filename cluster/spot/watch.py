@@ -1,4 +1,5 @@
-"""The watcher of a cloud node: at a spot notice, Ray drains the node, and runs write a checkpoint before it goes (Ray).
+"""The watcher of a cloud node: at a spot notice, Ray drains the node, and runs write a
+checkpoint before it goes (Ray).
 
 Needs Linux.
 """
@@ -14,7 +15,8 @@ from cluster.spot.notices import SERVICES, Notice, wait_for_notice
 from trainers.errors import ClusterError
 from trainers.on_ray.internals import drain_node
 
-_RPC_S, _AGAIN_S = 5.0, 1.0
+_RPC_S = 5.0
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Raylet:
 
 
 def watch(cloud: str, address: str, node_id: str | None = None) -> int:
-    """Wait for a spot notice at the metadata service of this machine, and drain its Ray node; return the exit code.
+    """Wait for a spot notice at the metadata service of this machine, and drain its Ray
+    node; return the exit code.
 
-    Ends with Ray, and at once on a machine that is not spot. Raises ClusterError where there is no such node.
+    Ends with Ray, and at once on a machine that is not spot. Raises ClusterError where
+    there is no such node.
     """
     raylet = find_raylet(node_id)
     try:
@@ -50,37 +54,68 @@ def watch(cloud: str, address: str, node_id: str | None = None) -> int:
 
 
 def find_raylet(node_id: str | None = None) -> Raylet:
-    """Return the raylet of this machine (of several, the one of `node_id`); raises ClusterError."""
+    """Return the raylet of this machine (of several, the one of `node_id`); raises
+    ClusterError.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
-            program, *arguments = (process / "cmdline").read_text(errors="replace").split("\0")
+            program, *arguments = (
+                (process / "cmdline").read_text(errors="replace").split("\0")
+            )
             if program.endswith("/raylet/raylet"):
-                flags = dict(argument.lstrip("-").split("=", 1) for argument in arguments if "=" in argument)
+                flags = dict(
+                    argument.lstrip("-").split("=", 1)
+                    for argument in arguments
+                    if "=" in argument
+                )
                 found.append((int(process.name), flags))
-    chosen = [(pid, flags) for pid, flags in found if node_id in (None, flags.get("node_id"))]
+    chosen = [
+        (pid, flags) for pid, flags in found if node_id in (None, flags.get("node_id"))
+    ]
     if len(chosen) != 1:
-        nodes = ", ".join(flags.get("node_id", "one unnamed") for _, flags in found) or "none"
-        raise ClusterError(f"one node of Ray is watched, and on this machine run {nodes}: start Ray, or give --node")
+        nodes = (
+            ", ".join(flags.get("node_id", "one unnamed") for _, flags in found)
+            or "none"
+        )
+        raise ClusterError(
+            f"one node of Ray is watched, and on this machine run {nodes}: start Ray, or give --node"
+        )
     [(pid, flags)] = chosen
     logs = Path(flags.get("raylet_socket_name", "")).parents[1] / "logs"
     try:
-        return Raylet(flags["node_id"], flags["gcs-address"], str(logs), os.pidfd_open(pid))
+        return Raylet(
+            flags["node_id"], flags["gcs-address"], str(logs), os.pidfd_open(pid)
+        )
     except ProcessLookupError:
-        raise ClusterError("Ray has just ended on this machine: start it again") from None
+        raise ClusterError(
+            "Ray has just ended on this machine: start it again"
+        ) from None
 
 
 def drain(raylet: Raylet, notice: Notice) -> bool:
-    """Have Ray drain the node until the notice's deadline; return whether it will. Asked again until then."""
+    """Have Ray drain the node until the notice's deadline; return whether it will.
+
+    Asked again until then.
+    """
     say(f"{notice.reason}; gone in {notice.deadline_s - time.time():.0f} s")
     is_first = True
-    while is_first or (time.time() < notice.deadline_s and not raylet.has_ended(_AGAIN_S)):
+    while is_first or (
+        time.time() < notice.deadline_s and not raylet.has_ended(_AGAIN_S)
+    ):
         is_first = False
-        deadline_ms = int(max(notice.deadline_s, time.time() + 1) * 1e3)  # 0 would be none at all
+        deadline_ms = int(
+            max(notice.deadline_s, time.time() + 1) * 1e3
+        )  # 0 would be none at all
         try:
-            accepted, words = drain_node(raylet.gcs_address, raylet.node_id, notice.reason, deadline_ms, _RPC_S)
-        except Exception as error:  # whatever it is, the time that is left is for trying again
-            accepted, words = False, f"{type(error).__name__}: {error}"
+            accepted, words = drain_node(
+                raylet.gcs_address, raylet.node_id, notice.reason, deadline_ms, _RPC_S
+            )
+        except (
+            Exception
+        ) as error:  # whatever it is, the time that is left is for trying again
+            accepted = False
+            words = f"{type(error).__name__}: {error}"
         if accepted:
             say("Ray drains the node")
             return True

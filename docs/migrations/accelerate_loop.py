@@ -20,7 +20,9 @@ def train():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     training = DataLoader(points(1024, seed=1), batch_size=64, shuffle=True)
     held_out = DataLoader(points(256, seed=2), batch_size=64)
-    model, optimizer, training, held_out = accelerator.prepare(model, optimizer, training, held_out)
+    model, optimizer, training, held_out = accelerator.prepare(
+        model, optimizer, training, held_out
+    )
     for epoch in range(3):
         for features, labels in training:
             loss = F.cross_entropy(model(features), labels)
@@ -33,7 +35,9 @@ def train():
                 guesses = model(features).argmax(1)
             guesses, labels = accelerator.gather_for_metrics((guesses, labels))
             right += (guesses == labels).sum().item()
-        accelerator.print({"epoch": epoch, "loss": loss.item(), "accuracy": right / 256})
+        accelerator.print(
+            {"epoch": epoch, "loss": loss.item(), "accuracy": right / 256}
+        )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ class Points(lightning.LightningModule):
 
 if __name__ == "__main__":
     lightning.seed_everything(0)
-    trainer = lightning.Trainer(max_epochs=5, strategy="ddp", devices=1, gradient_clip_val=1.0)
+    trainer = lightning.Trainer(
+        max_epochs=5, strategy="ddp", devices=1, gradient_clip_val=1.0
+    )
     training = DataLoader(points(1024, seed=1), batch_size=64, shuffle=True)
     held_out = DataLoader(points(256, seed=2), batch_size=64)
     trainer.fit(Points(), training, held_out)

@@ -37,6 +37,8 @@ def objective(trial):
 
 
 if __name__ == "__main__":
-    study = optuna.create_study(direction="minimize", pruner=optuna.pruners.SuccessiveHalvingPruner())
+    study = optuna.create_study(
+        direction="minimize", pruner=optuna.pruners.SuccessiveHalvingPruner()
+    )
     study.optimize(objective, n_trials=6)
     print(study.best_value, study.best_params)

@@ -17,12 +17,15 @@ def points(count, seed):
 
 def main():
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
+    device = torch.device(
+        f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
-    training, held_out = points(1024, seed=1), points(256, seed=2)
+    training = points(1024, seed=1)
+    held_out = points(256, seed=2)
     sampler = DistributedSampler(training)
     loader = DataLoader(training, batch_size=32, sampler=sampler)
     for epoch in range(5):

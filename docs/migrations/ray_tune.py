@@ -19,8 +19,12 @@ def train(config):
     torch.manual_seed(0)
     plane = torch.randn(1024, 2)
     data = TensorDataset(plane, (plane[:, 1] > plane[:, 0].square() - 0.5).long())
-    loader = ray.train.torch.prepare_data_loader(DataLoader(data, batch_size=64, shuffle=True))
-    model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)))
+    loader = ray.train.torch.prepare_data_loader(
+        DataLoader(data, batch_size=64, shuffle=True)
+    )
+    model = ray.train.torch.prepare_model(
+        nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
     for _ in range(3):
         for features, labels in loader:
@@ -36,7 +40,9 @@ def driver(config):
         train,
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=1),
-        run_config=ray.train.RunConfig(storage_path=STORAGE, callbacks=[TuneReportCallback()]),
+        run_config=ray.train.RunConfig(
+            storage_path=STORAGE, callbacks=[TuneReportCallback()]
+        ),
     )
     trainer.fit()
 

@@ -1,11 +1,19 @@
 """Run as: python transformers_trainer.py"""
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 
 def sentences(count, seed):
-    words = torch.randint(1, 60, (count, 8), generator=torch.Generator().manual_seed(seed))
+    words = torch.randint(
+        1, 60, (count, 8), generator=torch.Generator().manual_seed(seed)
+    )
     return [{"input_ids": line, "labels": (line[0] > line[1]).long()} for line in words]
 
 
@@ -24,7 +32,9 @@ def build_model():
 
 
 def compute_metrics(evaluation):
-    return {"accuracy": (evaluation.predictions.argmax(1) == evaluation.label_ids).mean()}
+    return {
+        "accuracy": (evaluation.predictions.argmax(1) == evaluation.label_ids).mean()
+    }
 
 
 if __name__ == "__main__":

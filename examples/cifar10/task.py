@@ -1,7 +1,9 @@
-"""CIFAR-10 with a ResNet-9 designed for 94 % in 24 epochs; the data is resident and augmented on the device.
+"""CIFAR-10 with a ResNet-9 designed for 94 % in 24 epochs; the data is resident and
+augmented on the device.
 
-Network, schedule and augmentation follow David Page's "How to train your ResNet" (2018) with label smoothing: crops
-out of a reflecting border of four pixels, mirroring, and a blank square of 8 x 8.
+Network, schedule and augmentation follow David Page's "How to train your ResNet" (2018)
+with label smoothing: crops out of a reflecting border of four pixels, mirroring, and a
+blank square of 8 x 8.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Cifar10(SmallImages):
         label_smoothing: float = 0.2,
     ) -> None:
         super().__init__(root, synthetic, samples)
-        self.width, self.label_smoothing = width, label_smoothing
+        self.width = width
+        self.label_smoothing = label_smoothing
         self._statistics: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def model(self) -> nn.Module:
@@ -81,7 +84,9 @@ class Cifar10(SmallImages):
         )
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Normalised floats; in training cropped, mirrored and with a blank square, each image by its own draw."""
+        """Normalised floats; in training cropped, mirrored and with a blank square,
+        each image by its own draw.
+        """
         images, labels = batch
         if training:
             images = crop_and_mirror(images)
@@ -89,9 +94,15 @@ class Cifar10(SmallImages):
         return (blank_squares(images) if training else images), labels
 
     def _normalised(self, images: Tensor) -> Tensor:
-        if images.device not in self._statistics:  # of the training pixels; on the device once, not in every step
-            mean = torch.tensor([125.31, 122.95, 113.87], device=images.device).view(3, 1, 1)
-            deviation = torch.tensor([62.99, 62.09, 66.70], device=images.device).view(3, 1, 1)
+        if (
+            images.device not in self._statistics
+        ):  # of the training pixels; on the device once, not in every step
+            mean = torch.tensor([125.31, 122.95, 113.87], device=images.device).view(
+                3, 1, 1
+            )
+            deviation = torch.tensor([62.99, 62.09, 66.70], device=images.device).view(
+                3, 1, 1
+            )
             self._statistics[images.device] = mean, deviation
         mean, deviation = self._statistics[images.device]
         return images.float().sub_(mean).div_(deviation)
@@ -102,9 +113,11 @@ class Cifar10(SmallImages):
 
 
 def crop_and_mirror(images: Tensor) -> Tensor:
-    """[B, C, H, W]: each image moved by up to four pixels, reflected at its border, and every other one mirrored.
+    """[B, C, H, W]: each image moved by up to four pixels, reflected at its border, and
+    every other one mirrored.
 
-    One gather from the images as they are: no padded copy, and nothing waits for the device.
+    One gather from the images as they are: no padded copy, and nothing waits for the
+    device.
     """
     count, _, height, width = images.shape
     draw = torch.randint(2 * _BORDER + 1, (2, count, 1), device=images.device) - _BORDER
@@ -113,7 +126,11 @@ def crop_and_mirror(images: Tensor) -> Tensor:
     mirrored = torch.rand(count, 1, device=images.device) < 0.5
     columns = torch.where(mirrored, columns.flip(1), columns)
     places = (rows.unsqueeze(2) * width + columns.unsqueeze(1)).view(count, 1, -1)
-    return images.flatten(2).gather(2, places.expand(-1, images.shape[1], -1)).view_as(images)
+    return (
+        images.flatten(2)
+        .gather(2, places.expand(-1, images.shape[1], -1))
+        .view_as(images)
+    )
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
@@ -121,12 +138,18 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 def blank_squares(images: Tensor) -> Tensor:
-    """The same normalised images, each with a square of 8 x 8 set to the mean; written in place."""
+    """The same normalised images, each with a square of 8 x 8 set to the mean; written
+    in place.
+    """
     count, _, height, width = images.shape
     corner = torch.randint(height - _BLANK + 1, (count, 1), device=images.device)
     inside_rows = _within(corner, height)
-    inside_columns = _within(torch.randint(width - _BLANK + 1, (count, 1), device=images.device), width)
-    return images.masked_fill_((inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)).unsqueeze(1), 0.0)
+    inside_columns = _within(
+        torch.randint(width - _BLANK + 1, (count, 1), device=images.device), width
+    )
+    return images.masked_fill_(
+        (inside_rows.unsqueeze(2) & inside_columns.unsqueeze(1)).unsqueeze(1), 0.0
+    )
 
 
 def _within(corner: Tensor, size: int) -> Tensor:

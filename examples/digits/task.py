@@ -1,4 +1,6 @@
-"""Handwritten digits: 1,797 real 8 x 8 images (UCI ML repository, shipped with scikit-learn) and a small CNN."""
+"""Handwritten digits: 1,797 real 8 x 8 images (UCI ML repository, shipped with
+scikit-learn) and a small CNN.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ class Digits(Task):
         )
 
     def dataset(self, split: str) -> TensorDataset:
-        """1,438 training or 359 validation images with labels; the same split every time."""
+        """1,438 training or 359 validation images with labels; the same split every
+        time.
+        """
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         images = torch.from_numpy(digits.images).to(torch.uint8)
         labels = torch.from_numpy(digits.target)
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        order = torch.randperm(
+            len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED)
+        )
         held_out = int(len(images) * _VALIDATION_SHARE)
         chosen = order[:held_out] if split == "val" else order[held_out:]
         return TensorDataset(images[chosen], labels[chosen])

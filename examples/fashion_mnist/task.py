@@ -1,4 +1,7 @@
-"""Fashion-MNIST: ten kinds of clothing in MNIST's format. Only data and statistics differ from MNIST's task."""
+"""Fashion-MNIST: ten kinds of clothing in MNIST's format.
+
+Only data and statistics differ from MNIST's task.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from examples.mnist.task import Mnist
 
 
 class FashionMnist(Mnist):
-    """Classify B images of clothing [B, 1, 28, 28] (uint8); training images are mirrored at random."""
+    """Classify B images of clothing [B, 1, 28, 28] (uint8); training images are
+    mirrored at random.
+    """
 
     source = "FashionMNIST"
-    mean, deviation = 0.2860, 0.3530
+    mean = 0.2860
+    deviation = 0.3530
 
     def transform(self, batch: Any, training: bool) -> Any:
         """Normalised floats; in training every other image, at random, is mirrored."""

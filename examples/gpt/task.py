@@ -1,4 +1,6 @@
-"""A character language model in plain PyTorch: lines of text as bytes, a small GPT, a mean over tokens as its loss."""
+"""A character language model in plain PyTorch: lines of text as bytes, a small GPT, a
+mean over tokens as its loss.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,19 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.projections, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.attention_norm = nn.LayerNorm(width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.projections = nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, states: Tensor) -> Tensor:
         """[B, T, D] to the same."""
-        split = self.projections(self.attention_norm(states)).unflatten(2, (3, self.heads, -1))
+        split = self.projections(self.attention_norm(states)).unflatten(
+            2, (3, self.heads, -1)
+        )
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         states = states + self.merge(mixed.transpose(1, 2).flatten(2))
@@ -40,11 +48,14 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Logits [B, T, 256] of the byte that follows each of [B, T]; input and output share their embedding."""
+    """Logits [B, T, 256] of the byte that follows each of [B, T]; input and output
+    share their embedding.
+    """
 
     def __init__(self, context: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         for embedding in (self.bytes, self.positions):
@@ -58,11 +69,13 @@ class Gpt(nn.Module):
 
 
 class CharacterModel(Task):
-    """Predict every byte of a line of text, the newline at its end included, from those before it.
+    """Predict every byte of a line of text, the newline at its end included, from those
+    before it.
 
-    `text`: a file on every node, whose last tenth validates (default: `lines` lines made by examples/gpt/text.py).
-    Longer lines are cut into pieces of `context` bytes. `packed`: rows of `context` bytes without padding, cut from all
-    lines in their order, so that a context of many lines trains on text alone.
+    `text`: a file on every node, whose last tenth validates (default: `lines` lines
+    made by examples/gpt/text.py). Longer lines are cut into pieces of `context` bytes.
+    `packed`: rows of `context` bytes without padding, cut from all lines in their
+    order, so that a context of many lines trains on text alone.
     """
 
     def __init__(
@@ -75,40 +88,67 @@ class CharacterModel(Task):
         layers: int = 2,
         packed: bool = False,
     ) -> None:
-        self.text, self.lines, self.context, self.packed = text, lines, context, packed
-        self.width, self.heads, self.layers = width, heads, layers
+        self.text = text
+        self.lines = lines
+        self.context = context
+        self.packed = packed
+        self.width = width
+        self.heads = heads
+        self.layers = layers
 
     def model(self) -> nn.Module:
         """A GPT."""
         return Gpt(self.context, self.width, self.heads, self.layers)
 
     def dataset(self, split: str) -> TensorDataset:
-        """uint8 [N, context + 1]: a newline, a line, a newline, and padding; packed: nothing but text, and a row begins
-        with the byte that the one before it ended with.
+        """uint8 [N, context + 1]: a newline, a line, a newline, and padding; packed:
+        nothing but text, and a row begins with the byte that the one before it ended
+        with.
         """
         held_out = max(1, int(self.lines * _VALIDATION_SHARE))
         if self.text is None:
-            lines = draw_lines(held_out, _VALIDATION_SEED) if split == "val" else draw_lines(self.lines, 0)
+            lines = (
+                draw_lines(held_out, _VALIDATION_SEED)
+                if split == "val"
+                else draw_lines(self.lines, 0)
+            )
         else:
             file = Path(self.text).expanduser()
             if not file.is_file():
-                raise ConfigError("task_args.text", self.text, "is not there", "name a text file")
-            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+                raise ConfigError(
+                    "task_args.text", self.text, "is not there", "name a text file"
+                )
+            lines = [
+                line for line in file.read_text(encoding="utf-8").splitlines() if line
+            ]
             held_out = max(1, int(len(lines) * _VALIDATION_SHARE))
             lines = lines[-held_out:] if split == "val" else lines[:-held_out]
         if self.packed:
-            text = torch.frombuffer(bytearray("\n".join(["", *lines, ""]).encode()), dtype=torch.uint8)
+            text = torch.frombuffer(
+                bytearray("\n".join(["", *lines, ""]).encode()), dtype=torch.uint8
+            )
             short = max(0, self.context + 1 - len(text))
-            return TensorDataset(F.pad(text, (0, short)).unfold(0, self.context + 1, self.context).contiguous())
-        pieces = [piece for line in lines for piece in self._pieces(line.encode() + b"\n")]
+            return TensorDataset(
+                F.pad(text, (0, short))
+                .unfold(0, self.context + 1, self.context)
+                .contiguous()
+            )
+        pieces = [
+            piece for line in lines for piece in self._pieces(line.encode() + b"\n")
+        ]
         rows = torch.full((len(pieces), self.context + 1), _PADDING, dtype=torch.uint8)
         rows[:, 0] = _NEWLINE
         for row, piece in zip(rows, pieces, strict=True):
-            row[1 : 1 + len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            row[1 : 1 + len(piece)] = torch.frombuffer(
+                bytearray(piece), dtype=torch.uint8
+            )
         return TensorDataset(rows)
 
     def _pieces(self, line: bytes) -> list[bytes]:
-        return [line[first : first + self.context] for first in range(0, len(line), self.context)]
+        return [
+            line[first : first + self.context]
+            for first in range(0, len(line), self.context)
+        ]
 
     def transform(self, batch: Any, training: bool) -> Any:
         """Tokens [B, T] and the tokens that follow them [B, T], int64."""
@@ -117,11 +157,20 @@ class CharacterModel(Task):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         """Cross entropy in nats, the mean over all tokens but padding."""
-        summed = F.cross_entropy(outputs.flatten(0, 1), batch[1].flatten(), ignore_index=_PADDING, reduction="sum")
-        return summed / self.weight(batch).clamp(min=1)  # a batch of empty lines has no token
+        summed = F.cross_entropy(
+            outputs.flatten(0, 1),
+            batch[1].flatten(),
+            ignore_index=_PADDING,
+            reduction="sum",
+        )
+        return summed / self.weight(batch).clamp(
+            min=1
+        )  # a batch of empty lines has no token
 
     def weight(self, batch: Any) -> Tensor:
-        """Tokens: lines differ in length, and microbatches and workers must not weigh alike for that."""
+        """Tokens: lines differ in length, and microbatches and workers must not weigh
+        alike for that.
+        """
         return (batch[1] != _PADDING).sum()
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:

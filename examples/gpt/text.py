@@ -1,7 +1,9 @@
-"""Text of our own making whose entropy is known: how well a language model can do on it is a number, not a guess.
+"""Text of our own making whose entropy is known: how well a language model can do on it
+is a number, not a guess.
 
-Every line is drawn evenly from all combinations of the words below, so no model can spend less than `nats_of_a_line`
-on one; to reach that it must copy name, thing and colour from the first sentence into the second.
+Every line is drawn evenly from all combinations of the words below, so no model can
+spend less than `nats_of_a_line` on one; to reach that it must copy name, thing and
+colour from the first sentence into the second.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ _THINGS = [
     "bucket", "candle", "bell", "spoon",
 ]
 # fmt: on
-_PLACES = ["on the table", "by the door", "under the stairs", "in the garden", "near the window", "behind the shed"]
+_PLACES = [
+    "on the table",
+    "by the door",
+    "under the stairs",
+    "in the garden",
+    "near the window",
+    "behind the shed",
+]
 
 
 def draw_lines(count: int, seed: int) -> list[str]:
@@ -30,8 +39,12 @@ def draw_lines(count: int, seed: int) -> list[str]:
     rng = random.Random(seed)
     lines = []
     for _ in range(count):
-        name, colour, thing, place = (rng.choice(words) for words in (_NAMES, _COLOURS, _THINGS, _PLACES))
-        lines.append(f"{name} puts the {colour} {thing} {place}. The {thing} of {name} is {colour}.")
+        name, colour, thing, place = (
+            rng.choice(words) for words in (_NAMES, _COLOURS, _THINGS, _PLACES)
+        )
+        lines.append(
+            f"{name} puts the {colour} {thing} {place}. The {thing} of {name} is {colour}."
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""Image files as squares of uint8 pixels, and random crops of whole batches on the device."""
+"""Image files as squares of uint8 pixels, and random crops of whole batches on the
+device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch.nn import functional as F
 
 
 class Square:
-    """Reads an image file, its shorter side scaled to `stored` pixels and its middle cut out: uint8 [3, S, S]."""
+    """Reads an image file, its shorter side scaled to `stored` pixels and its middle
+    cut out: uint8 [3, S, S].
+    """
 
     def __init__(self, stored: int) -> None:
         self.stored = stored
@@ -24,11 +28,14 @@ class Square:
         from PIL import Image
 
         with Image.open(file) as opened:
-            opened.draft("RGB", (self.stored, self.stored))  # a JPEG is decoded at the next larger eighth of its size
+            opened.draft(
+                "RGB", (self.stored, self.stored)
+            )  # a JPEG is decoded at the next larger eighth of its size
             image = opened.convert("RGB")
         scale = self.stored / min(image.size)
         wide, high = (max(self.stored, round(side * scale)) for side in image.size)
-        left, top = (wide - self.stored) // 2, (high - self.stored) // 2
+        left = (wide - self.stored) // 2
+        top = (high - self.stored) // 2
         middle = image.resize((wide, high), Image.Resampling.BILINEAR).crop(
             (left, top, left + self.stored, top + self.stored)
         )
@@ -40,23 +47,39 @@ class Square:
 
 
 def crop_at_random(images: Tensor, size: int, smallest_area: float) -> Tensor:
-    """Floats [B, C, size, size]: of each image a random part, of an area from `smallest_area` to all of it and sides
-    from 3:4 to 4:3, scaled and mirrored at random (Szegedy et al. 2014). Nothing waits for the device.
+    """Floats [B, C, size, size]: of each image a random part, of an area from
+    `smallest_area` to all of it and sides from 3:4 to 4:3, scaled and mirrored at
+    random (Szegedy et al. 2014).
+
+    Nothing waits for the device.
     """
-    count, device = len(images), images.device
+    count = len(images)
+    device = images.device
     area = torch.empty(count, device=device).uniform_(smallest_area, 1.0)
-    ratio = torch.empty(count, device=device).uniform_(math.log(3 / 4), math.log(4 / 3)).exp_()
-    wide, high = (area * ratio).sqrt_().clamp_(max=1.0), (area / ratio).sqrt_().clamp_(max=1.0)
+    ratio = (
+        torch.empty(count, device=device)
+        .uniform_(math.log(3 / 4), math.log(4 / 3))
+        .exp_()
+    )
+    wide = (area * ratio).sqrt_().clamp_(max=1.0)
+    high = (area / ratio).sqrt_().clamp_(max=1.0)
     centre = torch.empty(2, count, device=device).uniform_(-1.0, 1.0)
     mirror = torch.where(torch.rand(count, device=device) < 0.5, -1.0, 1.0)
     nothing = torch.zeros_like(wide)
     across = torch.stack([wide * mirror, nothing, centre[0] * (1 - wide)], dim=1)
     down = torch.stack([nothing, high, centre[1] * (1 - high)], dim=1)
-    grid = F.affine_grid(torch.stack([across, down], dim=1), [count, images.shape[1], size, size], align_corners=False)
-    return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
+    grid = F.affine_grid(
+        torch.stack([across, down], dim=1),
+        [count, images.shape[1], size, size],
+        align_corners=False,
+    )
+    return F.grid_sample(
+        images.float(), grid, padding_mode="reflection", align_corners=False
+    )
 
 
 def crop_middle(images: Tensor, size: int) -> Tensor:
     """Floats [B, C, size, size]: the middle of each image."""
-    top, left = (images.shape[2] - size) // 2, (images.shape[3] - size) // 2
+    top = (images.shape[2] - size) // 2
+    left = (images.shape[3] - size) // 2
     return images[:, :, top : top + size, left : left + size].float()

@@ -1,4 +1,6 @@
-"""MNIST (60,000 grey images of 28 x 28, torchvision) and the CNN that PyTorch's guides train on it."""
+"""MNIST (60,000 grey images of 28 x 28, torchvision) and the CNN that PyTorch's guides
+train on it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Mnist(SmallImages):
     mean, deviation = 0.1307, 0.3081  # of the training pixels
 
     def model(self) -> nn.Module:
-        """Two convolutions, two linear layers, dropout: 1.2 million parameters, logits [B, 10]."""
+        """Two convolutions, two linear layers, dropout: 1.2 million parameters, logits
+        [B, 10].
+        """
         return nn.Sequential(
             nn.Conv2d(1, 32, 3),
             nn.ReLU(),

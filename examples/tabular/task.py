@@ -1,7 +1,9 @@
-"""A table in Parquet files and an MLP: so little work a row that reading the rows decides the speed.
+"""A table in Parquet files and an MLP: so little work a row that reading the rows
+decides the speed.
 
-The table is made by `setup()`, from a seed, where it is not there: 100,000 rows of 64 columns; the class of a row is
-the largest of eight linear functions of it, so that it can be learned to near 100 %.
+The table is made by `setup()`, from a seed, where it is not there: 100,000 rows of 64
+columns; the class of a row is the largest of eight linear functions of it, so that it
+can be learned to near 100 %.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ _VALIDATION_SHARE = 0.1
 class Tabular(Task):
     """Classify B rows [B, F] (float32) into eight classes.
 
-    `root`: where the table is on each node. `rows`: of the training split. `features`: columns of a row. `width`,
-    `depth`: of the MLP. `seed`: of the table.
+    `root`: where the table is on each node. `rows`: of the training split. `features`:
+    columns of a row. `width`, `depth`: of the MLP. `seed`: of the table.
     """
 
     def __init__(
@@ -41,7 +43,11 @@ class Tabular(Task):
         depth: int = 2,
         seed: int = 0,
     ) -> None:
-        self.rows, self.features, self.width, self.depth, self.seed = rows, features, width, depth, seed
+        self.rows = rows
+        self.features = features
+        self.width = width
+        self.depth = depth
+        self.seed = seed
         self.directory = Path(root).expanduser() / f"tabular-{rows}x{features}-{seed}"
 
     @property
@@ -59,19 +65,28 @@ class Tabular(Task):
         teacher = rng.standard_normal((self.features, _CLASSES), dtype=np.float32)
         for name, rows in self._files():
             table = rng.standard_normal((rows, self.features), dtype=np.float32)
-            columns = {column: table[:, index] for index, column in enumerate(self.columns)}
+            columns = {
+                column: table[:, index] for index, column in enumerate(self.columns)
+            }
             columns["label"] = (table @ teacher).argmax(1)
             pq.write_table(pa.table(columns), aside / name)
         aside.rename(self.directory)
 
     def _files(self) -> list[tuple[str, int]]:
         bounds = [self.rows * index // _FILES for index in range(_FILES + 1)]
-        parts = [(f"train-{index}.parquet", bounds[index + 1] - bounds[index]) for index in range(_FILES)]
+        parts = [
+            (f"train-{index}.parquet", bounds[index + 1] - bounds[index])
+            for index in range(_FILES)
+        ]
         return [*parts, ("val-0.parquet", max(1, int(self.rows * _VALIDATION_SHARE)))]
 
     def dataset(self, split: str) -> ArrowDataset:
-        """Rows as one tensor [B, F] and their classes [B]; memory-mapped, a whole batch at a time."""
-        return ArrowDataset(self.directory / f"{split}-*.parquet", [self.columns, "label"])
+        """Rows as one tensor [B, F] and their classes [B]; memory-mapped, a whole batch
+        at a time.
+        """
+        return ArrowDataset(
+            self.directory / f"{split}-*.parquet", [self.columns, "label"]
+        )
 
     def model(self) -> nn.Module:
         """An MLP: logits [B, 8]."""

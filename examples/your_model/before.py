@@ -1,4 +1,5 @@
-"""A training script as people have them: model, data, loop, evaluation, and a file for the weights.
+"""A training script as people have them: model, data, loop, evaluation, and a file for
+the weights.
 
 Run as: python examples/your_model/before.py
 """
@@ -8,7 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-SEED, EPOCHS, BATCH, LR = 0, 20, 64, 0.01
+SEED = 0
+EPOCHS = 20
+BATCH = 64
+LR = 0.01
 
 
 def spirals(samples: int, seed: int) -> TensorDataset:
@@ -16,13 +20,19 @@ def spirals(samples: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     arms = torch.randint(3, (samples,), generator=generator)
     radius = torch.rand(samples, generator=generator)
-    angle = 4.0 * radius + arms * 2.0944 + 0.2 * torch.randn(samples, generator=generator)
-    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms)
+    angle = (
+        4.0 * radius + arms * 2.0944 + 0.2 * torch.randn(samples, generator=generator)
+    )
+    return TensorDataset(
+        torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms
+    )
 
 
 def build_model() -> nn.Module:
     """Logits [B, 3] of points [B, 2]."""
-    return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    return nn.Sequential(
+        nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)
+    )
 
 
 def train(epochs: int = EPOCHS) -> list[float]:
@@ -31,13 +41,17 @@ def train(epochs: int = EPOCHS) -> list[float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    training, validation = spirals(3000, seed=1), spirals(600, seed=2)
+    training = spirals(3000, seed=1)
+    validation = spirals(600, seed=2)
     losses = []
     for epoch in range(epochs):
         model.train()
-        sampler = RandomSampler(training, generator=torch.Generator().manual_seed(SEED + epoch))
+        sampler = RandomSampler(
+            training, generator=torch.Generator().manual_seed(SEED + epoch)
+        )
         for points, arms in DataLoader(training, batch_size=BATCH, sampler=sampler):
-            points, arms = points.to(device), arms.to(device)
+            points = points.to(device)
+            arms = arms.to(device)
             loss = F.cross_entropy(model(points), arms)
             optimizer.zero_grad()
             loss.backward()
@@ -49,7 +63,9 @@ def train(epochs: int = EPOCHS) -> list[float]:
                 (model(points.to(device)).argmax(1).cpu() == arms).sum().item()
                 for points, arms in DataLoader(validation, batch_size=BATCH)
             )
-        print(f"epoch {epoch + 1}: loss {losses[-1]:.4f}, validation accuracy {right / len(validation):.4f}")
+        print(
+            f"epoch {epoch + 1}: loss {losses[-1]:.4f}, validation accuracy {right / len(validation):.4f}"
+        )
     return losses
 
 

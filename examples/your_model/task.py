@@ -1,4 +1,6 @@
-"""The same training as a task: what before.py says of model, data and loss, and nothing of the loop."""
+"""The same training as a task: what before.py says of model, data and loss, and nothing
+of the loop.
+"""
 
 import torch
 from torch import nn
@@ -13,8 +15,12 @@ def spirals(samples: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     arms = torch.randint(3, (samples,), generator=generator)
     radius = torch.rand(samples, generator=generator)
-    angle = 4.0 * radius + arms * 2.0944 + 0.2 * torch.randn(samples, generator=generator)
-    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms)
+    angle = (
+        4.0 * radius + arms * 2.0944 + 0.2 * torch.randn(samples, generator=generator)
+    )
+    return TensorDataset(
+        torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), arms
+    )
 
 
 class Spirals(Task):
@@ -22,7 +28,9 @@ class Spirals(Task):
 
     def model(self):
         """Logits [B, 3] of points [B, 2]."""
-        return nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+        return nn.Sequential(
+            nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)
+        )
 
     def dataset(self, split):
         """3,000 points to train, 600 to validate."""

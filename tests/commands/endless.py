@@ -22,11 +22,14 @@ from trainers.config.yaml import dump_yaml
 
 
 class Endless(Blobs):
-    """Says which processes train; where there is a file `stuck`, rank 1 stops, and rank 0 waits for its gradients."""
+    """Says which processes train; where there is a file `stuck`, rank 1 stops, and rank
+    0 waits for its gradients.
+    """
 
     def __init__(self, directory: str) -> None:
         super().__init__(pause_s=0.02)
-        self.directory, self.steps = Path(directory), 0
+        self.directory = Path(directory)
+        self.steps = 0
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -39,26 +42,60 @@ class Endless(Blobs):
 
 
 class Command:
-    """`python -m trainers` on an endless run in a directory, with a directory of its own for temporary files."""
+    """`python -m trainers` on an endless run in a directory, with a directory of its
+    own for temporary files.
+    """
 
-    def __init__(self, directory: Path, launcher: str, *options: str, **changes: Any) -> None:
-        self.directory, self.launcher = directory, launcher
-        self.run, self.training, self.temporary = directory / "runs" / "run", directory / "training", directory / "tmp"
+    def __init__(
+        self, directory: Path, launcher: str, *options: str, **changes: Any
+    ) -> None:
+        self.directory = directory
+        self.launcher = launcher
+        self.run = directory / "runs" / "run"
+        self.training = directory / "training"
+        self.temporary = directory / "tmp"
         for made in (self.training, self.temporary):
             made.mkdir(exist_ok=True)
-        task = {"task": "tests.commands.endless:Endless", "task_args": {"directory": str(self.training)}}
-        never = {"max_steps": 10**6, "checkpoint": {"every_steps": 10**6}, "evaluate": {"every_steps": 10**6}}
+        task = {
+            "task": "tests.commands.endless:Endless",
+            "task_args": {"directory": str(self.training)},
+        }
+        never = {
+            "max_steps": 10**6,
+            "checkpoint": {"every_steps": 10**6},
+            "evaluate": {"every_steps": 10**6},
+        }
         workers = 1 if launcher == "local" else 2
-        own = {"launcher": "spawn" if launcher == "torchrun" else launcher, "scaling": {"num_workers": workers}}
-        tree = {**BASE, **task, **never, **own, "device": "cpu", "storage_path": str(directory / "runs"), **changes}
+        own = {
+            "launcher": "spawn" if launcher == "torchrun" else launcher,
+            "scaling": {"num_workers": workers},
+        }
+        tree = {
+            **BASE,
+            **task,
+            **never,
+            **own,
+            "device": "cpu",
+            "storage_path": str(directory / "runs"),
+            **changes,
+        }
         (directory / "train.yaml").write_text(dump_yaml(tree))
         trainers = ["-m", "trainers", str(directory / "train.yaml"), *options]
         if launcher == "torchrun":
-            trainers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *trainers]
+            trainers = [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                *trainers,
+            ]
         self.process = subprocess.Popen(
             [sys.executable, *trainers],
             cwd=REPOSITORY,
-            env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+            env={
+                key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
+            }
             | {"TMPDIR": str(self.temporary)},
             stdout=(directory / "out").open("a"),
             stderr=(directory / "err").open("a"),
@@ -70,7 +107,9 @@ class Command:
     @property
     def said(self) -> str:
         """What its processes have printed."""
-        return (self.directory / "out").read_text() + (self.directory / "err").read_text()
+        return (self.directory / "out").read_text() + (
+            self.directory / "err"
+        ).read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait, and note what it has started."""
@@ -111,4 +150,6 @@ class Command:
 
     def kept(self) -> list[Path]:
         """The checkpoints that are whole."""
-        return sorted(path.parent for path in self.run.glob("checkpoints/*/manifest.json"))
+        return sorted(
+            path.parent for path in self.run.glob("checkpoints/*/manifest.json")
+        )

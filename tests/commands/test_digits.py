@@ -1,4 +1,6 @@
-"""The main job as the user runs it: train, sweep, interrupt, resume, train the winner; on an embedded Ray."""
+"""The main job as the user runs it: train, sweep, interrupt, resume, train the winner;
+on an embedded Ray.
+"""
 
 import json
 import os
@@ -18,7 +20,9 @@ SWEEP = "examples/digits/sweep.yaml"
 def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Command) -> None:
     # From another directory, by the local launcher.
     train = str(REPOSITORY / "examples/digits/train.yaml")
-    done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path, forked=True)
+    done = command(
+        "-m", "trainers", train, "--launcher", "local", cwd=tmp_path, forked=True
+    )
     assert done.code == 0, done.err
     result = json.loads((tmp_path / "results/digits/result.json").read_text())
     assert result["metrics"]["val_accuracy"] >= 0.97
@@ -29,7 +33,9 @@ def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Command) -> None
 
 @pytest.mark.full
 def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment = {
+        key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
+    }
     # fmt: off
     sweep = subprocess.Popen(
         [sys.executable, "-m", "tune", SWEEP, "--storage_path", str(tmp_path)], cwd=REPOSITORY, env=environment,
@@ -50,16 +56,28 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
 
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}
+    kept = {
+        path.name: path.stat().st_mtime_ns
+        for path in (tmp_path / "digits-sweep/trials").iterdir()
+    }
     assert 2 <= len(kept) < 8
     done = command("-m", "tune", "resume", str(tmp_path / "digits-sweep"))
     assert done.code == 0, done.err
-    trials = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}
+    trials = {
+        path.name: path.stat().st_mtime_ns
+        for path in (tmp_path / "digits-sweep/trials").iterdir()
+    }
     assert len(trials) >= 8  # and the repeats of the finalists
     assert kept.items() <= trials.items(), "no finished trial was run again"
     check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
     again = command(
-        "-m", "tune", SWEEP, "--storage_path", str(tmp_path), env={"RAY_TMPDIR": str(tmp_path / "ray")}, forked=True
+        "-m",
+        "tune",
+        SWEEP,
+        "--storage_path",
+        str(tmp_path),
+        env={"RAY_TMPDIR": str(tmp_path / "ray")},
+        forked=True,
     )
     assert again.code == 0
     assert "is complete already" in again.out
@@ -67,7 +85,9 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None
 
 
 def check_answer(sweep: Path, done: Done, command: Command, tmp_path: Path) -> None:
-    """The table, the files of the contract, and a best.yaml that keeps the report's promise."""
+    """The table, the files of the contract, and a best.yaml that keeps the report's
+    promise.
+    """
     import pandas as pd
 
     assert "digits-sweep: 8 trials" in done.out
@@ -79,20 +99,38 @@ def check_answer(sweep: Path, done: Done, command: Command, tmp_path: Path) -> N
     counts = repeated.groupby(["global_batch_size", "precision"]).size()
     assert len(counts) != 1, "finalists are compared: there are several, or none"
     assert counts.isin(range(2, 17)).all()
-    assert set(frame["status"]) <= {"done", "stopped"}, "bf16 is certain to be beaten where it is emulated"
+    assert set(frame["status"]) <= {"done", "stopped"}, (
+        "bf16 is certain to be beaten where it is emulated"
+    )
     done_ones = frame[frame["status"] == "done"]
-    for column in ("samples_per_s", "peak_memory_bytes", "val_accuracy", "time_to_target_s", "starting_s"):
+    for column in (
+        "samples_per_s",
+        "peak_memory_bytes",
+        "val_accuracy",
+        "time_to_target_s",
+        "starting_s",
+    ):
         assert (done_ones[column] > 0).all(), column
     assert json.loads((sweep / "progress.json").read_text())["state"] == "ended"
     summary = json.loads((sweep / "summary.json").read_text())
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
     if len(repeated):
         repeats = repeated[repeated["global_batch_size"] == best["global_batch_size"]]
-        assert len(repeats[repeats["precision"] == best["precision"]]) >= 2, "the best is one of those run again"
+        assert len(repeats[repeats["precision"] == best["precision"]]) >= 2, (
+            "the best is one of those run again"
+        )
     else:
         assert best["time_to_target_s"] == frame["time_to_target_s"].min()
 
-    trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path, forked=True)
+    trained = command(
+        "-m",
+        "trainers",
+        str(sweep / "best.yaml"),
+        "--launcher",
+        "local",
+        cwd=tmp_path,
+        forked=True,
+    )
     assert trained.code == 0, trained.err
     result = json.loads((tmp_path / "digits-sweep-best/result.json").read_text())
     assert result["metrics"]["val_accuracy"] >= best["val_accuracy"] - 0.01

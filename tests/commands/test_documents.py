@@ -1,4 +1,6 @@
-"""The commands of the pages, as a reader types them: all of a page in one directory, with the output that it shows."""
+"""The commands of the pages, as a reader types them: all of a page in one directory,
+with the output that it shows.
+"""
 
 import re
 import shutil
@@ -13,11 +15,17 @@ from tests.specs import REPOSITORY
 
 pytestmark = pytest.mark.full
 
-RUN = [page for page in pages() if any(not block.fate(one) for block in blocks(page) for one in block.commands)]
+RUN = [
+    page
+    for page in pages()
+    if any(not block.fate(one) for block in blocks(page) for one in block.commands)
+]
 
 
 def script(page: str) -> Iterator[str]:
-    """The page as a shell script: its files, and those commands that it does not leave out, each after its own text."""
+    """The page as a shell script: its files, and those commands that it does not leave
+    out, each after its own text.
+    """
     for number, block in enumerate(blocks(page)):
         if block.name is not None:
             yield f"cat > {block.name} <<'END OF {number}'\n{block.text}\nEND OF {number}"
@@ -27,10 +35,15 @@ def script(page: str) -> Iterator[str]:
 
 
 def pattern(output: str) -> str:
-    """Lines as a page shows them, for any figures, columns of any width, and any lines in place of `...`."""
+    """Lines as a page shows them, for any figures, columns of any width, and any lines
+    in place of `...`.
+    """
     lines = [] if output.strip() else [""]
     for line in output.strip("\n").splitlines() if output.strip() else []:
-        words = [r"\S+" if re.search(r"\d", word) else re.escape(word) for word in line.split()]
+        words = [
+            r"\S+" if re.search(r"\d", word) else re.escape(word)
+            for word in line.split()
+        ]
         lines.append(r"(?:.*\n)*?" if line == "..." else r" ".join(words) + r"\n")
     return "".join(lines)
 
@@ -51,13 +64,25 @@ def test_output_is_compared_but_for_its_figures() -> None:
 @pytest.mark.parametrize("page", RUN)
 def test_a_page_runs(page: str, tmp_path: Path, command: Command) -> None:
     for folder in ("examples", "cluster"):
-        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / folder,
+            tmp_path / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     text = "\n".join(("set -eu", *script(page)))
-    done = command("-c", text, program=("bash",), cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+    done = command(
+        "-c", text, program=("bash",), cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}
+    )
     assert done.code == 0, done.out + done.err
-    said = re.split(r"^\$ (.*)\n", done.out.replace(str(tmp_path), "/home/you"), flags=re.MULTILINE)
+    said = re.split(
+        r"^\$ (.*)\n", done.out.replace(str(tmp_path), "/home/you"), flags=re.MULTILINE
+    )
     outputs = dict(zip(said[1::2], said[2::2], strict=True))
     for block in blocks(page):
         for typed, output in shown(block) if block.language == "console" else ():
-            seen = "".join(" ".join(line.split()) + "\n" for line in outputs[typed].splitlines())
-            assert re.fullmatch(pattern(output), seen), f"{page}, `{typed}` says\n{outputs[typed]}"
+            seen = "".join(
+                " ".join(line.split()) + "\n" for line in outputs[typed].splitlines()
+            )
+            assert re.fullmatch(pattern(output), seen), (
+                f"{page}, `{typed}` says\n{outputs[typed]}"
+            )

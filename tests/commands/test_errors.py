@@ -1,4 +1,5 @@
-"""A mistake in a file or an option: one sentence, exit code 2, before any worker starts.
+"""A mistake in a file or an option: one sentence, exit code 2, before any worker
+starts.
 
 One process without torch and Ray is given all commands in turn.
 """
@@ -18,9 +19,18 @@ SWEEP = ["tune", "examples/digits/sweep.yaml"]
 
 # What is typed, and what the sentence must say.
 TYPED = {
-    "a nested key": ([*TRAIN, "--optimizer.weight_deacy", "1"], ["did you mean `optimizer.weight_decay`?"]),
-    "text for a number": ([*TRAIN, "--optimizer.lr", "fast"], ["`optimizer.lr`", '"fast"', "number"]),
-    "no such module": ([*TRAIN, "--task", "tests.taks:Blobs"], ['"tests.taks:Blobs"', "no tests/taks.py"]),
+    "a nested key": (
+        [*TRAIN, "--optimizer.weight_deacy", "1"],
+        ["did you mean `optimizer.weight_decay`?"],
+    ),
+    "text for a number": (
+        [*TRAIN, "--optimizer.lr", "fast"],
+        ["`optimizer.lr`", '"fast"', "number"],
+    ),
+    "no such module": (
+        [*TRAIN, "--task", "tests.taks:Blobs"],
+        ['"tests.taks:Blobs"', "no tests/taks.py"],
+    ),
     "too many here": (
         [*TRAIN, "--launcher", "spawn", "--scaling.num_workers", "4096"],
         ["`scaling.num_workers` is 4096"],
@@ -29,17 +39,30 @@ TYPED = {
         [*TRAIN, "--launcher", "local", "--scaling.cpus_per_worker", "100000"],
         ["with 100000 cores each"],
     ),
-    "too many on Ray": ([*TRAIN, "--scaling.num_workers", "4096"], ["`scaling.num_workers` is 4096"]),
-    "a space's key": ([*SWEEP, "--space", "{precison: [fp32]}"], ["space.precison", "did you mean"]),
+    "too many on Ray": (
+        [*TRAIN, "--scaling.num_workers", "4096"],
+        ["`scaling.num_workers` is 4096"],
+    ),
+    "a space's key": (
+        [*SWEEP, "--space", "{precison: [fp32]}"],
+        ["space.precison", "did you mean"],
+    ),
     "a range in a grid": (
         [*SWEEP, "--space", "{global_batch_size: {min: 8, max: 64}}"],
         ["`search`", "set `search: random`"],
     ),
-    "no target": ([*SWEEP, "--objective", "{metric: time_to_target}"], ["objective.target", "add `target:"]),
-    "a run's value": ([*SWEEP, "--train.optimizer.lr", "-1"], ["`optimizer.lr` is -1", "greater than 0"]),
+    "no target": (
+        [*SWEEP, "--objective", "{metric: time_to_target}"],
+        ["objective.target", "add `target:"],
+    ),
+    "a run's value": (
+        [*SWEEP, "--train.optimizer.lr", "-1"],
+        ["`optimizer.lr` is -1", "greater than 0"],
+    ),
 }
 
-# An interpreter in which neither torch nor Ray can be imported is the proof that they are not.
+# An interpreter in which neither torch nor Ray can be imported is the proof that they
+# are not.
 ALL_IN_TURN = """
 import contextlib, importlib, io, json, sys
 sys.modules.update(dict.fromkeys(("torch", "ray")))
@@ -63,7 +86,11 @@ def check(code: int, out: str, err: str, words: list[str]) -> None:
 
 
 def test_without_torch_and_ray(command: Command) -> None:
-    done = command("-c", ALL_IN_TURN, json.dumps({name: arguments for name, (arguments, _) in TYPED.items()}))
+    done = command(
+        "-c",
+        ALL_IN_TURN,
+        json.dumps({name: arguments for name, (arguments, _) in TYPED.items()}),
+    )
     assert done.code == 0, done.err
     said = json.loads(done.out)
     for name, (_, words) in TYPED.items():
@@ -77,9 +104,13 @@ def test_without_torch_and_ray(command: Command) -> None:
         ({"precision": "tf32", "device": "cpu"}, '`precision` is "tf32"'),
     ],
 )
-def test_what_torch_has_to_say(changes: dict[str, Any], words: str, tmp_path: Path, command: Command) -> None:
+def test_what_torch_has_to_say(
+    changes: dict[str, Any], words: str, tmp_path: Path, command: Command
+) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text(dump_yaml({**BASE, "storage_path": str(tmp_path / "runs"), **changes}))
+    file.write_text(
+        dump_yaml({**BASE, "storage_path": str(tmp_path / "runs"), **changes})
+    )
     done = command("-m", "trainers", str(file), forked=True)
     check(done.code, done.out, done.err, [str(file), words])
     assert not (tmp_path / "runs").exists(), "nothing was written"

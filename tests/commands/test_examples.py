@@ -1,4 +1,6 @@
-"""Every example trains for real steps: in this process, on small or synthetic data that its output calls synthetic."""
+"""Every example trains for real steps: in this process, on small or synthetic data that
+its output calls synthetic.
+"""
 
 import importlib
 import json
@@ -24,13 +26,28 @@ from tune.sweeps.spec import read_sweep
 EXAMPLES = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/task.py"))
 
-# Changes to each train.yaml that make it a matter of seconds; what they leave alone is as users run it.
+# Changes to each train.yaml that make it a matter of seconds; what they leave alone is
+# as users run it.
 SHORT = {
-    "mnist": {"task_args": {"synthetic": True, "samples": 480}, "epochs": 2, "global_batch_size": 32},
-    "cifar10": {"task_args": {"synthetic": True, "samples": 640, "width": 8}, "epochs": 3, "global_batch_size": 64},
+    "mnist": {
+        "task_args": {"synthetic": True, "samples": 480},
+        "epochs": 2,
+        "global_batch_size": 32,
+    },
+    "cifar10": {
+        "task_args": {"synthetic": True, "samples": 640, "width": 8},
+        "epochs": 3,
+        "global_batch_size": 64,
+    },
     "gpt": {"task_args": {"lines": 640, "width": 32}, "epochs": 3},
     "imagenet": {
-        "task_args": {"synthetic": True, "samples": 64, "stored": 40, "size": 32, "architecture": "resnet18"},
+        "task_args": {
+            "synthetic": True,
+            "samples": 64,
+            "stored": 40,
+            "size": 32,
+            "architecture": "resnet18",
+        },
         "epochs": 3,
         "global_batch_size": 16,
         "lr_scaling.rule": "none",
@@ -39,7 +56,12 @@ SHORT = {
         "precision": "fp32",  # minutes in bf16 where the processor has to emulate it
     },
     "bert": {
-        "task_args": {"synthetic": True, "geometry": "tiny", "samples": 512, "length": 32},
+        "task_args": {
+            "synthetic": True,
+            "geometry": "tiny",
+            "samples": 512,
+            "length": 32,
+        },
         "epochs": 4,
         "optimizer.lr": 2e-3,
     },
@@ -47,7 +69,11 @@ SHORT = {
 
 
 def spec_of(example: str, tmp_path: Path, /, **changes: Any) -> RunSpec:
-    base = {"launcher": "local", "storage_path": str(tmp_path / "runs"), "device": "cpu"}
+    base = {
+        "launcher": "local",
+        "storage_path": str(tmp_path / "runs"),
+        "device": "cpu",
+    }
     if example in SHORT:
         base |= {"log_every_steps": 1, **SHORT[example]}
     return read_spec(str(EXAMPLES / example / "train.yaml"), base | changes)
@@ -63,7 +89,9 @@ def test_every_example_is_here() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_of_an_example(name: str) -> None:
-    """What users start with: a run and a sweep that are valid as they stand, and a README that names them."""
+    """What users start with: a run and a sweep that are valid as they stand, and a
+    README that names them.
+    """
     folder = EXAMPLES / name
     read_spec(str(folder / "train.yaml"), {"launcher": "local"})
     assert read_sweep(str(folder / "sweep.yaml"), {}).config.space
@@ -74,9 +102,15 @@ def test_the_files_of_an_example(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in ("mnist", "gpt"))) for name in SHORT]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name not in ("mnist", "gpt")))
+        for name in SHORT
+    ],
 )
-def test_an_example_learns(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_example_learns(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = spec_of(name, tmp_path)
     result = train(spec)
     curve = losses(spec)
@@ -99,19 +133,29 @@ def test_tabular_reaches_its_accuracy(tmp_path: Path) -> None:
     assert result.epochs == spec.config.epochs
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("tabular-*/*")}
     assert len(kept) == 5
-    train(spec_of("tabular", tmp_path, **{"task_args.root": str(tmp_path), "max_steps": 1}))
-    assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("tabular-*/*")}, "made once"
+    train(
+        spec_of(
+            "tabular", tmp_path, **{"task_args.root": str(tmp_path), "max_steps": 1}
+        )
+    )
+    assert kept == {
+        path.name: path.stat().st_mtime_ns for path in tmp_path.glob("tabular-*/*")
+    }, "made once"
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_your_model_trains_as_the_script_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_your_model_trains_as_the_script_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "task", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     threads = torch.get_num_threads()
     before = importlib.import_module("examples.your_model.before")
     torch.set_num_threads(1)
     script = before.train(epochs=3)
-    spec = spec_of("your_model", tmp_path, epochs=3, log_every_steps=1, precision="fp32")
+    spec = spec_of(
+        "your_model", tmp_path, epochs=3, log_every_steps=1, precision="fp32"
+    )
     try:
         train(spec)
         task = losses(spec)
@@ -119,7 +163,8 @@ def test_your_model_trains_as_the_script_before_it(tmp_path: Path, monkeypatch: 
         monkeypatch.delitem(sys.modules, "task", raising=False)
         torch.set_num_threads(threads)
     assert len(task) == len(script) == 3 * 47
-    # The fused AdamW rounds otherwise, and steps amplify that: the first are equal to float's last digits.
+    # The fused AdamW rounds otherwise, and steps amplify that: the first are equal to
+    # float's last digits.
     assert task[:20] == pytest.approx(script[:20], rel=1e-4)
     assert task == pytest.approx(script, rel=0.05, abs=0.01)
     assert (EXAMPLES / "your_model/before.py").read_text().count("def spirals") == 1
@@ -135,11 +180,17 @@ def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
 
 def notebook_cells(kind: str) -> list[str]:
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == kind]
+    return [
+        "".join(cell["source"])
+        for cell in notebook["cells"]
+        if cell["cell_type"] == kind
+    ]
 
 
 def test_the_notebooks_commands_are_valid(tmp_path: Path) -> None:
-    """Its Python compiles, and its training command is read by the same code as on a terminal."""
+    """Its Python compiles, and its training command is read by the same code as on a
+    terminal.
+    """
     trained = 0
     values = {"STORAGE": str(tmp_path), "MAX_TIME_S": "3600", "PRECISION": "fp16"}
     for source in notebook_cells("code"):
@@ -150,7 +201,9 @@ def test_the_notebooks_commands_are_valid(tmp_path: Path) -> None:
                 continue
             for name, value in values.items():
                 line = line.replace(f"{{{name}}}", value)
-            typed = Command("python -m trainers", train_command, TrainConfig).parse(line.split()[3:])
+            typed = Command("python -m trainers", train_command, TrainConfig).parse(
+                line.split()[3:]
+            )
             overrides = typed["overrides"]
             assert overrides["max_time_s"] == 3600
             assert overrides["storage_path"] == str(tmp_path)

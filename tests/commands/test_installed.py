@@ -59,7 +59,12 @@ def user_repository(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_wheel_has_what_it_needs(wheel: Path) -> None:
-    for name in ("trainers/py.typed", "tune/report/report.html", "cluster/files/schemas.yaml", "cluster/aws.yaml"):
+    for name in (
+        "trainers/py.typed",
+        "tune/report/report.html",
+        "cluster/files/schemas.yaml",
+        "cluster/aws.yaml",
+    ):
         assert (wheel / name).is_file(), name
     assert not (wheel / "tests").exists()
     assert not (wheel / "examples").exists()
@@ -69,17 +74,33 @@ def test_wheel_has_what_it_needs(wheel: Path) -> None:
 def test_from_a_repository_of_the_users_own(
     wheel: Path, user_repository: Path, tmp_path: Path, command: Command
 ) -> None:
-    installed = {"PYTHONPATH": str(wheel), "PACELINE_STORAGE": str(tmp_path / "storage")}
+    installed = {
+        "PYTHONPATH": str(wheel),
+        "PACELINE_STORAGE": str(tmp_path / "storage"),
+    }
     script = (sys.executable, str(wheel / "bin/paceline-train"))
-    where = command("-c", "import trainers; print(trainers.__file__)", cwd=tmp_path, env=installed)
+    where = command(
+        "-c", "import trainers; print(trainers.__file__)", cwd=tmp_path, env=installed
+    )
     assert where.out.startswith(str(wheel)), "the wheel is what is tested"
-    done = command("configs/train.yaml", "--launcher", "local", program=script, cwd=user_repository, env=installed)
+    done = command(
+        "configs/train.yaml",
+        "--launcher",
+        "local",
+        program=script,
+        cwd=user_repository,
+        env=installed,
+    )
     assert done.code == 0, done.err
     assert (tmp_path / "storage/mine/result.json").is_file()
     script = (sys.executable, str(wheel / "bin/paceline-sweep"))
-    done = command("configs/sweep.yaml", program=script, cwd=user_repository, env=installed)
+    done = command(
+        "configs/sweep.yaml", program=script, cwd=user_repository, env=installed
+    )
     assert done.code == 0, done.err
     # The winner trains from anywhere: best.yaml remembers where the task is.
     best = tmp_path / "storage/s/best.yaml"
-    done = command("-m", "trainers", str(best), "--launcher", "local", cwd=tmp_path, env=installed)
+    done = command(
+        "-m", "trainers", str(best), "--launcher", "local", cwd=tmp_path, env=installed
+    )
     assert done.code == 0, done.err

@@ -1,4 +1,6 @@
-"""docs/migrate.md without Ray: its diffs apply, and what they make trains as the script before it did."""
+"""docs/migrate.md without Ray: its diffs apply, and what they make trains as the script
+before it did.
+"""
 
 import json
 import re
@@ -20,18 +22,30 @@ def val_loss(directory: Path) -> float:
 
 
 def test_every_script_has_its_diff(tmp_path: Path) -> None:
-    found = [diff for section in migrations.sections() for diff in migrations.diffs(section)]
+    found = [
+        diff for section in migrations.sections() for diff in migrations.diffs(section)
+    ]
     assert len(found) == migrations.PAGE.count("```diff") == 7
-    assert sorted(name for name, _, _ in found) == sorted(path.name for path in migrations.SCRIPTS.iterdir())
+    assert sorted(name for name, _, _ in found) == sorted(
+        path.name for path in migrations.SCRIPTS.iterdir()
+    )
     for section in migrations.sections():
         migrations.after(section, tmp_path)
 
 
 def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
-    assert migrations.patched("one\n\ntwo\n", "@@\n one\n\n-two\n+2\n@@\n-one\n") == "\n2\n"
-    assert migrations.patched("one\ntwo\n 3\nfour\n", "@@\n-one\n-    ...\n-four\n+1\n") == "1\n"
+    assert (
+        migrations.patched("one\n\ntwo\n", "@@\n one\n\n-two\n+2\n@@\n-one\n")
+        == "\n2\n"
+    )
+    assert (
+        migrations.patched("one\ntwo\n 3\nfour\n", "@@\n-one\n-    ...\n-four\n+1\n")
+        == "1\n"
+    )
     for hunk in ("-three\n", "-on\n", "-one\n", " two\n two\n"):
-        with pytest.raises(AssertionError, match="not in the script, or more than once"):
+        with pytest.raises(
+            AssertionError, match="not in the script, or more than once"
+        ):
             migrations.patched("one\ntwo\none\n", f"@@\n{hunk}")
 
 
@@ -43,8 +57,14 @@ def test_plain_ddp(tmp_path: Path, command: Command) -> None:
         world = sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
         def rank(number: int) -> Done:
-            own = {"RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"}
-            return command("-m", module, *arguments, cwd=tmp_path, env=world | own, forked=True)
+            own = {
+                "RANK": str(number),
+                "LOCAL_RANK": str(number),
+                "OMP_NUM_THREADS": "1",
+            }
+            return command(
+                "-m", module, *arguments, cwd=tmp_path, env=world | own, forked=True
+            )
 
         with ThreadPoolExecutor() as pool:
             first, second = pool.map(rank, range(2))
@@ -59,7 +79,9 @@ def test_plain_ddp(tmp_path: Path, command: Command) -> None:
     assert val_loss(tmp_path) == pytest.approx(float(losses[-1]), rel=1e-5)
 
 
-def test_a_sweep_of_wandbs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_of_wandbs_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     for section in ("Plain DDP", "W&B sweeps"):
         migrations.after(section, tmp_path)
@@ -76,7 +98,10 @@ def test_a_trainer(section: str, tmp_path: Path, command: Command) -> None:
         ["trainers", "train.yaml", "--launcher", "local"],
     )
     on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    script, task = (command("-m", *module, cwd=tmp_path, env=on_cpu, forked=True) for module in modules)
+    script, task = (
+        command("-m", *module, cwd=tmp_path, env=on_cpu, forked=True)
+        for module in modules
+    )
     assert script.code == task.code == 0, script.err + task.err
     loss = re.findall(r"'(?:val|eval)_loss': ([\d.]+)", script.out)[-1]
     assert val_loss(tmp_path) == pytest.approx(float(loss), rel=1e-5)

@@ -1,4 +1,6 @@
-"""`evaluate` and `predict` as users type them: the same answers from one worker and from two."""
+"""`evaluate` and `predict` as users type them: the same answers from one worker and
+from two.
+"""
 
 import json
 import re
@@ -34,19 +36,30 @@ def said(command: Command, *args: str) -> str:
 
 
 def test_evaluate_says_what_training_said(digits: Path, command: Command) -> None:
-    last = [record for record in read_log(Storage(str(digits))) if "val_loss" in record][-1]
+    last = [
+        record for record in read_log(Storage(str(digits))) if "val_loss" in record
+    ][-1]
     out = said(command, "evaluate", str(digits), *SPAWN)
     for name in ("val_loss", "val_accuracy"):
-        assert f"  {name} {last[name]!r}" in out.splitlines(), "the training's own figure, to the last bit"
+        assert f"  {name} {last[name]!r}" in out.splitlines(), (
+            "the training's own figure, to the last bit"
+        )
     assert re.search(r"[\d,]+ samples/s \(.* s; 2 workers", out)
-    assert json.loads((digits / "result.json").read_text())["metrics"]["val_accuracy"] == last["val_accuracy"]
+    assert (
+        json.loads((digits / "result.json").read_text())["metrics"]["val_accuracy"]
+        == last["val_accuracy"]
+    )
 
 
 @pytest.mark.full
-def test_predict_writes_the_same_bytes(digits: Path, tmp_path: Path, command: Command) -> None:
+def test_predict_writes_the_same_bytes(
+    digits: Path, tmp_path: Path, command: Command
+) -> None:
     files = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
     for file, launcher in zip(files, ((), SPAWN), strict=True):
-        assert str(file) in said(command, "predict", str(digits), "--out", str(file), *launcher)
+        assert str(file) in said(
+            command, "predict", str(digits), "--out", str(file), *launcher
+        )
     assert files[0].read_bytes() == files[1].read_bytes()
     assert pq.read_table(files[1])["index"].to_pylist() == list(range(359))
     assert not list(tmp_path.glob("*.tmp"))

@@ -1,4 +1,5 @@
-"""All of it on S3, over a bad connection: a sweep that is killed, its report, and the run of its best.yaml, killed too.
+"""All of it on S3, over a bad connection: a sweep that is killed, its report, and the
+run of its best.yaml, killed too.
 
 Environment read: PACELINE_S3_SEEDS, of the connection, as 1,2,3 (default 1).
 """
@@ -30,11 +31,15 @@ from tune.trials.journal import Journal
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(not s3.installed(), reason="there is no S3 server: pip install 'moto[server]'"),
+    pytest.mark.skipif(
+        not s3.installed(), reason="there is no S3 server: pip install 'moto[server]'"
+    ),
 ]
 SEEDS = [int(seed) for seed in os.environ.get("PACELINE_S3_SEEDS", "1").split(",")]
 SHARE = 0.04
-TRIALS, STEPS, WIDTH = 6, 12, 1600
+TRIALS = 6
+STEPS = 12
+WIDTH = 1600
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
 RUN = {
     "name": "trained",
@@ -53,7 +58,12 @@ class Wide(Signed):
 
     def model(self) -> nn.Module:
         self.sign()
-        return nn.Sequential(nn.Linear(self.features, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+        return nn.Sequential(
+            nn.Linear(self.features, WIDTH),
+            nn.Tanh(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 4),
+        )
 
 
 @dataclass(frozen=True)
@@ -73,18 +83,26 @@ class Place:
 
 
 @pytest.fixture(params=SEEDS)
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
     for key, value in KEYS.items():
         monkeypatch.setenv(key, value)
     with s3.bucket(s3.noise(request.param, SHARE)) as (proxy, noisy, direct):
         yield Place(proxy, noisy, direct)
-        print(f"seed {request.param}: {proxy.requests} requests, spoiled {dict(proxy.spoiled)}")
+        print(
+            f"seed {request.param}: {proxy.requests} requests, spoiled {dict(proxy.spoiled)}"
+        )
 
 
 @contextmanager
 def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
     """Run `python ARGS` until something is so, and kill it then."""
-    settings = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_ADDRESS", "TUNE_"))}
+    settings = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("RAY_ADDRESS", "TUNE_"))
+    }
     process = subprocess.Popen(
         [sys.executable, *args],
         cwd=REPOSITORY,
@@ -99,15 +117,20 @@ def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=60)  # a worker may go on for a moment, with the next trial
+        _, alive = psutil.wait_procs(
+            family, timeout=60
+        )  # a worker may go on for a moment, with the next trial
     assert not alive
     yield
 
 
 def train_killed(location: str, place: Place, tmp_path: Path, command: Command) -> None:
-    """Train what a file says on S3, killed once, and on this machine without a fault: both are the same to the bit."""
+    """Train what a file says on S3, killed once, and on this machine without a fault:
+    both are the same to the bit.
+    """
     options = [part for key, value in RUN.items() for part in (f"--{key}", str(value))]
-    run, reference = Storage(place.direct).child("trained"), Storage(str(tmp_path / "unbroken" / "trained"))
+    run = Storage(place.direct).child("trained")
+    reference = Storage(str(tmp_path / "unbroken" / "trained"))
     args = "-m", "trainers", location, *options
 
     def is_amid() -> bool:
@@ -123,9 +146,15 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
     assert unbroken.code == 0, unbroken.out + unbroken.err
 
     def curve(of: Storage) -> list[tuple[int, float]]:
-        return [(one["step"], one["train_loss"]) for one in read_log(of) if "train_loss" in one]
+        return [
+            (one["step"], one["train_loss"])
+            for one in read_log(of)
+            if "train_loss" in one
+        ]
 
-    assert [step for step, _ in curve(run)] == list(range(1, STEPS + 1)), "every step once"
+    assert [step for step, _ in curve(run)] == list(range(1, STEPS + 1)), (
+        "every step once"
+    )
     assert curve(run) == curve(reference)
     assert Archive(run).newest() == f"step-{STEPS:012d}" != kept
     Archive(run).verify(f"step-{STEPS:012d}")
@@ -134,15 +163,27 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
     for part in ("model", "optimizer"):
         same(ours[part], theirs[part])
     found = run.filesystem.get_file_info(fs.FileSelector(run.path, recursive=True))
-    assert not [info.path for info in found if info.path.endswith((".tmp", "lease.json"))]
+    assert not [
+        info.path for info in found if info.path.endswith((".tmp", "lease.json"))
+    ]
 
 
 @pytest.mark.campaign
 @pytest.mark.ray
-def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: Path, command: Command) -> None:
-    ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
-    keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint", "evaluate")}
-    task = {"task": "tests.commands.test_s3:Wide", "task_args": {"file": str(ran), "pause_s": 0.02}}
+def test_a_killed_sweep_and_the_run_of_its_answer_go_on(
+    place: Place, tmp_path: Path, command: Command
+) -> None:
+    ran = tmp_path / "ran"
+    file = tmp_path / "sweep.yaml"
+    keys = {
+        key: value
+        for key, value in BASE.items()
+        if key not in ("launcher", "checkpoint", "evaluate")
+    }
+    task = {
+        "task": "tests.commands.test_s3:Wide",
+        "task_args": {"file": str(ran), "pause_s": 0.02},
+    }
     tree = {
         "name": "sweep",
         "storage_path": place.noisy,
@@ -156,19 +197,30 @@ def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: 
     noisy = Storage(place.noisy).child("sweep")
 
     def texts() -> dict[str, bytes]:
-        return {name: sweep.read(f"trials/{name}") for name in sweep.names("trials") if name.endswith(".json")}
+        return {
+            name: sweep.read(f"trials/{name}")
+            for name in sweep.names("trials")
+            if name.endswith(".json")
+        }
 
     with killed("-m", "tune", str(file), once=lambda: len(sweep.names("trials")) >= 2):
-        finished, before = texts(), ran.read_text().split()
+        finished = texts()
+        before = ran.read_text().split()
     done = command("-m", "tune", "resume", noisy.uri)
     assert done.code == 0, done.out + done.err
     records = Journal(sweep).records()
-    assert {record.config["seed"] for record in records} == set(range(TRIALS)), "none is lost"
+    assert {record.config["seed"] for record in records} == set(range(TRIALS)), (
+        "none is lost"
+    )
     assert [record.status for record in records] == ["done"] * TRIALS
     assert finished.items() <= texts().items(), "a record is never changed"
-    kept = {record.config["seed"] for record in records if f"{record.id}.json" in finished}
+    kept = {
+        record.config["seed"] for record in records if f"{record.id}.json" in finished
+    }
     again = [int(seed) for seed in ran.read_text().split()[len(before) :]]
-    assert sorted(again) == sorted(set(range(TRIALS)) - kept), "only what had not finished runs, and once"
+    assert sorted(again) == sorted(set(range(TRIALS)) - kept), (
+        "only what had not finished runs, and once"
+    )
     for name in ("report.html", "results.parquet", "best.yaml", "summary.json"):
         assert sweep.read(name)
     assert not sweep.exists("lease.json")

@@ -20,7 +20,9 @@ raise SystemExit(code)
 """
 
 
-def test_a_local_run_imports_nothing_heavy_but_torch(tmp_path: Path, command: Command) -> None:
+def test_a_local_run_imports_nothing_heavy_but_torch(
+    tmp_path: Path, command: Command
+) -> None:
     # fmt: off
     done = command(
         "-c", SAY, str(tmp_path / "modules"), "examples/your_model/train.yaml", "--max_steps", "1", "--device", "cpu",

@@ -1,4 +1,6 @@
-"""Stopped, killed, started twice, and its directory deleted: real commands, and what they leave behind."""
+"""Stopped, killed, started twice, and its directory deleted: real commands, and what
+they leave behind.
+"""
 
 import shutil
 import signal
@@ -16,7 +18,9 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a command would inherit that it is ignored
+    hang_up = signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # under nohup a command would inherit that it is ignored
     commands = []
 
     def begin(launcher: str, *options: str, **changes: Any) -> Command:
@@ -31,14 +35,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def nothing_is_left(command: Command) -> None:
     assert not (command.run / "lease.json").exists()
-    assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
+    assert not [
+        path for path in command.temporary.iterdir() if path.name.startswith("paceline")
+    ]
 
 
 def stopped(command: Command, *signals: signal.Signals) -> None:
-    """Told to stop, as by `docker stop` or `kill`, the process that was started keeps what it has."""
+    """Told to stop, as by `docker stop` or `kill`, the process that was started keeps
+    what it has.
+    """
     command.tell(*signals)
     code = command.ends()
-    assert code == 0 or command.launcher == "torchrun", command.said  # torchrun's own code for a signal
+    assert code == 0 or command.launcher == "torchrun", (
+        command.said
+    )  # torchrun's own code for a signal
     assert len(command.kept()) == 1, command.said
     assert "stopped: " in command.said
     assert "Traceback" not in command.said or command.launcher == "torchrun"
@@ -63,7 +73,9 @@ def test_a_second_interrupt_leaves_at_once(start: Start) -> None:
 @pytest.mark.full
 def test_told_while_its_workers_start_it_leaves_nothing(start: Start) -> None:
     command = start("spawn")
-    command.until(lambda: len(psutil.Process(command.process.pid).children()) >= 2)  # they import torch
+    command.until(
+        lambda: len(psutil.Process(command.process.pid).children()) >= 2
+    )  # they import torch
     command.tell(signal.SIGTERM)
     assert command.ends() == 130, command.said
     assert "error: interrupted" in command.said
@@ -72,13 +84,19 @@ def test_told_while_its_workers_start_it_leaves_nothing(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_workers_end_with_the_process_that_has_started_them(start: Start, tmp_path: Path) -> None:
-    """Also one that waits in a collective, where no handler of Python's runs; and the next start need not wait."""
+def test_workers_end_with_the_process_that_has_started_them(
+    start: Start, tmp_path: Path
+) -> None:
+    """Also one that waits in a collective, where no handler of Python's runs; and the
+    next start need not wait.
+    """
     (tmp_path / "stuck").touch()
     command = start("spawn").trains()
     command.tell(signal.SIGKILL)
     assert command.ends() == -signal.SIGKILL
-    assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
+    assert not [
+        path for path in command.temporary.iterdir() if path.name.startswith("paceline")
+    ]
     for mark in command.training.iterdir():
         mark.unlink()
     (tmp_path / "stuck").unlink()

@@ -35,7 +35,14 @@ def losses(
 ) -> list[float]:
     """Of each step that this start makes; with a `path` it goes on from there."""
     tree = {"task": "x:Y", "device": "cpu", "log_every_steps": 1, **SETTINGS, **changes}
-    context = Reports(Storage(str(path)) if path else None, "spawn", rank, world_size, rank, world_size)
+    context = Reports(
+        Storage(str(path)) if path else None,
+        "spawn",
+        rank,
+        world_size,
+        rank,
+        world_size,
+    )
     context.stop_after = stop_after
     fit(task, build(TrainConfig, tree, "test"), context)
     return getattr(context, "losses", [])

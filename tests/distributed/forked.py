@@ -1,4 +1,5 @@
-"""Worker groups forked from one process that has torch imported: a start costs a tenth of a second, not five.
+"""Worker groups forked from one process that has torch imported: a start costs a tenth
+of a second, not five.
 
 Safe as long as this process itself computes nothing: run it as a process of its own.
 """
@@ -19,7 +20,9 @@ from trainers.launch.spec import RunSpec
 
 
 def run_forked(spec: RunSpec, world_size: int, rendezvous: Path) -> list[int]:
-    """The run by `world_size` forked workers; how each ended: 0, an exit code, or minus the signal."""
+    """The run by `world_size` forked workers; how each ended: 0, an exit code, or minus
+    the signal.
+    """
     workers = []
     for rank in range(world_size):
         sys.stdout.flush()
@@ -37,8 +40,12 @@ def _worker(spec: RunSpec, rank: int, world_size: int, rendezvous: Path) -> None
         torch.set_num_threads(1)
         if world_size > 1:
             where = f"file://{rendezvous}"
-            dist.init_process_group("gloo", where, timedelta(seconds=300), world_size, rank)
-        spec.execute(LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size))
+            dist.init_process_group(
+                "gloo", where, timedelta(seconds=300), world_size, rank
+            )
+        spec.execute(
+            LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+        )
         code = 0
     except Exception:
         traceback.print_exc()

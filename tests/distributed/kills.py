@@ -1,4 +1,6 @@
-"""Run as: python -m tests.distributed.kills DIRECTORY. Kills a run many times and prints, as JSON, what came of it."""
+"""Run as: python -m tests.distributed.kills DIRECTORY. Kills a run many times and
+prints, as JSON, what came of it.
+"""
 
 import json
 import os
@@ -23,20 +25,28 @@ from trainers.step.train_step import TrainStep
 from trainers.storage import Storage
 
 PLAN = "RECORDED_PLAN"
-SAMPLES, BATCH = 99, 12
+SAMPLES = 99
+BATCH = 12
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 EPOCHS = 4
 """Enough for five kills: each comes within seven steps, six of which may be kept."""
 
 
 class Recorded(Blobs):
-    """Writes down which samples each rank trains in each step, and kills its own process before a given step."""
+    """Writes down which samples each rank trains in each step, and kills its own
+    process before a given step.
+    """
 
     def __init__(self) -> None:
         super().__init__(samples=SAMPLES, dtype="float64")
-        plan = json.loads(os.environ[PLAN])  # of one start: arguments are of the whole run
-        self.record, self.kill_rank, self.kill_after = Path(plan["record"]), plan["kill_rank"], plan["kill_after"]
-        self.steps, self.rank = 0, 0
+        plan = json.loads(
+            os.environ[PLAN]
+        )  # of one start: arguments are of the whole run
+        self.record = Path(plan["record"])
+        self.kill_rank = plan["kill_rank"]
+        self.kill_after = plan["kill_after"]
+        self.steps = 0
+        self.rank = 0
 
     def dataset(self, split: str) -> TensorDataset:
         data = super().dataset(split)
@@ -57,7 +67,9 @@ class Recorded(Blobs):
 
 
 def count_steps() -> None:
-    """From now on every training step tells its task that it begins; the probe's passes do not."""
+    """From now on every training step tells its task that it begins; the probe's passes
+    do not.
+    """
     original = TrainStep.__call__
 
     def counted(self: TrainStep, *args: Any, **kwargs: Any) -> None:
@@ -82,14 +94,25 @@ def spec(directory: Path, name: str, **more: Any) -> RunSpec:
 
 def newest_step(run: Storage) -> int:
     """The step of the newest checkpoint that has its manifest; 0 without any."""
-    names = [name for name in run.names("checkpoints") if run.exists(f"checkpoints/{name}/manifest.json")]
+    names = [
+        name
+        for name in run.names("checkpoints")
+        if run.exists(f"checkpoints/{name}/manifest.json")
+    ]
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
 def run_killed(
-    directory: Path, name: str, worlds: list[int], kills: int, epochs: int = EPOCHS, **changes: Any
+    directory: Path,
+    name: str,
+    worlds: list[int],
+    kills: int,
+    epochs: int = EPOCHS,
+    **changes: Any,
 ) -> dict[str, Any]:
-    """One run, killed `kills` times, on each number of workers in turn; which samples counted in the end."""
+    """One run, killed `kills` times, on each number of workers in turn; which samples
+    counted in the end.
+    """
     chance = random.Random(f"20261121 {name}")
     run = spec(directory, name, max_steps=epochs * STEPS_PER_EPOCH, **changes)
     counted = {}
@@ -99,12 +122,27 @@ def run_killed(
         record = directory / f"{name}-{attempt}"
         record.mkdir()
         last = attempt == kills
-        args = {"kill_rank": chance.randrange(world_size), "kill_after": chance.randint(1, 7)}
-        plan = {"record": str(record), "kill_rank": -1, "kill_after": -1, **({} if last else args)}
+        args = {
+            "kill_rank": chance.randrange(world_size),
+            "kill_after": chance.randint(1, 7),
+        }
+        plan = {
+            "record": str(record),
+            "kill_rank": -1,
+            "kill_after": -1,
+            **({} if last else args),
+        }
         os.environ[PLAN] = json.dumps(plan)
         start = newest_step(run.storage)
         codes = run_forked(run, world_size, record / "rendezvous")
-        ends.append({"workers": world_size, "start": start, "codes": codes, **({} if last else args)})
+        ends.append(
+            {
+                "workers": world_size,
+                "start": start,
+                "codes": codes,
+                **({} if last else args),
+            }
+        )
         steps = {}
         for rank in range(world_size):
             path = record / f"rank-{rank}"
@@ -120,7 +158,9 @@ def run_killed(
     return {
         "ends": ends,
         "samples": [sorted(counted[step]) for step in sorted(counted)],
-        "once": [sorted(epoch.elements()) == list(range(SAMPLES)) for epoch in per_epoch],
+        "once": [
+            sorted(epoch.elements()) == list(range(SAMPLES)) for epoch in per_epoch
+        ],
         "losses": losses(run),
         "evaluations": evaluations(run),
     }

@@ -1,7 +1,8 @@
-"""Run a function in real processes that share a gloo group, and give back what each of them returns.
+"""Run a function in real processes that share a gloo group, and give back what each of
+them returns.
 
-The processes are forked from one server, which has imported torch and the loop and computes nothing itself: a start
-costs a few hundredths of a second in place of seconds.
+The processes are forked from one server, which has imported torch and the loop and
+computes nothing itself: a start costs a few hundredths of a second in place of seconds.
 """
 
 import gc
@@ -40,29 +41,51 @@ PRELOADED = [
 ]
 
 
-def run_processes(world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
-    """`function(rank, world_size, *args)` in `world_size` new processes; the results in rank order."""
-    # A file of its own each time: a process that ends without closing its store leaves the group's addresses in it.
+def run_processes(
+    world_size: int, function: Callable[..., Any], directory: Path, *args: Any
+) -> list[Any]:
+    """`function(rank, world_size, *args)` in `world_size` new processes; the results in
+    rank order.
+    """
+    # A file of its own each time: a process that ends without closing its store leaves
+    # the group's addresses in it.
     with tempfile.TemporaryDirectory(dir=directory) as meeting:
-        _fork(_enter, (world_size, function, f"file://{meeting}/store", str(directory), args), nprocs=world_size)
-    return [pickle.loads((directory / f"result-{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301
+        _fork(
+            _enter,
+            (world_size, function, f"file://{meeting}/store", str(directory), args),
+            nprocs=world_size,
+        )
+    return [
+        pickle.loads((directory / f"result-{rank}").read_bytes())  # noqa: S301
+        for rank in range(world_size)
+    ]
 
 
 @contextmanager
 def forked_launcher() -> Iterator[None]:
-    """The launcher `spawn` forks its workers from the server, too; all else is as users have it."""
+    """The launcher `spawn` forks its workers from the server, too; all else is as users
+    have it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainers.launch.local.start_processes", _fork)
         yield
 
 
 def run_module(
-    module: str, arguments: Sequence[str], cwd: Path, environment: dict[str, str], directory: Path, timeout_s: float
+    module: str,
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: dict[str, str],
+    directory: Path,
+    timeout_s: float,
 ) -> int:
-    """`python -m module arguments` in a forked process, its output in `directory`/out and /err; the exit code."""
+    """`python -m module arguments` in a forked process, its output in `directory`/out
+    and /err; the exit code.
+    """
     forkserver.set_forkserver_preload(PRELOADED)
     process = multiprocessing.get_context("forkserver").Process(
-        target=_command, args=(module, list(arguments), str(cwd), environment, str(directory))
+        target=_command,
+        args=(module, list(arguments), str(cwd), environment, str(directory)),
     )
     process.start()
     process.join(timeout_s)
@@ -74,7 +97,9 @@ def run_module(
 
 
 def printed_by(module: str, directory: Path) -> Any:
-    """What `python -m module directory` prints last, as JSON: a process of its own, which itself forks workers."""
+    """What `python -m module directory` prints last, as JSON: a process of its own,
+    which itself forks workers.
+    """
     done = subprocess.run(
         [sys.executable, "-m", module, str(directory)],
         cwd=REPOSITORY,
@@ -97,7 +122,13 @@ def _fork(*args: Any, **options: Any) -> Any:
     return start_processes(*args, **{**options, "start_method": "forkserver"})
 
 
-def _command(module: str, arguments: list[str], cwd: str, environment: dict[str, str], directory: str) -> None:
+def _command(
+    module: str,
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    directory: str,
+) -> None:
     for name, descriptor in (("out", 1), ("err", 2)):
         with Path(directory, name).open("wb") as file:
             os.dup2(file.fileno(), descriptor)
@@ -107,13 +138,21 @@ def _command(module: str, arguments: list[str], cwd: str, environment: dict[str,
     tempfile.tempdir = None
     sys.argv = [module, *arguments]
     sys.path[0] = cwd
-    # Workers of its own are forked too: this process has imported torch, and computed nothing.
-    local.start_processes = lambda *args, **options: start_processes(*args, **{**options, "start_method": "fork"})
+    # Workers of its own are forked too: this process has imported torch, and computed
+    # nothing.
+    local.start_processes = lambda *args, **options: start_processes(
+        *args, **{**options, "start_method": "fork"}
+    )
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _enter(
-    rank: int, world_size: int, function: Callable[..., Any], where: str, directory: str, args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    where: str,
+    directory: str,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", where, timedelta(seconds=300), world_size, rank)

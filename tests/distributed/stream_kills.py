@@ -1,7 +1,9 @@
-"""Run as: python -m tests.distributed.stream_kills DIRECTORY [KILLS]. Streams, killed again and again.
+"""Run as: python -m tests.distributed.stream_kills DIRECTORY [KILLS].
 
-Prints, as JSON, what came of KILLS kills of each kind of stream (default 2) on 1, 2 and 3 workers in turn, and of half
-as many on two.
+Streams, killed again and again.
+
+Prints, as JSON, what came of KILLS kills of each kind of stream (default 2) on 1, 2 and
+3 workers in turn, and of half as many on two.
 """
 
 import io
@@ -23,7 +25,9 @@ from tests.faults.s3 import bucket
 from tests.tasks import Blobs
 from trainers.loop import watchdog
 
-PARQUET, LINES, LINES_WITH_STATE = "datasets over Parquet", "lines", "lines with a state"
+PARQUET = "datasets over Parquet"
+LINES = "lines"
+LINES_WITH_STATE = "lines with a state"
 KINDS = [LINES_WITH_STATE]
 """What the suite kills; a campaign has the others, too."""
 _SUITE = 2
@@ -35,7 +39,10 @@ def samples() -> list[dict[str, Any]]:
     """Those of `Blobs`, in order."""
     features, labels = Blobs(samples=SAMPLES, dtype="float64").dataset("train").tensors
     pairs = zip(features.tolist(), labels.tolist(), strict=True)
-    return [{"features": values, "label": label, "number": number} for number, (values, label) in enumerate(pairs)]
+    return [
+        {"features": values, "label": label, "number": number}
+        for number, (values, label) in enumerate(pairs)
+    ]
 
 
 class Lines:
@@ -57,7 +64,8 @@ class LinesWithState(Lines):
     place = start = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.place, self.start = self.start, 0
+        self.place = self.start
+        self.start = 0
         for number, sample in enumerate(super().__iter__()):
             if number >= self.place:
                 self.place += 1
@@ -71,11 +79,14 @@ class LinesWithState(Lines):
 
 
 class RecordedStream(Recorded):
-    """Reads its training samples forward: from Parquet files, or lines from the object store."""
+    """Reads its training samples forward: from Parquet files, or lines from the object
+    store.
+    """
 
     def __init__(self, uri: str, kind: str) -> None:
         super().__init__()
-        self.uri, self.kind = uri, kind
+        self.uri = uri
+        self.kind = kind
 
     def stream(self, split: str) -> Any:
         if split == "val":
@@ -83,13 +94,18 @@ class RecordedStream(Recorded):
         if self.kind == PARQUET:
             import datasets
 
-            return datasets.load_dataset("parquet", data_dir=self.uri, split="train", streaming=True)
+            return datasets.load_dataset(
+                "parquet", data_dir=self.uri, split="train", streaming=True
+            )
         return (LinesWithState if self.kind == LINES_WITH_STATE else Lines)(self.uri)
 
     def collate(self, samples: list[Any]) -> Any:
         if isinstance(samples[0], tuple):  # of the validation split
             return super().collate(samples)
-        columns = {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+        columns = {
+            name: torch.tensor([sample[name] for sample in samples])
+            for name in samples[0]
+        }
         return columns["features"].double(), columns["label"], columns["number"]
 
 
@@ -99,7 +115,11 @@ def serve(directory: Path, uris: Any) -> None:
         filesystem, path = fs.FileSystem.from_uri(uri)
         for number in range(_FILES):
             with filesystem.open_output_stream(f"{path}/{number}.jsonl") as file:
-                file.write("".join(json.dumps(sample) + "\n" for sample in _part(number)).encode())
+                file.write(
+                    "".join(
+                        json.dumps(sample) + "\n" for sample in _part(number)
+                    ).encode()
+                )
         uris.put(uri)
         uris.get()
 
@@ -113,23 +133,37 @@ def main(directory: Path, kills: int) -> None:
     parquet = directory / "parquet"
     parquet.mkdir()
     for number in range(_FILES):
-        pq.write_table(pa.Table.from_pylist(_part(number)), parquet / f"train-{number}.parquet")
-    spawning = multiprocessing.get_context("spawn")  # threads of a server do not go with forks
+        pq.write_table(
+            pa.Table.from_pylist(_part(number)), parquet / f"train-{number}.parquet"
+        )
+    spawning = multiprocessing.get_context(
+        "spawn"
+    )  # threads of a server do not go with forks
     uris = spawning.SimpleQueue()
     server = spawning.Process(target=serve, args=(directory, uris))
     server.start()
     uri = uris.get()
     count_steps()
     watchdog.CAUSE_S = 0.0  # there is no launcher to see who was first
-    found, epochs = {}, EPOCHS if kills == _SUITE else 2 * EPOCHS
+    found = {}
+    epochs = EPOCHS if kills == _SUITE else 2 * EPOCHS
     for kind in [*KINDS, PARQUET, LINES] if kills > _SUITE else KINDS:
         args = {"uri": str(parquet) if kind == PARQUET else uri, "kind": kind}
-        changes = {"task": "tests.distributed.stream_kills:RecordedStream", "task_args": args}
+        changes = {
+            "task": "tests.distributed.stream_kills:RecordedStream",
+            "task_args": args,
+        }
         name = kind.replace(" ", "-")
         found[kind] = {
-            "unbroken": run_killed(directory, f"{name}-unbroken", [2], 0, epochs, **changes),
-            "moved": run_killed(directory, f"{name}-moved", [1, 2, 3], kills, epochs, **changes),
-            "fixed": run_killed(directory, f"{name}-fixed", [2], kills // 2, epochs, **changes),
+            "unbroken": run_killed(
+                directory, f"{name}-unbroken", [2], 0, epochs, **changes
+            ),
+            "moved": run_killed(
+                directory, f"{name}-moved", [1, 2, 3], kills, epochs, **changes
+            ),
+            "fixed": run_killed(
+                directory, f"{name}-fixed", [2], kills // 2, epochs, **changes
+            ),
         }
     uris.put(None)
     server.join()

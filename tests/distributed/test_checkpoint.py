@@ -1,4 +1,6 @@
-"""Checkpoints of two ranks, written in the background: whole on both or an error on both; killed, and resumed."""
+"""Checkpoints of two ranks, written in the background: whole on both or an error on
+both; killed, and resumed.
+"""
 
 import hashlib
 import json
@@ -27,10 +29,15 @@ STATE = {"model": {"weight": torch.ones(1000)}, "position": {"step": 1}}
 
 
 def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]:
-    """Collectives go on while files are written, rank 1's not before six of them; then rank 1's disk is full."""
-    write, met = Archive.write, threading.Event()
+    """Collectives go on while files are written, rank 1's not before six of them; then
+    rank 1's disk is full.
+    """
+    write = Archive.write
+    met = threading.Event()
 
-    def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+    def slow(
+        archive: Archive, name: str, file: str, state: dict[str, Any]
+    ) -> dict[str, Any]:
         if rank == 1:
             assert met.wait(HANG_S)
             if name.endswith("2"):
@@ -59,26 +66,49 @@ def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]
     return [where, steps, found.rank_state, None]
 
 
-def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(tmp_path: Path) -> None:
-    answers = run_processes(2, write_beside_collectives, tmp_path, str(tmp_path / "run"))
+def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(
+    tmp_path: Path,
+) -> None:
+    answers = run_processes(
+        2, write_beside_collectives, tmp_path, str(tmp_path / "run")
+    )
     for rank, (where, steps, rank_state, words) in enumerate(answers):
         assert where == str(tmp_path / "run/checkpoints/step-000000000001")
         assert steps > 5  # nobody waited for rank 1
         assert rank_state == {"rank": rank}
-        assert "step-000000000002 could not be written: injected: rank 1 has no room" in words
+        assert (
+            "step-000000000002 could not be written: injected: rank 1 has no room"
+            in words
+        )
     assert answers[0][1] == answers[1][1]
     assert not (tmp_path / "run/checkpoints/step-000000000002/manifest.json").exists()
 
 
 def lookup(rank: int, world_size: int, path: str) -> list[Any]:
-    checkpoints = Checkpoints(Storage(path), Group(rank, world_size, CPU), 2, Best("val_accuracy", smaller=False))
+    checkpoints = Checkpoints(
+        Storage(path),
+        Group(rank, world_size, CPU),
+        2,
+        Best("val_accuracy", smaller=False),
+    )
     newest = checkpoints.load()
-    return [newest.name, *(checkpoints.improves({"val_accuracy": value}) for value in (0.0, 2.0))]
+    return [
+        newest.name,
+        *(checkpoints.improves({"val_accuracy": value}) for value in (0.0, 2.0)),
+    ]
 
 
-def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path: Path) -> None:
-    settings = {"checkpoint__async": True, "checkpoint__best": "val_accuracy", "checkpoint__keep": 1}
-    unbroken = spec(tmp_path, "unbroken", 2, checkpoint__keep=1, checkpoint__best="val_accuracy")
+def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    settings = {
+        "checkpoint__async": True,
+        "checkpoint__best": "val_accuracy",
+        "checkpoint__keep": 1,
+    }
+    unbroken = spec(
+        tmp_path, "unbroken", 2, checkpoint__keep=1, checkpoint__best="val_accuracy"
+    )
     broken = spec(tmp_path, "broken", 2, kill_at=[22], **settings)
     run_spawn(unbroken)
     run_killed(broken, "broken-killed")
@@ -87,15 +117,20 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path: Pat
     assert losses(broken) == losses(unbroken)
     assert evaluations(broken) == evaluations(unbroken)
 
-    accuracies = {int(found["step"]): found["val_accuracy"] for found in evaluations(broken)}
+    accuracies = {
+        int(found["step"]): found["val_accuracy"] for found in evaluations(broken)
+    }
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     for run in (broken, unbroken):
         kept = run.storage.names("checkpoints")
         assert kept == sorted({f"step-{best:012d}", "step-000000000040"})
-        manifest = json.loads(run.storage.read(f"checkpoints/step-{best:012d}/manifest.json"))
+        manifest = json.loads(
+            run.storage.read(f"checkpoints/step-{best:012d}/manifest.json")
+        )
         assert manifest["metrics"]["val_accuracy"] == accuracies[best]
         assert manifest["world_size"] == 2
-    # A choice that cannot be met is an error on both ranks, not a wait of one for the other.
+    # A choice that cannot be met is an error on both ranks, not a wait of one for the
+    # other.
     found = run_processes(2, lookup, tmp_path, broken.uri)
     assert found == [["step-000000000040", False, True]] * 2
 
@@ -126,4 +161,6 @@ def take(rank: int, world_size: int, path: str) -> list[Any]:
 def test_what_one_rank_cannot_take_none_takes(tmp_path: Path) -> None:
     found = run_processes(2, take, tmp_path, str(tmp_path / "run"))
     assert found == [["step-000000000002", {"rank": rank}] for rank in (0, 1)]
-    assert run_processes(1, take, tmp_path, str(tmp_path / "run")) == [["step-000000000004", None]]
+    assert run_processes(1, take, tmp_path, str(tmp_path / "run")) == [
+        ["step-000000000004", None]
+    ]

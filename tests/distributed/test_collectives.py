@@ -1,4 +1,6 @@
-"""A task whose forward or loss is a collective trains on several ranks, and no throw-away pass waits for another."""
+"""A task whose forward or loss is a collective trains on several ranks, and no
+throw-away pass waits for another.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,35 @@ COLLECTIVES = ("gather", "reduce", "objects", "group", "broadcast")
 
 
 class Gathers(Blobs):
-    """Meets the other ranks in its loss, one way or another; more than `fits` samples do not fit on the last rank."""
+    """Meets the other ranks in its loss, one way or another; more than `fits` samples
+    do not fit on the last rank.
+    """
 
     def __init__(self, how: str, fits: int = 99, in_forward: bool = False) -> None:
         super().__init__(samples=96, dtype="float64")
-        self.how, self.fits_here, self.in_forward = how, fits, in_forward
+        self.how = how
+        self.fits_here = fits
+        self.in_forward = in_forward
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        if model.training and len(batch[0]) > self.fits_here and dist.get_rank() == dist.get_world_size() - 1:
+        if (
+            model.training
+            and len(batch[0]) > self.fits_here
+            and dist.get_rank() == dist.get_world_size() - 1
+        ):
             raise torch.OutOfMemoryError("injected: on the last rank")
         outputs = super().forward(model, batch)
         return outputs + self.meet(outputs) if self.in_forward else outputs
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return super().loss(outputs, batch) + (0.0 if self.in_forward else self.meet(outputs))
+        return super().loss(outputs, batch) + (
+            0.0 if self.in_forward else self.meet(outputs)
+        )
 
     def meet(self, outputs: Tensor) -> Tensor:
         """Zero, which takes all ranks to know."""
-        size, mine = dist.get_world_size(), outputs.detach().mean(0)
+        size = dist.get_world_size()
+        mine = outputs.detach().mean(0)
         if self.how == "gather":
             parts = [torch.empty_like(mine) for _ in range(size)]
             dist.all_gather(parts, mine)
@@ -63,13 +76,22 @@ class Gathers(Blobs):
 
 
 def run(task: Blobs, rank: int, world_size: int, **changes: Any) -> RunResult:
-    dotted = {"global_batch_size": 24, "max_steps": 7, "evaluate.every_steps": 3, "log_every_steps": 7} | changes
+    dotted = {
+        "global_batch_size": 24,
+        "max_steps": 7,
+        "evaluate.every_steps": 3,
+        "log_every_steps": 7,
+    } | changes
     config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    return fit(task, config, LocalContext(None, "spawn", rank, world_size, rank, world_size))
+    return fit(
+        task, config, LocalContext(None, "spawn", rank, world_size, rank, world_size)
+    )
 
 
 def train_all(rank: int, world_size: int) -> list[Any]:
-    """The plain loss; then each collective's: evaluated in uneven batches, trained in several microbatches."""
+    """The plain loss; then each collective's: evaluated in uneven batches, trained in
+    several microbatches.
+    """
     found = []
     plain = {"microbatch_size": 5, "evaluate.microbatch_size": 40}
     for task in (
@@ -90,8 +112,12 @@ def train_all(rank: int, world_size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_a_collective_in_the_task_trains_and_evaluates(world_size: int, tmp_path: Path) -> None:
-    plain, *others, size, wanted, uneven = run_processes(world_size, train_all, tmp_path)[0]
+def test_a_collective_in_the_task_trains_and_evaluates(
+    world_size: int, tmp_path: Path
+) -> None:
+    plain, *others, size, wanted, uneven = run_processes(
+        world_size, train_all, tmp_path
+    )[0]
     assert others == [plain] * 6
     assert size == 4
     assert uneven == pytest.approx(wanted, rel=1e-5)
@@ -102,7 +128,9 @@ class Net(nn.Sequential):
 
     def __init__(self, layers: nn.Module, uses: int) -> None:
         super().__init__(*layers.children())
-        self.spare, self.uses, self.calls = nn.Linear(4, 4, dtype=torch.float64), uses, 0
+        self.spare = nn.Linear(4, 4, dtype=torch.float64)
+        self.uses = uses
+        self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
@@ -142,11 +170,17 @@ class Noisy(Blobs):
 def evaluated(rank: int, world_size: int) -> float:
     """Of weights that do not move: training's own draws differ between ranks."""
     changes = {"max_steps": 1, "optimizer.lr": 1e-300, "evaluate.microbatch_size": 10}
-    return run(Noisy(samples=96, dtype="float64"), rank, world_size, **changes).metrics["val_loss"]
+    return run(Noisy(samples=96, dtype="float64"), rank, world_size, **changes).metrics[
+        "val_loss"
+    ]
 
 
-def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(evaluated(0, 1), rel=1e-12)
+def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(
+        evaluated(0, 1), rel=1e-12
+    )
 
 
 class Told(Blobs):
@@ -167,8 +201,13 @@ class Told(Blobs):
 
 def hear(rank: int, world_size: int) -> list[Any]:
     task = Told()
-    result = run(task, rank, world_size, **{"microbatch_size": 5, "evaluate.every_steps": 7})
-    assert task.told[-1] == (7, {name: one for name, one in result.metrics.items() if name.startswith("val_")})
+    result = run(
+        task, rank, world_size, **{"microbatch_size": 5, "evaluate.every_steps": 7}
+    )
+    assert task.told[-1] == (
+        7,
+        {name: one for name, one in result.metrics.items() if name.startswith("val_")},
+    )
     return task.told
 
 

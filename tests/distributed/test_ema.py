@@ -1,4 +1,6 @@
-"""`ema` and `checkpoint.parameters: trained` on two ranks: replicas and shards are as one worker, and resume."""
+"""`ema` and `checkpoint.parameters: trained` on two ranks: replicas and shards are as
+one worker, and resume.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,25 @@ class Based(Blobs):
 
 
 def run(
-    rank: int, world_size: int, path: Path, strategy: str, steps: int = STEPS, task: type[Blobs] = Blobs, **dotted: Any
+    rank: int,
+    world_size: int,
+    path: Path,
+    strategy: str,
+    steps: int = STEPS,
+    task: type[Blobs] = Blobs,
+    **dotted: Any,
 ) -> dict[str, float]:
-    dotted |= {"global_batch_size": 24, "max_steps": steps, "evaluate.every_steps": 5, "ema.decay": 0.9}
+    dotted |= {
+        "global_batch_size": 24,
+        "max_steps": steps,
+        "evaluate.every_steps": 5,
+        "ema.decay": 0.9,
+    }
     dotted |= {"strategy": strategy, "microbatch_size": 5}
     config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    context = LocalContext(Storage(str(path)), "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(
+        Storage(str(path)), "spawn", rank, world_size, rank, world_size
+    )
     return fit(task(samples=96, dtype="float64"), config, context).metrics
 
 
@@ -67,21 +82,32 @@ def state(path: Path) -> dict[str, Tensor]:
 def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path: Path) -> None:
     alone = run(0, 1, tmp_path / "alone", "ddp")
     expected = state(tmp_path / "alone")
-    assert not any(torch.equal(expected[name], expected[f"own.{name}"]) for name in list(expected)[:4])
+    assert not any(
+        torch.equal(expected[name], expected[f"own.{name}"])
+        for name in list(expected)[:4]
+    )
     for metrics in run_processes(2, train_all, tmp_path, tmp_path)[0]:
         assert metrics == pytest.approx(alone, rel=1e-12)
     for strategy in ("ddp", "fsdp"):
-        whole, cut = (state(tmp_path / f"{name}-{strategy}") for name in ("whole", "cut"))
+        whole, cut = (
+            state(tmp_path / f"{name}-{strategy}") for name in ("whole", "cut")
+        )
         assert whole.keys() == cut.keys() == expected.keys()
         for name, tensor in whole.items():
             assert torch.equal(tensor, cut[name]), name
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
-    base, *others = (whole_state(Storage(str(tmp_path / f"frozen-{name}")), STEPS) for name in ("ddp", "fsdp", "cut"))
+    base, *others = (
+        whole_state(Storage(str(tmp_path / f"frozen-{name}")), STEPS)
+        for name in ("ddp", "fsdp", "cut")
+    )
     assert list(base["model"]) == ["2.weight", "2.bias"], "the frozen part stays out"
     assert list(base["frozen"]) == ["0.weight", "0.bias"]
     for found in others:
         assert found["frozen"] == base["frozen"]
-        for one, other in ((found["model"], base["model"]), (found["ema"]["own"], base["ema"]["own"])):
+        for one, other in (
+            (found["model"], base["model"]),
+            (found["ema"]["own"], base["ema"]["own"]),
+        ):
             assert one.keys() == other.keys()
             for key, tensor in one.items():
                 torch.testing.assert_close(tensor, other[key], rtol=1e-10, atol=1e-12)

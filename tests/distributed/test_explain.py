@@ -27,7 +27,9 @@ class SlowRank(Blobs):
         return super().loss(outputs, batch)
 
 
-def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     task = "tests.distributed.test_explain:SlowRank"
     spec = make(tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2})
     found = run_spawn(ProfileJob(**asdict(spec), seconds=0.1))

@@ -1,4 +1,6 @@
-"""Data and losses as users write them at the first try, on two ranks: as on one, or refused on both."""
+"""Data and losses as users write them at the first try, on two ranks: as on one, or
+refused on both.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ TASKS = {
 
 def train(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
-    changes = {"log_every_steps": 4, "checkpoint.every_steps": 3, "global_batch_size": 12}
+    changes = {
+        "log_every_steps": 4,
+        "checkpoint.every_steps": 3,
+        "global_batch_size": 12,
+    }
     for name, task in TASKS.items():
         try:
             metrics = run(task, rank, world_size, **changes).metrics  # type: ignore[arg-type]
@@ -60,7 +66,11 @@ class Stops(LocalContext):
 
 
 def part(rank: int, world_size: int, path: Path, stops: bool) -> str:
-    tree = override(TrainConfig, BASE, {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3})
+    tree = override(
+        TrainConfig,
+        BASE,
+        {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3},
+    )
     kind = Stops if stops else LocalContext
     context = kind(Storage(str(path)), "spawn", rank, world_size, rank, world_size)
     return fit(Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context).status
@@ -71,7 +81,10 @@ def test_a_window_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     for name in ("moved", "whole"):
         assert run_processes(1, part, tmp_path, tmp_path / name, False) == ["done"]
     moved, whole = (
-        [row for row in read_log(Storage(str(tmp_path / name))) if "train_loss" in row] for name in ("moved", "whole")
+        [row for row in read_log(Storage(str(tmp_path / name))) if "train_loss" in row]
+        for name in ("moved", "whole")
     )
     assert [row["step"] for row in moved] == [row["step"] for row in whole] == [4, 8]
-    assert [row["train_loss"] for row in moved] == pytest.approx([row["train_loss"] for row in whole], rel=1e-12)
+    assert [row["train_loss"] for row in moved] == pytest.approx(
+        [row["train_loss"] for row in whole], rel=1e-12
+    )

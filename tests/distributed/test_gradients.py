@@ -1,4 +1,6 @@
-"""The gradient of a global batch is one process's, however it is split into workers and microbatches."""
+"""The gradient of a global batch is one process's, however it is split into workers and
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,17 @@ from trainers.step.train_step import TrainStep
 from trainers.task import task_feed
 
 CPU = torch.device("cpu")
-# (global batch size, step of the epoch, microbatch size): even, uneven, short last step, ranks without a sample
-SPLITS = [(24, 0, 100), (23, 1, 4), (24, 8, 3), (2, 0, 1), (1, 5, 1), (7, 28, 2), (203, 0, 9)]
+# (global batch size, step of the epoch, microbatch size): even, uneven, short last
+# step, ranks without a sample
+SPLITS = [
+    (24, 0, 100),
+    (23, 1, 4),
+    (24, 8, 3),
+    (2, 0, 1),
+    (1, 5, 1),
+    (7, 28, 2),
+    (203, 0, 9),
+]
 
 
 class Tokens(Blobs):
@@ -41,30 +52,51 @@ class Tokens(Blobs):
 
 
 def gradient(
-    task: Blobs, rank: int, world_size: int, split: tuple[int, int, int], strategy: str = "ddp"
+    task: Blobs,
+    rank: int,
+    world_size: int,
+    split: tuple[int, int, int],
+    strategy: str = "ddp",
 ) -> tuple[list[Tensor], float]:
-    """Gradient and loss of one step, before any update; of a sharded model whole, on rank 0."""
+    """Gradient and loss of one step, before any update; of a sharded model whole, on
+    rank 0.
+    """
     size, step, microbatch = split
     group = Group(rank, world_size, CPU)
     torch.manual_seed(0)
     model = place_model(task.model(), group, strategy)
     data = task.dataset("train")
-    sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
+    sampler = StepSampler(
+        data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=strategy == "ddp")
     forward = ForwardPass(wrap_model(model, group, strategy), task, TABLE["fp32"], CPU)
     train = TrainStep(forward, optimizer, group)
     microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
-    train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
+    train(
+        feed.batches(microbatches, training=True),
+        sizes,
+        sampler.step_size(step),
+        idle=not any(sizes),
+    )
     found = whole([parameter.grad for parameter in model.parameters()], group)
-    return [one.clone() for one in found if one is not None], train.take_losses(1)()["train_loss"][0]
+    return [one.clone() for one in found if one is not None], train.take_losses(1)()[
+        "train_loss"
+    ][0]
 
 
 def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:
-    tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
-    wide = Blobs(dtype="float64", features=9000)  # too large to go to every rank directly
+    tasks = [
+        cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")
+    ]
+    wide = Blobs(
+        dtype="float64", features=9000
+    )  # too large to go to every rank directly
     found = [gradient(wide, rank, world_size, split) for split in SPLITS[:2]]
-    return found + [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
+    return found + [
+        gradient(task, rank, world_size, split) for task in tasks for split in SPLITS
+    ]
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
@@ -84,7 +116,9 @@ def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> 
 
 
 class Measured(Tokens):
-    """torchmetrics of counts, whole data, sums, states that depend on the order of batches; names of some batches."""
+    """torchmetrics of counts, whole data, sums, states that depend on the order of
+    batches; names of some batches.
+    """
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         made = {
@@ -107,17 +141,39 @@ class Measured(Tokens):
 def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
     torch.set_num_threads(1)
     found = []
-    for task in (Tokens(samples=1), *(Measured(samples=samples) for samples in (7, 64, 97, 1797))):
+    for task in (
+        Tokens(samples=1),
+        *(Measured(samples=samples) for samples in (7, 64, 97, 1797)),
+    ):
         torch.manual_seed(0)
-        feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
-        found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], Group(rank, world_size, CPU)))
+        feed = task_feed(
+            task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0
+        )
+        found.append(
+            evaluate(
+                task.model(),
+                task,
+                feed,
+                32,
+                TABLE["fp32"],
+                Group(rank, world_size, CPU),
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_evaluation_is_one_figure_for_any_number_of_workers(world_size: int, tmp_path: Path) -> None:
+def test_evaluation_is_one_figure_for_any_number_of_workers(
+    world_size: int, tmp_path: Path
+) -> None:
     alone = all_evaluations(0, 1)
-    assert alone[-1].keys() >= {"val_auroc", "val_error", "val_correlation", "val_part_low", "val_high"}
+    assert alone[-1].keys() >= {
+        "val_auroc",
+        "val_error",
+        "val_correlation",
+        "val_part_low",
+        "val_high",
+    }
     assert 0 < alone[-1]["val_accuracy"] < 1
     assert 0 < alone[-1]["val_auroc"] < 1
     assert run_processes(world_size, all_evaluations, tmp_path) == [alone] * world_size

@@ -1,4 +1,6 @@
-"""Killed at random steps, and resumed with 1, 2 and 3 workers in turn: every sample once, the same curve."""
+"""Killed at random steps, and resumed with 1, 2 and 3 workers in turn: every sample
+once, the same curve.
+"""
 
 from typing import Any
 
@@ -16,12 +18,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(("name", "kills"), [("moved", 3), ("fixed 2", 2)])
-def test_each_kill_killed_and_the_run_came_to_its_end(found: Any, name: str, kills: int) -> None:
+def test_each_kill_killed_and_the_run_came_to_its_end(
+    found: Any, name: str, kills: int
+) -> None:
     *killed, last = found[name]["ends"]
     assert len(killed) == kills
     for end in killed:
         assert end["codes"][end["kill_rank"]] == -9, end
-        assert all(end["codes"]), f"no rank may take a broken group's step for a good one: {end}"
+        assert all(end["codes"]), (
+            f"no rank may take a broken group's step for a good one: {end}"
+        )
     assert set(last["codes"]) == {0}
 
 
@@ -35,11 +41,14 @@ def test_the_curve_is_the_unbroken_one(found: Any) -> None:
     for name, run in found.items():
         assert run["losses"] == pytest.approx(unbroken["losses"], rel=1e-12), name
         assert len(run["losses"]) == EPOCHS * STEPS_PER_EPOCH
-        for ours, theirs in zip(run["evaluations"], unbroken["evaluations"], strict=True):
+        for ours, theirs in zip(
+            run["evaluations"], unbroken["evaluations"], strict=True
+        ):
             assert ours == pytest.approx(theirs, rel=1e-10), name
 
 
 def test_at_a_fixed_number_of_workers_it_is_bit_equal(found: Any) -> None:
-    broken, unbroken = found["fixed 2"], found["unbroken 2"]
+    broken = found["fixed 2"]
+    unbroken = found["unbroken 2"]
     assert broken["losses"] == unbroken["losses"]
     assert broken["evaluations"] == unbroken["evaluations"]

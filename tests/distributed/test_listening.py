@@ -1,4 +1,6 @@
-"""Where the processes of a real group of two listen: on the address that was meant, and on no other."""
+"""Where the processes of a real group of two listen: on the address that was meant, and
+on no other.
+"""
 
 import json
 import os
@@ -15,24 +17,42 @@ import torch.distributed as dist
 
 from tests.distributed import processes
 
-NODE = "127.0.0.2"  # an address that this machine has, and no other part of a group listens on
+# an address that this machine has, and no other part of a group listens on
+NODE = "127.0.0.2"
 
 
 def listening() -> list[str]:
     """The addresses on which this process accepts connections."""
     sockets = psutil.Process().net_connections("inet")
-    addresses = {one.laddr.ip.removeprefix("::ffff:") for one in sockets if one.status == psutil.CONN_LISTEN}
+    addresses = {
+        one.laddr.ip.removeprefix("::ffff:")
+        for one in sockets
+        if one.status == psutil.CONN_LISTEN
+    }
     return sorted(addresses)
 
 
 def _member(rank: int, directory: str, local_world_size: int, node: str) -> None:
-    """One worker as Ray Train has it, but for Ray: its place in the group and its node's address are given."""
+    """One worker as Ray Train has it, but for Ray: its place in the group and its
+    node's address are given.
+    """
     from trainers.on_ray import process_group
 
-    numbers = {"world_rank": rank, "world_size": 2, "local_rank": 0, "local_world_size": local_world_size}
-    context = SimpleNamespace(**{f"get_{name}": lambda n=n: n for name, n in {**numbers, "node_rank": 0}.items()})
+    numbers = {
+        "world_rank": rank,
+        "world_size": 2,
+        "local_rank": 0,
+        "local_world_size": local_world_size,
+    }
+    context = SimpleNamespace(
+        **{
+            f"get_{name}": lambda n=n: n
+            for name, n in {**numbers, "node_rank": 0}.items()
+        }
+    )
     process_group.ray = SimpleNamespace(  # type: ignore[assignment]
-        train=SimpleNamespace(get_context=lambda: context), util=SimpleNamespace(get_node_ip_address=lambda: node)
+        train=SimpleNamespace(get_context=lambda: context),
+        util=SimpleNamespace(get_node_ip_address=lambda: node),
     )
     process_group.hide_unassigned_gpus = lambda: None
     process_group.own_gpu = lambda: 0
@@ -45,13 +65,19 @@ def _member(rank: int, directory: str, local_world_size: int, node: str) -> None
     process_group._join(*json.loads(place.read_text()), "gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
-    found = {"sum": total.item(), "listening": listening(), "gloo": os.environ.get("GLOO_SOCKET_IFNAME")}
+    found = {
+        "sum": total.item(),
+        "listening": listening(),
+        "gloo": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     process_group._leave()
 
 
-def group(directory: Path, local_world_size: int, node: str = NODE) -> list[dict[str, Any]]:
+def group(
+    directory: Path, local_world_size: int, node: str = NODE
+) -> list[dict[str, Any]]:
     """What both members of a group found."""
     processes._fork(_member, (str(directory), local_world_size, node), nprocs=2)
     found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
@@ -62,12 +88,20 @@ def group(directory: Path, local_world_size: int, node: str = NODE) -> list[dict
 def test_a_group_on_one_node_listens_on_the_loopback(tmp_path: Path) -> None:
     found = group(tmp_path, local_world_size=2)
     assert {address for one in found for address in one["listening"]} == {"127.0.0.1"}
-    assert {one["gloo"] for one in found} == {"lo" if sys.platform == "linux" else "lo0"}
+    assert {one["gloo"] for one in found} == {
+        "lo" if sys.platform == "linux" else "lo0"
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux")
-def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(tmp_path: Path) -> None:
+def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(
+    tmp_path: Path,
+) -> None:
     found = group(tmp_path, local_world_size=1)
     assert NODE in found[0]["listening"]
-    assert not {"0.0.0.0", "::"} & {address for one in found for address in one["listening"]}  # noqa: S104
-    assert {one["gloo"] for one in found} == {None}, "its interface is the cluster's to choose"
+    assert not {"0.0.0.0", "::"} & {  # noqa: S104
+        address for one in found for address in one["listening"]
+    }
+    assert {one["gloo"] for one in found} == {None}, (
+        "its interface is the cluster's to choose"
+    )

@@ -1,5 +1,7 @@
-"""Out of memory in forward, backward and optimizer, on one rank and on all: no hang, the largest size that fits, and
-the training result of the same global batch. Injected here; real in `test_real_memory_ends_the_same_way`.
+"""Out of memory in forward, backward and optimizer, on one rank and on all: no hang,
+the largest size that fits, and the training result of the same global batch.
+
+Injected here; real in `test_real_memory_ends_the_same_way`.
 """
 
 import itertools
@@ -42,11 +44,15 @@ class _Fails(torch.autograd.Function):
 
 
 class Limited(Blobs):
-    """Runs out of memory above `limit` samples, in one phase, on one rank or (rank None) on all."""
+    """Runs out of memory above `limit` samples, in one phase, on one rank or (rank
+    None) on all.
+    """
 
     def __init__(self, phase: str, limit: int, rank: int | None) -> None:
         super().__init__(samples=170, dtype="float64")
-        self.phase, self.limit, self.only = phase, limit, rank
+        self.phase = phase
+        self.limit = limit
+        self.only = rank
         self.largest = 0
 
     def too_many(self) -> bool:
@@ -59,7 +65,11 @@ class Limited(Blobs):
             if self.phase == "forward" and self.too_many():
                 raise torch.OutOfMemoryError("injected: in the forward pass")
         outputs = super().forward(model, batch)
-        return _Fails.apply(outputs) if model.training and self.phase == "backward" and self.too_many() else outputs
+        return (
+            _Fails.apply(outputs)
+            if model.training and self.phase == "backward" and self.too_many()
+            else outputs
+        )
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         task = self
@@ -75,7 +85,11 @@ class Limited(Blobs):
 
 def largest_part(share: int, limit: int) -> int:
     """The size that `auto` must find."""
-    return next(-(-share // parts) for parts in range(1, share + 1) if -(-share // parts) <= limit)
+    return next(
+        -(-share // parts)
+        for parts in range(1, share + 1)
+        if -(-share // parts) <= limit
+    )
 
 
 def cases(world_size: int) -> list[tuple[str, int, int | None]]:
@@ -85,17 +99,31 @@ def cases(world_size: int) -> list[tuple[str, int, int | None]]:
 
 
 def train(task: Blobs, rank: int, world_size: int) -> tuple[int, float, float]:
-    """Microbatch size, final training loss, and a checksum of where the weights have come to."""
-    changes = {"global_batch_size": BATCH, "max_steps": 7, "evaluate.every_steps": 7, "log_every_steps": 7}
+    """Microbatch size, final training loss, and a checksum of where the weights have
+    come to.
+    """
+    changes = {
+        "global_batch_size": BATCH,
+        "max_steps": 7,
+        "evaluate.every_steps": 7,
+        "log_every_steps": 7,
+    }
     config = build(TrainConfig, override(TrainConfig, BASE, changes), "test")
     context = LocalContext(None, "spawn", rank, world_size, rank, world_size)
     result = fit(task, config, context)
-    return result.microbatch_size, result.metrics["train_loss"], result.metrics["val_loss"]
+    return (
+        result.microbatch_size,
+        result.metrics["train_loss"],
+        result.metrics["val_loss"],
+    )
 
 
 def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
     plain = train(Limited("none", 0, None), rank, world_size)
-    return [plain, *(train(Limited(*case), rank, world_size) for case in cases(world_size))]
+    return [
+        plain,
+        *(train(Limited(*case), rank, world_size) for case in cases(world_size)),
+    ]
 
 
 def test_no_hang_the_largest_size_and_the_same_result(tmp_path: Path) -> None:
@@ -104,23 +132,35 @@ def test_no_hang_the_largest_size_and_the_same_result(tmp_path: Path) -> None:
     share = -(-BATCH // world_size)
     assert plain[0] == share
     assert len(found) == 27
-    for (phase, limit, rank), (size, train_loss, val_loss) in zip(cases(world_size), found, strict=True):
+    for (phase, limit, rank), (size, train_loss, val_loss) in zip(
+        cases(world_size), found, strict=True
+    ):
         assert size == largest_part(share, limit), (phase, limit, rank)
         assert train_loss == pytest.approx(plain[1], rel=1e-12), (phase, limit, rank)
         assert val_loss == pytest.approx(plain[2], rel=1e-11), (phase, limit, rank)
 
 
 class Later(Blobs):
-    """Runs out of memory in a later step than the first, in one phase on one rank, until the microbatch is small."""
+    """Runs out of memory in a later step than the first, in one phase on one rank,
+    until the microbatch is small.
+    """
 
     def __init__(self, phase: str, step: int, rank: int, limit: int) -> None:
         super().__init__(samples=170, dtype="float64")
-        self.phase, self.at, self.only, self.limit = phase, step, rank, limit
+        self.phase = phase
+        self.at = step
+        self.only = rank
+        self.limit = limit
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         outputs = super().forward(model, batch)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if not model.training or rank != self.only or self.forwards < self.at or len(batch[0]) <= self.limit:
+        if (
+            not model.training
+            or rank != self.only
+            or self.forwards < self.at
+            or len(batch[0]) <= self.limit
+        ):
             return outputs
         if self.phase == "backward":
             return _Fails.apply(outputs)
@@ -128,9 +168,17 @@ class Later(Blobs):
 
 
 def mid_training(tmp_path: Path, name: str, workers: int, **task_args: Any) -> RunSpec:
-    changes = {"name": name, "max_steps": 20, "global_batch_size": BATCH, "checkpoint__every_steps": 4}
+    changes = {
+        "name": name,
+        "max_steps": 20,
+        "global_batch_size": BATCH,
+        "checkpoint__every_steps": 4,
+    }
     if task_args:
-        changes |= {"task": "tests.distributed.test_memory:Later", "task_args": task_args}
+        changes |= {
+            "task": "tests.distributed.test_memory:Later",
+            "task_args": task_args,
+        }
     else:
         changes |= {"task_args": {"samples": 170, "dtype": "float64"}}
     launcher = "spawn" if workers > 1 else "local"
@@ -139,8 +187,12 @@ def mid_training(tmp_path: Path, name: str, workers: int, **task_args: Any) -> R
 
 
 @pytest.mark.parametrize(("workers", "phase"), [(1, "forward"), (3, "backward")])
-def test_in_mid_training_the_next_smaller_microbatch_goes_on(workers: int, phase: str, tmp_path: Path) -> None:
-    spec = mid_training(tmp_path, "hurt", workers, phase=phase, step=9, rank=workers - 1, limit=9)
+def test_in_mid_training_the_next_smaller_microbatch_goes_on(
+    workers: int, phase: str, tmp_path: Path
+) -> None:
+    spec = mid_training(
+        tmp_path, "hurt", workers, phase=phase, step=9, rank=workers - 1, limit=9
+    )
     result = (run_spawn if workers > 1 else run_local)(spec)
     share = -(-BATCH // workers)
     expected = share
@@ -179,20 +231,27 @@ print(result.status, result.microbatch_size, repr(result.metrics["val_loss"]))
 
 
 class Wide(Blobs):
-    """A hidden layer of 4,096: a microbatch of n samples holds some 100 KiB n of activations."""
+    """A hidden layer of 4,096: a microbatch of n samples holds some 100 KiB n of
+    activations.
+    """
 
     def __init__(self) -> None:
         super().__init__(samples=4096, dtype="float64")
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 4096), nn.Tanh(), nn.Linear(4096, 4)).double()
+        return nn.Sequential(
+            nn.Linear(12, 4096), nn.Tanh(), nn.Linear(4096, 4)
+        ).double()
 
 
 def run_real(how: str) -> tuple[str, int, float]:
     done = subprocess.run(
         [sys.executable, "-c", REAL, how],
         cwd=REPOSITORY,
-        env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # a thread's own would take 64 MiB of the limit
+        env={
+            **os.environ,
+            "MALLOC_ARENA_MAX": "1",
+        },  # a thread's own would take 64 MiB of the limit
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -205,7 +264,9 @@ def run_real(how: str) -> tuple[str, int, float]:
 
 @pytest.mark.full
 def test_real_memory_ends_the_same_way() -> None:
-    """Under a hard limit of its address space the process takes a smaller microbatch, and learns the same."""
+    """Under a hard limit of its address space the process takes a smaller microbatch,
+    and learns the same.
+    """
     status, size, loss = run_real("limited")
     free_status, free_size, free_loss = run_real("free")
     assert (status, free_status, free_size) == ("done", "done", 4096)

@@ -1,4 +1,6 @@
-"""Ranks on several hosts: other versions and storage that is not shared are errors on every rank, before training."""
+"""Ranks on several hosts: other versions and storage that is not shared are errors on
+every rank, before training.
+"""
 
 import time
 from pathlib import Path
@@ -13,14 +15,20 @@ from trainers.errors import ConfigError
 from trainers.storage import Storage
 
 
-def outcome(rank: int, world_size: int, directories: list[str], torch_versions: list[str]) -> tuple[str, int]:
-    """(error, how often it waited for storage) of a rank with this storage and this torch, in two checks."""
+def outcome(
+    rank: int, world_size: int, directories: list[str], torch_versions: list[str]
+) -> tuple[str, int]:
+    """(error, how often it waited for storage) of a rank with this storage and this
+    torch, in two checks.
+    """
     found = peers.own_versions() | {"torch": torch_versions[rank]}
     peers.own_versions = lambda: found
     peers._SEEN_WITHIN_S = 0.5
-    group, naps = Group(rank, world_size, torch.device("cpu")), []
+    group = Group(rank, world_size, torch.device("cpu"))
+    naps = []
     peers.time = SimpleNamespace(
-        monotonic=time.monotonic, sleep=lambda seconds: (naps.append(seconds), time.sleep(seconds))
+        monotonic=time.monotonic,
+        sleep=lambda seconds: (naps.append(seconds), time.sleep(seconds)),
     )
     for _ in range(2):
         try:
@@ -31,7 +39,8 @@ def outcome(rank: int, world_size: int, directories: list[str], torch_versions: 
 
 
 def test_what_ranks_must_have_in_common(tmp_path: Path) -> None:
-    shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
+    shared = str(tmp_path / "shared")
+    own = str(tmp_path / "own")
     same = ["2.15.0"] * 3
     for name in ("equal", "storage", "versions"):
         (tmp_path / name).mkdir()
@@ -40,11 +49,18 @@ def test_what_ranks_must_have_in_common(tmp_path: Path) -> None:
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
 
     apart = run_processes(3, outcome, tmp_path / "storage", [shared, shared, own], same)
-    assert len({words.replace(own, shared) for words, *_ in apart}) == 1, "all ranks end with the same words"
-    assert "must be shared by all nodes, and does not hold what rank 0 has written" in apart[0][0]
+    assert len({words.replace(own, shared) for words, *_ in apart}) == 1, (
+        "all ranks end with the same words"
+    )
+    assert (
+        "must be shared by all nodes, and does not hold what rank 0 has written"
+        in apart[0][0]
+    )
     assert apart[2][1] > 0, "NFS may show it late"
 
-    other = run_processes(3, outcome, tmp_path / "versions", [shared] * 3, ["2.15.0", "2.14.1", "2.15.0"])
+    other = run_processes(
+        3, outcome, tmp_path / "versions", [shared] * 3, ["2.15.0", "2.14.1", "2.15.0"]
+    )
     assert len({words for words, *_ in other}) == 1
     assert "`torch of rank 1 on" in other[0][0]
     assert "must be 2.15.0 as on the other ranks" in other[0][0]

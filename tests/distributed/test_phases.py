@@ -1,4 +1,6 @@
-"""Steps of several phases on several ranks: buffers of one model, and a run that is moved (curves: test_recipes.py)."""
+"""Steps of several phases on several ranks: buffers of one model, and a run that is
+moved (curves: test_recipes.py).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Weighed(Wasserstein):
         if phase == "generator":
             each = F.softplus(-model.critic(model.generator(other_noise)))
         else:
-            each = F.softplus(-model.critic(real)) + F.softplus(model.critic(model.generator(noise)))
+            each = F.softplus(-model.critic(real)) + F.softplus(
+                model.critic(model.generator(noise))
+            )
         return (each * share).sum() / share.sum()
 
 
@@ -47,7 +51,10 @@ class Chosen(Adversarial):
     def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
         rows = range(len(batch[0]))
         return torch.stack(
-            [self.of_sample(model, [part[row : row + 1] for part in batch], phase) for row in rows]
+            [
+                self.of_sample(model, [part[row : row + 1] for part in batch], phase)
+                for row in rows
+            ]
         ).mean()
 
     def of_sample(self, model: Any, batch: Any, phase: str) -> Tensor:
@@ -57,12 +64,18 @@ class Chosen(Adversarial):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_other_ranks(before: int, after: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_ranks(
+    before: int, after: int, tmp_path: Path
+) -> None:
     """After step 7, the third of five of the critic, in the second epoch."""
     changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
     whole = run_processes(before, losses, tmp_path, Wasserstein(), changes)[0]
-    first = run_processes(before, losses, tmp_path, Wasserstein(), changes, tmp_path / "moved", 7)[0]
-    last = run_processes(after, losses, tmp_path, Wasserstein(), changes, tmp_path / "moved")[0]
+    first = run_processes(
+        before, losses, tmp_path, Wasserstein(), changes, tmp_path / "moved", 7
+    )[0]
+    last = run_processes(
+        after, losses, tmp_path, Wasserstein(), changes, tmp_path / "moved"
+    )[0]
     assert (len(first), len(last)) == (7, 5)
     assert first + last == pytest.approx(whole, rel=1e-12)
 
@@ -87,7 +100,11 @@ def buffers(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_buffers_are_rank_0s_when_a_step_begins(tmp_path: Path) -> None:
-    """The last step of an epoch has three samples: one rank has a microbatch more, and turns them further."""
+    """The last step of an epoch has three samples: one rank has a microbatch more, and
+    turns them further.
+    """
     one, other = run_processes(2, buffers, tmp_path)
     assert len(one) == 24
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""What a plain PyTorch loop trains is trained as there on any number of ranks, and after a resume."""
+"""What a plain PyTorch loop trains is trained as there on any number of ranks, and
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
-from tests.plain_loop import KINDS, OPTIMIZERS, STEPS, Case, Drawn, Plain, configured, in_a_plain_loop, in_the_loop
+from tests.plain_loop import (
+    KINDS,
+    OPTIMIZERS,
+    STEPS,
+    Case,
+    Drawn,
+    Plain,
+    configured,
+    in_a_plain_loop,
+    in_the_loop,
+)
 from trainers.errors import ConfigError
 
 HINTS = get_type_hints(Case)
@@ -35,36 +47,54 @@ EXAMPLES = settings.default.max_examples // 25
 def train_kinds(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor]]:
     for end in (6, STEPS):
         config = configured(max_steps=end, microbatch_size=2)
-        found = [in_the_loop(make(), config, path / kind, rank, world_size) for kind, make in KINDS.items()]
+        found = [
+            in_the_loop(make(), config, path / kind, rank, world_size)
+            for kind, make in KINDS.items()
+        ]
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_every_kind_is_trained_as_by_a_plain_loop(world_size: int, tmp_path: Path) -> None:
+def test_every_kind_is_trained_as_by_a_plain_loop(
+    world_size: int, tmp_path: Path
+) -> None:
     ranks = run_processes(world_size, train_kinds, tmp_path, tmp_path)
     for number, (kind, make) in enumerate(KINDS.items()):
         expected = in_a_plain_loop(make(), configured())
         for found in ranks:
             same = partial("{}: {}".format, kind)
-            torch.testing.assert_close(found[number], expected, rtol=1e-9, atol=1e-11, msg=same)
+            torch.testing.assert_close(
+                found[number], expected, rtol=1e-9, atol=1e-11, msg=same
+            )
 
 
-def train_cases(rank: int, world_size: int, path: Path, cases: list[Case]) -> list[dict[str, Tensor]]:
+def train_cases(
+    rank: int, world_size: int, path: Path, cases: list[Case]
+) -> list[dict[str, Tensor]]:
     places = enumerate(cases)
-    return [in_the_loop(Drawn(case), case.config(), path / str(place), rank, world_size) for place, case in places]
+    return [
+        in_the_loop(Drawn(case), case.config(), path / str(place), rank, world_size)
+        for place, case in places
+    ]
 
 
 @settings(max_examples=EXAMPLES)
 @given(st.integers(1, 3), st.lists(CASES, min_size=5, max_size=5))
-def test_any_small_model_is_trained_as_by_a_plain_loop(world_size: int, cases: list[Case]) -> None:
+def test_any_small_model_is_trained_as_by_a_plain_loop(
+    world_size: int, cases: list[Case]
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        ranks = run_processes(world_size, train_cases, Path(directory), Path(directory), cases)
+        ranks = run_processes(
+            world_size, train_cases, Path(directory), Path(directory), cases
+        )
     for place, case in enumerate(cases):
         tolerance = 1e-6 if case.single else 1e-8
         expected = in_a_plain_loop(Drawn(case), case.config())
         for found in ranks:
             same = partial("{}: {}".format, case)
-            torch.testing.assert_close(found[place], expected, rtol=tolerance, atol=tolerance, msg=same)
+            torch.testing.assert_close(
+                found[place], expected, rtol=tolerance, atol=tolerance, msg=same
+            )
 
 
 class Apart(Plain):
@@ -90,7 +120,8 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+        self.first = nn.Linear(6, 2).double()
+        self.second = nn.Linear(6, 2).double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.first(inputs) + (self.second(inputs) if self.whole else 0)  # type: ignore[no-any-return]
@@ -100,7 +131,9 @@ def refused(rank: int, world_size: int, path: Path) -> list[str]:
     rules = []
     for task in (Apart(), LeftOut()):
         with pytest.raises(ConfigError) as error:
-            in_the_loop(task, configured(), path / type(task).__name__, rank, world_size)
+            in_the_loop(
+                task, configured(), path / type(task).__name__, rank, world_size
+            )
         rules.append(error.value.rule)
     return rules
 

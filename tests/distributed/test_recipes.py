@@ -1,4 +1,6 @@
-"""Recipes on several ranks: the curve of one rank and one microbatch, and a resume that is bit-equal."""
+"""Recipes on several ranks: the curve of one rank and one microbatch, and a resume that
+is bit-equal.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,9 @@ def named(task: Any) -> str:
     return type(task).__name__ if isinstance(task, Task) else ""
 
 
-def curves(rank: int, world_size: int, task: Task, sizes: list[int]) -> list[list[float]]:
+def curves(
+    rank: int, world_size: int, task: Task, sizes: list[int]
+) -> list[list[float]]:
     """With each size of a microbatch."""
     return [losses(rank, world_size, task, {"microbatch_size": size}) for size in sizes]
 
@@ -49,17 +53,29 @@ def curves(rank: int, world_size: int, task: Task, sizes: list[int]) -> list[lis
 def test_the_curve_is_that_of_one_rank_and_one_microbatch(
     task: Task, tolerance: float, world_size: int, tmp_path: Path
 ) -> None:
-    """Steps of six and, the last of an epoch, of three samples: one of four ranks then has none."""
+    """Steps of six and, the last of an epoch, of three samples: one of four ranks then
+    has none.
+    """
     [[alone, *split]] = run_processes(1, curves, tmp_path, task, [6, 4, 1])
     assert len(alone) == 12
-    # A critic's loss is a difference of terms near 1, which is near 0 in one of these steps.
+    # A critic's loss is a difference of terms near 1, which is near 0 in one of these
+    # steps.
     slack = tolerance if isinstance(task, Wasserstein) else 0.0
-    for found in [*split, *(one for rank in run_processes(world_size, curves, tmp_path, task, [6, 1]) for one in rank)]:
+    for found in [
+        *split,
+        *(
+            one
+            for rank in run_processes(world_size, curves, tmp_path, task, [6, 1])
+            for one in rank
+        ),
+    ]:
         assert found == pytest.approx(alone, rel=tolerance, abs=slack)
 
 
 def resumed(rank: int, world_size: int, task: Task, path: Path) -> None:
-    """A run of one start, and one of three: the second begins in the first epoch and the third in the second."""
+    """A run of one start, and one of three: the second begins in the first epoch and
+    the third in the second.
+    """
     changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
     losses(rank, world_size, task, changes, path / "whole")
     for stop_after in (3, 6, None):

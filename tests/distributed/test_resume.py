@@ -1,4 +1,6 @@
-"""Killed, and resumed on another number of workers, though the batch size changes: the same samples, the same curve."""
+"""Killed, and resumed on another number of workers, though the batch size changes: the
+same samples, the same curve.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +14,27 @@ from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 
 
-def spec(tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any) -> RunSpec:
+def spec(
+    tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any
+) -> RunSpec:
     args = {"dtype": "float64"}
     if kill_at:
-        args |= {"fail_at": list(kill_at), "failure": "kill", "marker": str(tmp_path / f"{name}-killed")}
-    changes = {"name": name, "launcher": "spawn", "max_steps": 40, "checkpoint__every_steps": 3, **changes}
+        args |= {
+            "fail_at": list(kill_at),
+            "failure": "kill",
+            "marker": str(tmp_path / f"{name}-killed"),
+        }
+    changes = {
+        "name": name,
+        "launcher": "spawn",
+        "max_steps": 40,
+        "checkpoint__every_steps": 3,
+        **changes,
+    }
     made = tree(tmp_path, task_args=args, scaling__num_workers=workers, **changes)
-    return make_spec(made, "test", REPOSITORY, own_workers=False)  # three workers on two cores will do
+    return make_spec(
+        made, "test", REPOSITORY, own_workers=False
+    )  # three workers on two cores will do
 
 
 def run_killed(killed: RunSpec, marker: str) -> None:
@@ -30,7 +46,11 @@ def run_killed(killed: RunSpec, marker: str) -> None:
 
 def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path: Path) -> None:
     changes = {
-        "batch_schedule": [{"until_samples": 130, "size": 12}, {"until_samples": 300, "size": 31}, {"size": 50}],
+        "batch_schedule": [
+            {"until_samples": 130, "size": 12},
+            {"until_samples": 300, "size": 31},
+            {"size": 50},
+        ],
         "global_batch_size": None,
         "microbatch_size": 7,
         "lr_scaling": {"rule": "linear", "base_batch_size": 12},

@@ -1,4 +1,6 @@
-"""torch's own test of its DistributedSampler, as the wheel ships it, on ours; a task's sampler on several ranks."""
+"""torch's own test of its DistributedSampler, as the wheel ships it, on ours; a task's
+sampler on several ranks.
+"""
 
 import functools
 import inspect
@@ -38,7 +40,9 @@ def torchs_own_test(rank: int, world_size: int) -> list[str]:
     case = unittest.TestCase()
     case.rank = "cpu"  # type: ignore[attr-defined] # it moves tensors to the device of this index
     # Without the decorators that ask for as many GPUs as ranks.
-    inspect.unwrap(distributed_test.DistributedTest._DistTestBase.test_DistributedSampler_padding)(case)
+    inspect.unwrap(
+        distributed_test.DistributedTest._DistTestBase.test_DistributedSampler_padding
+    )(case)
     return made
 
 
@@ -49,7 +53,9 @@ def test_torchs_own_test_passes(world_size: int, tmp_path: Path) -> None:
 
 
 class Drawn(Blobs):
-    """Draws its samples by weights, or, which is no order of all, a part of them on each rank."""
+    """Draws its samples by weights, or, which is no order of all, a part of them on
+    each rank.
+    """
 
     def __init__(self, by_rank: bool) -> None:
         super().__init__(samples=96, dtype="float64")
@@ -68,9 +74,14 @@ def train(rank: int, world_size: int, by_rank: bool) -> float | str:
         return str(error)
 
 
-def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(tmp_path: Path) -> None:
+def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(
+    tmp_path: Path,
+) -> None:
     [alone] = run_processes(1, train, tmp_path, False)
-    assert run_processes(3, train, tmp_path, False) == [pytest.approx(alone, rel=1e-12)] * 3
+    assert (
+        run_processes(3, train, tmp_path, False)
+        == [pytest.approx(alone, rel=1e-12)] * 3
+    )
 
 
 def test_a_sampler_that_splits_by_rank_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints that all ranks write at once: resharded to any number of ranks to the bit, and killed at every write."""
+"""Checkpoints that all ranks write at once: resharded to any number of ranks to the
+bit, and killed at every write.
+"""
 
 import contextlib
 import os
@@ -62,10 +64,20 @@ def train(
     task: type[Averaged] = Averaged,
     **dotted: Any,
 ) -> None:
-    """A run of `STEPS` steps; with `source` one that begins, and ends, where that one did."""
-    base = {"global_batch_size": 24, "max_steps": STEPS, "ema.decay": 0.9, "microbatch_size": 5, "optimizer.lr": 0.01}
+    """A run of `STEPS` steps; with `source` one that begins, and ends, where that one
+    did.
+    """
+    base = {
+        "global_batch_size": 24,
+        "max_steps": STEPS,
+        "ema.decay": 0.9,
+        "microbatch_size": 5,
+        "optimizer.lr": 0.01,
+    }
     config = build(TrainConfig, override(TrainConfig, BASE, base | dotted), "test")
-    context = LocalContext(Storage(str(path / name)), "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(
+        Storage(str(path / name)), "spawn", rank, world_size, rank, world_size
+    )
     if source is not None:
         context.source = Storage(str(path / source))
     fit(task(samples=96, dtype="float64"), config, context)
@@ -98,12 +110,32 @@ def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
 def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -> None:
     before = None
     for number, (world_size, strategy) in enumerate(
-        [(2, "fsdp"), (3, "fsdp"), (1, "fsdp"), (4, "fsdp"), (2, "ddp"), (3, "fsdp"), (3, "ddp"), (2, "fsdp")]
+        [
+            (2, "fsdp"),
+            (3, "fsdp"),
+            (1, "fsdp"),
+            (4, "fsdp"),
+            (2, "ddp"),
+            (3, "fsdp"),
+            (3, "ddp"),
+            (2, "fsdp"),
+        ]
     ):
         name = f"{number}-{strategy}-{world_size}"
         (tmp_path / f"processes-{number}").mkdir()
-        run_processes(world_size, train_all_sharded, tmp_path / f"processes-{number}", tmp_path, name, before, strategy)
-        files = {file.name for file in (tmp_path / name / f"checkpoints/step-{STEPS:012d}").iterdir()}
+        run_processes(
+            world_size,
+            train_all_sharded,
+            tmp_path / f"processes-{number}",
+            tmp_path,
+            name,
+            before,
+            strategy,
+        )
+        files = {
+            file.name
+            for file in (tmp_path / name / f"checkpoints/step-{STEPS:012d}").iterdir()
+        }
         assert ("shard-00000.safetensors" in files) == (world_size > 1)
         assert sum(file.startswith("shard") for file in files) in (0, world_size)
         if before is not None:
@@ -112,15 +144,30 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -
 
 
 def test_ranks_that_hold_other_tensors_leave_all_to_rank_0(tmp_path: Path) -> None:
-    run_processes(2, train_all_sharded, tmp_path, tmp_path, "uneven", None, "ddp", Uneven)
-    files = {file.name for file in (tmp_path / f"uneven/checkpoints/step-{STEPS:012d}").iterdir()}
+    run_processes(
+        2, train_all_sharded, tmp_path, tmp_path, "uneven", None, "ddp", Uneven
+    )
+    files = {
+        file.name
+        for file in (tmp_path / f"uneven/checkpoints/step-{STEPS:012d}").iterdir()
+    }
     assert files == {"state.pt", "rank-00000.pt", "rank-00001.pt", "manifest.json"}
     entries = kept(tmp_path / "uneven")["optimizer"]["state"].values()
     assert all("error" not in one and one["exp_avg"].abs().sum() > 0 for one in entries)
 
 
-def train_killed(rank: int, world_size: int, path: Path, victim: int, file: str, after: bool, later: bool) -> None:
-    """The process of rank `victim` is killed in the middle of writing a file of a checkpoint, or right after it."""
+def train_killed(
+    rank: int,
+    world_size: int,
+    path: Path,
+    victim: int,
+    file: str,
+    after: bool,
+    later: bool,
+) -> None:
+    """The process of rank `victim` is killed in the middle of writing a file of a
+    checkpoint, or right after it.
+    """
     write = Storage.writer
 
     @contextlib.contextmanager
@@ -152,7 +199,16 @@ def test_killed_at_every_write_and_resumed_to_the_bit(tmp_path: Path) -> None:
         directory = tmp_path / f"processes-{number}"
         directory.mkdir()
         with pytest.raises((ProcessExitedException, ProcessRaisedException)):
-            run_processes(2, train_killed, directory, tmp_path, victim, file, after, number % 2 == 0)
+            run_processes(
+                2,
+                train_killed,
+                directory,
+                tmp_path,
+                victim,
+                file,
+                after,
+                number % 2 == 0,
+            )
         (tmp_path / "struck").unlink()
         done = (tmp_path / "killed/checkpoints" / NAME / "manifest.json").exists()
         assert done == (file == "manifest.json" and after)
@@ -163,4 +219,6 @@ def test_killed_at_every_write_and_resumed_to_the_bit(tmp_path: Path) -> None:
 
 
 def finish(rank: int, world_size: int, path: Path, name: str) -> None:
-    train(rank, world_size, path, name, strategy="fsdp", **{"checkpoint.every_steps": 2})
+    train(
+        rank, world_size, path, name, strategy="fsdp", **{"checkpoint.every_steps": 2}
+    )

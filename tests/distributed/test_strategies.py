@@ -1,4 +1,6 @@
-"""ddp, fsdp, dp and none are one training: the same gradients, curves, figures and checkpoints, in real processes."""
+"""ddp, fsdp, dp and none are one training: the same gradients, curves, figures and
+checkpoints, in real processes.
+"""
 
 import functools
 import itertools
@@ -39,12 +41,20 @@ class Normed(Blobs):
 
     def model(self) -> nn.Module:
         frozen = nn.Linear(16, 16).requires_grad_(False)
-        layers = nn.Sequential(nn.Linear(self.features, 16), nn.BatchNorm1d(16), frozen, nn.Tanh(), nn.Linear(16, 4))
+        layers = nn.Sequential(
+            nn.Linear(self.features, 16),
+            nn.BatchNorm1d(16),
+            frozen,
+            nn.Tanh(),
+            nn.Linear(16, 4),
+        )
         return layers.to(self.dtype)
 
 
 class Poisoned(Blobs):
-    """The loss is finite; of its gradient the first row alone is not, which is rank 0's."""
+    """The loss is finite; of its gradient the first row alone is not, which is rank
+    0's.
+    """
 
     def model(self) -> nn.Module:
         return nn.Linear(self.features, 4, bias=False)
@@ -54,13 +64,17 @@ class Poisoned(Blobs):
 
 
 class Averaged(Blobs):
-    """Keeps a running average of its weights, as a task's own state: of shards where the model is sharded."""
+    """Keeps a running average of its weights, as a task's own state: of shards where
+    the model is sharded.
+    """
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         optimizer = super().optimizer(model, config)
         live = [parameter.detach() for parameter in model.parameters()]
         self.kept = [torch.zeros_like(parameter) for parameter in live]
-        optimizer.register_step_post_hook(lambda *_: torch._foreach_lerp_(self.kept, live, 0.1))
+        optimizer.register_step_post_hook(
+            lambda *_: torch._foreach_lerp_(self.kept, live, 0.1)
+        )
         return optimizer
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,8 +89,13 @@ class Deep(Blobs):
     """Residual blocks that repeat, with BatchNorm and dropout."""
 
     def model(self) -> nn.Module:
-        blocks = [_Residual(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
-        return nn.Sequential(nn.Linear(self.features, 16), nn.Sequential(*blocks), nn.Linear(16, 4)).to(self.dtype)
+        blocks = [
+            _Residual(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2))
+            for _ in range(3)
+        ]
+        return nn.Sequential(
+            nn.Linear(self.features, 16), nn.Sequential(*blocks), nn.Linear(16, 4)
+        ).to(self.dtype)
 
 
 class _Residual(nn.Sequential):
@@ -88,16 +107,29 @@ class Greedy(Blobs):
     """Rank 1 has room for so many samples as `fits`, and another rank for any number."""
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        room, self.fits = self.fits, None
+        room = self.fits
+        self.fits = None
         try:
-            if room is not None and dist.get_rank() == 1 and model.training and len(batch[0]) > room:
+            if (
+                room is not None
+                and dist.get_rank() == 1
+                and model.training
+                and len(batch[0]) > room
+            ):
                 raise torch.OutOfMemoryError("injected: on rank 1")
             return super().forward(model, batch)
         finally:
             self.fits = room
 
 
-def spec(tmp_path: Path, name: str, workers: int, strategy: str, task: str = "Blobs", **changes: Any) -> RunSpec:
+def spec(
+    tmp_path: Path,
+    name: str,
+    workers: int,
+    strategy: str,
+    task: str = "Blobs",
+    **changes: Any,
+) -> RunSpec:
     args = {"dtype": "float64", **changes.pop("args", {})}
     where = "tests.tasks" if task == "Blobs" else "tests.distributed.test_strategies"
     changes = {"max_steps": 20, "microbatch_size": 5, "clip_grad_norm": 0.5, **changes}
@@ -112,7 +144,9 @@ def spec(tmp_path: Path, name: str, workers: int, strategy: str, task: str = "Bl
         launcher=launcher,
         **changes,
     )
-    return make_spec(made, "test", REPOSITORY, own_workers=False)  # three workers on two cores will do
+    return make_spec(
+        made, "test", REPOSITORY, own_workers=False
+    )  # three workers on two cores will do
 
 
 def execute(rank: int, world_size: int, specs: list[RunSpec]) -> list[RunResult | str]:
@@ -120,24 +154,36 @@ def execute(rank: int, world_size: int, specs: list[RunSpec]) -> list[RunResult 
     results = []
     for each in specs:
         try:
-            results.append(each.execute(LocalContext(each.storage, "test", rank, world_size, rank, world_size)))
+            results.append(
+                each.execute(
+                    LocalContext(
+                        each.storage, "test", rank, world_size, rank, world_size
+                    )
+                )
+            )
         except ConfigError as error:
             results.append(str(error))
     return results
 
 
 def run(tmp_path: Path, *specs: RunSpec) -> list[RunResult | str]:
-    """The specs, all for one number of workers: in one group of new processes, or in this process."""
+    """The specs, all for one number of workers: in one group of new processes, or in
+    this process.
+    """
     workers = specs[0].config.scaling.max_workers
     if workers == 1:
         return execute(0, 1, list(specs))
-    directory = tmp_path / f"processes-{specs[0].config.name}-{workers}-{specs[0].config.max_steps}"
+    directory = (
+        tmp_path
+        / f"processes-{specs[0].config.name}-{workers}-{specs[0].config.max_steps}"
+    )
     directory.mkdir()
     return run_processes(workers, execute, directory, list(specs))[0]
 
 
 def same_curve(one: RunSpec, other: RunSpec, rel: float = 1e-10) -> None:
-    ours, theirs = losses(one), losses(other)
+    ours = losses(one)
+    theirs = losses(other)
     assert len(ours) == one.config.max_steps
     assert ours == pytest.approx(theirs, rel=rel)
     assert len(evaluations(one)) == len(evaluations(other)) > 0
@@ -145,7 +191,7 @@ def same_curve(one: RunSpec, other: RunSpec, rel: float = 1e-10) -> None:
         assert mine == pytest.approx(expected, rel=rel)
 
 
-# --- gradients and figures ---------------------------------------------------------------------------------------
+# --- gradients and figures
 
 
 def figures(rank: int, world_size: int) -> list[dict[str, float]]:
@@ -158,35 +204,61 @@ def figures(rank: int, world_size: int) -> list[dict[str, float]]:
             for buffer in model.buffers():
                 buffer.add_(rank)
             share_buffers(model, group)
-            feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+            feed = task_feed(
+                task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0
+            )
             found.append(evaluate(model, task, feed, 32, TABLE["fp32"], group))
     return found
 
 
 def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
-    """Whether a step is called bad, and whether it moved this rank's part, for a sound and for a poisoned gradient."""
+    """Whether a step is called bad, and whether it moved this rank's part, for a sound
+    and for a poisoned gradient.
+    """
     found = []
     group = Group(rank, world_size, CPU)
     for fused, task in itertools.product((True, False), (Blobs(), Poisoned())):
         model = place_model(task.model(), group, "fsdp")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-        train = TrainStep(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, group)
+        train = TrainStep(
+            ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, group
+        )
         before = [local(parameter).clone() for parameter in model.parameters()]
-        feed = task_feed(task.dataset("train"), task, DataConfig(), CPU, sharers=1, seed=0)
-        train(feed.batches([torch.arange(8)], training=True), [8], 8 * world_size, idle=False)
-        same = all(torch.equal(local(p), value) for p, value in zip(model.parameters(), before, strict=True))
+        feed = task_feed(
+            task.dataset("train"), task, DataConfig(), CPU, sharers=1, seed=0
+        )
+        train(
+            feed.batches([torch.arange(8)], training=True),
+            [8],
+            8 * world_size,
+            idle=False,
+        )
+        same = all(
+            torch.equal(local(p), value)
+            for p, value in zip(model.parameters(), before, strict=True)
+        )
         found.append((bool(train.bad), not same))
     return found
 
 
-def measure(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float]], list[tuple[bool, bool]]]:
-    tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
-    gradients = [gradient(task, rank, world_size, split, "fsdp") for task in tasks for split in SPLITS]
+def measure(
+    rank: int, world_size: int
+) -> tuple[list[Any], list[dict[str, float]], list[tuple[bool, bool]]]:
+    tasks = [
+        cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")
+    ]
+    gradients = [
+        gradient(task, rank, world_size, split, "fsdp")
+        for task in tasks
+        for split in SPLITS
+    ]
     return gradients, figures(rank, world_size), steps_taken(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(world_size: int, tmp_path: Path) -> None:
+def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(
+    world_size: int, tmp_path: Path
+) -> None:
     torch.set_num_threads(1)
     alone, alone_figures, _ = measure(0, 1)
     ranks = run_processes(world_size, measure, tmp_path)
@@ -201,7 +273,7 @@ def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(world_size
         assert taken == [(False, True), (True, False)] * 2
 
 
-# --- curves ------------------------------------------------------------------------------------------------------
+# --- curves
 
 
 def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None:
@@ -211,13 +283,27 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
         {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
     ]
     pairs = [
-        [spec(tmp_path, f"{strategy}-{i}", 3, strategy, **kind) for strategy in ("fsdp", "ddp")]
+        [
+            spec(tmp_path, f"{strategy}-{i}", 3, strategy, **kind)
+            for strategy in ("fsdp", "ddp")
+        ]
         for i, kind in enumerate(kinds)
     ]
-    normed = [spec(tmp_path, f"{each}-normed", 3, each, task="Normed", microbatch_size=8) for each in ("fsdp", "ddp")]
+    normed = [
+        spec(tmp_path, f"{each}-normed", 3, each, task="Normed", microbatch_size=8)
+        for each in ("fsdp", "ddp")
+    ]
     halves = [
         [
-            spec(tmp_path, f"{each}-{name}", 3, each, task, precision=name, args={"dtype": "float32"})
+            spec(
+                tmp_path,
+                f"{each}-{name}",
+                3,
+                each,
+                task,
+                precision=name,
+                args={"dtype": "float32"},
+            )
             for each in ("fsdp", "ddp")
         ]
         for name, task in (("fp16", "Blobs"), ("bf16", "Deep"))
@@ -229,7 +315,7 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
         same_curve(sharded, replicated, rel=2e-2)
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------
+# --- checkpoints
 
 CHAINS = {
     "adamw": [("ddp", 2), ("fsdp", 3), ("dp", 1), ("fsdp", 2), ("none", 1), ("ddp", 2)],
@@ -243,7 +329,11 @@ def outline(value: Any) -> Any:
         return tuple(value.shape), value.dtype
     if isinstance(value, dict):
         return {key: outline(entry) for key, entry in value.items()}
-    return [outline(entry) for entry in value] if isinstance(value, (tuple, list)) else type(value)
+    return (
+        [outline(entry) for entry in value]
+        if isinstance(value, (tuple, list))
+        else type(value)
+    )
 
 
 def kept_state(each: RunSpec) -> dict[str, Any]:
@@ -253,48 +343,87 @@ def kept_state(each: RunSpec) -> dict[str, Any]:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -> None:
-    chosen = {"name": "adamw", "lr": 0.01} if optimizer == "adamw" else {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    chosen = (
+        {"name": "adamw", "lr": 0.01}
+        if optimizer == "adamw"
+        else {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    )
     common = {"task": "Averaged", "optimizer": chosen, "microbatch_size": 24}
     chain = CHAINS[optimizer]
     strategy, workers = chain[0]
-    unbroken = spec(tmp_path, "unbroken", workers, strategy, max_steps=7 * len(chain), **common)
+    unbroken = spec(
+        tmp_path, "unbroken", workers, strategy, max_steps=7 * len(chain), **common
+    )
     run(tmp_path, unbroken)
     expected = kept_state(unbroken)
     for index, (strategy, workers) in enumerate(chain, 1):
-        moved = spec(tmp_path, "moved", workers, strategy, max_steps=7 * index, **common)
+        moved = spec(
+            tmp_path, "moved", workers, strategy, max_steps=7 * index, **common
+        )
         run(tmp_path, moved)
         state = kept_state(moved)
         assert state["position"]["step"] == 7 * index
         for section in ("model", "task"):
             assert outline(state[section]) == outline(expected[section]), strategy
-        assert outline(state["optimizer"]["state"]) == outline(expected["optimizer"]["state"]), strategy
+        assert outline(state["optimizer"]["state"]) == outline(
+            expected["optimizer"]["state"]
+        ), strategy
         assert [*state["model"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
     assert losses(moved) == pytest.approx(losses(unbroken), rel=1e-10)
     for section in ("model", "task", "optimizer"):
         pairs = zip(tensors(state[section]), tensors(expected[section]), strict=True)
-        assert all(torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10) for ours, theirs in pairs), section
+        assert all(
+            torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+            for ours, theirs in pairs
+        ), section
 
 
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    nested = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    nested = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return [tensor for entry in nested for tensor in tensors(entry)]
 
 
-# --- memory and compilation --------------------------------------------------------------------------------------
+# --- memory and compilation
 
 
-def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path: Path) -> None:
-    adaptive = spec(tmp_path, "adaptive", 2, "fsdp", task="Greedy", args={"fits": 7}, microbatch_size="auto")
+def test_a_rank_without_room_for_its_shard_starts_the_group_again(
+    tmp_path: Path,
+) -> None:
+    adaptive = spec(
+        tmp_path,
+        "adaptive",
+        2,
+        "fsdp",
+        task="Greedy",
+        args={"fits": 7},
+        microbatch_size="auto",
+    )
     assert run_spawn(adaptive).microbatch_size == 6  # of a share of 12
     reference = spec(tmp_path, "reference", 1, "none")
     run(tmp_path, reference)
     same_curve(adaptive, reference)
 
     with pytest.raises(RunFailedError) as met:
-        run_spawn(spec(tmp_path, "fixed", 2, "fsdp", task="Greedy", args={"fits": 7}, microbatch_size=8))
+        run_spawn(
+            spec(
+                tmp_path,
+                "fixed",
+                2,
+                "fsdp",
+                task="Greedy",
+                args={"fits": 7},
+                microbatch_size=8,
+            )
+        )
     assert met.value.status == "out_of_memory"
 
 
@@ -302,7 +431,8 @@ def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
     """Gradients of a sharded model, eager and compiled without a graph break."""
     found = []
     torch.compile = functools.partial(torch.compile, backend=backend)
-    group, inputs = Group(rank, world_size, CPU), torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+    group = Group(rank, world_size, CPU)
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
     for compiles in (False, True):
         torch.manual_seed(0)
         blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
@@ -311,26 +441,45 @@ def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
         if compiles:
             compile_model(model, "default", fullgraph=True)
         model(inputs).square().mean().backward()
-        assert [*model.state_dict()] == names == [*nn.Sequential(*blocks, nn.Linear(6, 2)).state_dict()]
+        assert (
+            [*model.state_dict()]
+            == names
+            == [*nn.Sequential(*blocks, nn.Linear(6, 2)).state_dict()]
+        )
         found.append(whole([p.grad for p in model.parameters()], group))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
-def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)]
+)
+def test_a_sharded_model_compiles_without_a_graph_break(
+    backend: str, tmp_path: Path
+) -> None:
     eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:
-    """On both ranks, below DDP and inside FSDP's units, with microbatches that accumulate."""
-    modes, short = ("none", "selective", "full"), {"max_steps": 8, "evaluate__every_steps": 4}
+def test_activations_that_are_computed_again_are_those_that_were(
+    tmp_path: Path,
+) -> None:
+    """On both ranks, below DDP and inside FSDP's units, with microbatches that
+    accumulate.
+    """
+    modes = ("none", "selective", "full")
+    short = {"max_steps": 8, "evaluate__every_steps": 4}
     specs = {
         (strategy, mode): spec(
-            tmp_path, f"{strategy}-{mode}", 2, strategy, "Deep", activation_checkpointing=mode, **short
+            tmp_path,
+            f"{strategy}-{mode}",
+            2,
+            strategy,
+            "Deep",
+            activation_checkpointing=mode,
+            **short,
         )
         for strategy in ("ddp", "fsdp")
         for mode in modes
@@ -342,4 +491,6 @@ def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path)
         assert len(whole_curve) == 8
         for mode in modes[1:]:
             assert losses(specs[strategy, mode]) == whole_curve
-            assert evaluations(specs[strategy, mode]) == evaluations(specs[strategy, "none"])
+            assert evaluations(specs[strategy, mode]) == evaluations(
+                specs[strategy, "none"]
+            )

@@ -1,4 +1,6 @@
-"""Streams on several ranks: the curve of one, each kind; killed and resumed over an S3 server; what ranks split."""
+"""Streams on several ranks: the curve of one, each kind; killed and resumed over an S3
+server; what ranks split.
+"""
 
 import dataclasses
 from collections import Counter
@@ -38,7 +40,9 @@ def test_any_number_of_ranks_trains_on_the_same_samples(
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
     [alone] = run_processes(1, train, tmp_path, kind)
-    assert run_processes(3, train, tmp_path, kind) == [pytest.approx(alone, rel=1e-12)] * 3
+    assert (
+        run_processes(3, train, tmp_path, kind) == [pytest.approx(alone, rel=1e-12)] * 3
+    )
 
 
 @pytest.mark.parametrize("kind", ["own share", "own share later", "own share of val"])
@@ -47,7 +51,9 @@ def test_a_stream_that_is_split_by_rank_is_refused(tmp_path: Path, kind: str) ->
         assert "gives each rank other samples" in said
 
 
-def use(rank: int, world_size: int, kind: str, spec: RunSpec, out: str | None) -> tuple[int, dict[str, float]] | str:
+def use(
+    rank: int, world_size: int, kind: str, spec: RunSpec, out: str | None
+) -> tuple[int, dict[str, float]] | str:
     job = Inference(**dataclasses.asdict(spec), split="val", which="newest", out=out)
     context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
     try:
@@ -67,8 +73,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
 
 
 @pytest.mark.parametrize("predicts", [False, True])
-def test_what_was_trained_is_used_by_any_number_of_ranks(tmp_path: Path, trained: RunSpec, predicts: bool) -> None:
-    outs = [str(tmp_path / f"{world_size}.parquet") if predicts else None for world_size in (1, 2)]
+def test_what_was_trained_is_used_by_any_number_of_ranks(
+    tmp_path: Path, trained: RunSpec, predicts: bool
+) -> None:
+    outs = [
+        str(tmp_path / f"{world_size}.parquet") if predicts else None
+        for world_size in (1, 2)
+    ]
     [alone] = run_processes(1, use, tmp_path, "numbered", trained, outs[0])
     assert alone[0] == 203
     assert run_processes(2, use, tmp_path, "numbered", trained, outs[1]) == [alone] * 2
@@ -81,21 +92,34 @@ def test_what_was_trained_is_used_by_any_number_of_ranks(tmp_path: Path, trained
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not installed():
         pytest.skip("moto is not installed")
-    return printed_by("tests.distributed.stream_kills", tmp_path_factory.mktemp("stream-kills"))
+    return printed_by(
+        "tests.distributed.stream_kills", tmp_path_factory.mktemp("stream-kills")
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the_same(killed: Any, kind: str) -> None:
+def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the_same(
+    killed: Any, kind: str
+) -> None:
     found = killed[kind]
     for name, of in found.items():
         *before, last = of["ends"]
-        assert all(end["codes"][end["kill_rank"]] == -9 for end in before), (name, before)
+        assert all(end["codes"][end["kill_rank"]] == -9 for end in before), (
+            name,
+            before,
+        )
         assert set(last["codes"]) == {0}
         assert of["samples"] == found["unbroken"]["samples"], name
         seen = [sample for step in of["samples"] for sample in step]
-        assert len(seen) == len(of["losses"]) * BATCH  # pass after pass, without a short last step
+        assert (
+            len(seen) == len(of["losses"]) * BATCH
+        )  # pass after pass, without a short last step
         counts = Counter(seen).values()
         assert (len(counts), max(counts) - min(counts)) == (SAMPLES, 1), name
-    assert found["fixed"]["losses"] == found["unbroken"]["losses"], "bit-equal on as many workers"
-    assert found["moved"]["losses"] == pytest.approx(found["unbroken"]["losses"], rel=1e-12)
+    assert found["fixed"]["losses"] == found["unbroken"]["losses"], (
+        "bit-equal on as many workers"
+    )
+    assert found["moved"]["losses"] == pytest.approx(
+        found["unbroken"]["losses"], rel=1e-12
+    )
     assert len(found["moved"]["losses"]) == EPOCHS * STEPS_PER_EPOCH

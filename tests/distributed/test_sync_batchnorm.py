@@ -1,4 +1,6 @@
-"""`ddp.sync_batchnorm`: refused on a CPU in words; with a layer that works there, equal to one worker."""
+"""`ddp.sync_batchnorm`: refused on a CPU in words; with a layer that works there, equal
+to one worker.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ class Normed(Blobs):
         super().__init__(samples=samples, dtype="float64")
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).to(self.dtype)
+        return nn.Sequential(
+            nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)
+        ).to(self.dtype)
 
 
 class _Sum(torch.autograd.Function):
@@ -48,8 +52,19 @@ def forward_on_cpu(layer: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
     """What torch's layer does on a GPU, by sums over ranks."""
     assert layer.momentum is not None
     if not layer.training:
-        return F.batch_norm(inputs, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
-    sums = _Sum.apply(torch.cat([inputs.sum(0), inputs.square().sum(0), inputs.new_full((1,), len(inputs))]))
+        return F.batch_norm(
+            inputs,
+            layer.running_mean,
+            layer.running_var,
+            layer.weight,
+            layer.bias,
+            eps=layer.eps,
+        )
+    sums = _Sum.apply(
+        torch.cat(
+            [inputs.sum(0), inputs.square().sum(0), inputs.new_full((1,), len(inputs))]
+        )
+    )
     mean, square = (sums[:-1] / sums[-1]).chunk(2)
     variance = square - mean.square()
     with torch.no_grad():
@@ -65,14 +80,26 @@ def train_all(rank: int, world_size: int) -> list[Any]:
         run(Normed(), rank, world_size, **ON)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.SyncBatchNorm, "forward", forward_on_cpu)
-        patch.setattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None)
+        patch.setattr(
+            DistributedDataParallel,
+            "_passing_sync_batchnorm_handle",
+            lambda *args: None,
+        )
         patch.setattr(
             "trainers.loop.build.sync_batchnorm",
-            lambda model, group: sync_batchnorm(model, Group(group.rank, group.world_size, torch.device("cuda"))),
+            lambda model, group: sync_batchnorm(
+                model, Group(group.rank, group.world_size, torch.device("cuda"))
+            ),
         )
         whole = run(Normed(), rank, world_size, **ON, microbatch_size=24)
-        # Accumulation, evaluation in batches that come out uneven, and a short last step that not all ranks have.
-        few = {**ON, "microbatch_size": 5, "evaluate.microbatch_size": 40, "global_batch_size": 95}
+        # Accumulation, evaluation in batches that come out uneven, and a short last
+        # step that not all ranks have.
+        few = {
+            **ON,
+            "microbatch_size": 5,
+            "evaluate.microbatch_size": 40,
+            "global_batch_size": 95,
+        }
         uneven = run(Normed(), rank, world_size, **few)
     return [str(raised.value), whole.metrics, uneven.steps]
 

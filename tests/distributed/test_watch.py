@@ -1,4 +1,6 @@
-"""Hangs and deaths in groups of real processes: every phase is watched, and a run ends with the first cause."""
+"""Hangs and deaths in groups of real processes: every phase is watched, and a run ends
+with the first cause.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,16 @@ from trainers.loop.watchdog import HUNG_EXIT_CODE
 
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
-    args = {"place": place, "failure": "sleep", "short_phases": True, **changes.pop("args", {})}
+    args = {
+        "place": place,
+        "failure": "sleep",
+        "short_phases": True,
+        **changes.pop("args", {}),
+    }
     budgets = {"failure__hang_timeout_s": 8.0, "scaling__num_workers": workers}
-    made = tree(tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes})
+    made = tree(
+        tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes}
+    )
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 
 
@@ -37,7 +46,9 @@ def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
     """The end of a run of two ranks, of which rank 1 fails in training."""
     args = {"failure": failure, "on_rank": 1, "marker": str(tmp_path / "failed")}
     with pytest.raises(RunFailedError) as met:
-        run_spawn(stuck(tmp_path, "training 20", 2, args=args, launcher="spawn", **changes))
+        run_spawn(
+            stuck(tmp_path, "training 20", 2, args=args, launcher="spawn", **changes)
+        )
     assert (tmp_path / "failed").exists()
     return met.value
 
@@ -46,10 +57,16 @@ def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
     ("failure", "status", "words"),
     [
         ("kill", "node_lost", "rank 1 died by SIGKILL (pid "),
-        ("raise", "error", "rank 1: ValueError: injected: the task fails here (tasks.py:"),
+        (
+            "raise",
+            "error",
+            "rank 1: ValueError: injected: the task fails here (tasks.py:",
+        ),
     ],
 )
-def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str, status: str, words: str) -> None:
+def test_the_first_cause_is_what_the_run_ends_with(
+    tmp_path: Path, failure: str, status: str, words: str
+) -> None:
     """The other rank's broken collective follows from it."""
     found = failed(tmp_path, failure, failure__hang_timeout_s=60.0)
     assert found.status == status
@@ -58,10 +75,18 @@ def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str,
 
 def hung(tmp_path: Path, spec: RunSpec) -> str:
     """What `python -m trainers` says that ends as hung."""
-    config, out = tmp_path / "train.yaml", tmp_path / "out"
+    config = tmp_path / "train.yaml"
+    out = tmp_path / "out"
     config.write_text(dump_yaml(spec.tree))
     out.mkdir()
-    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, HANG_S)
+    code = run_module(
+        "trainers",
+        [str(config)],
+        REPOSITORY,
+        {"PYTHONPATH": str(REPOSITORY)},
+        out,
+        HANG_S,
+    )
     said = (out / "err").read_text()
     assert code == HUNG_EXIT_CODE, said
     return said
@@ -82,6 +107,13 @@ def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) 
     """Before any worker is there."""
     short = "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
     (tmp_path / "endless.py").write_text(f"import time; {short}\n\ntime.sleep(3600)\n")
-    changes = {"task": "endless:Task", "task_dir": str(tmp_path), "failure__hang_timeout_s": 0.25}
+    changes = {
+        "task": "endless:Task",
+        "task_dir": str(tmp_path),
+        "failure__hang_timeout_s": 0.25,
+    }
     said = hung(tmp_path, make(tmp_path, **changes))
-    assert " s in the import of the task (at endless.py:3; failure.hang_timeout_s 0.25 allows a phase 1 s)" in said
+    assert (
+        " s in the import of the task (at endless.py:3; failure.hang_timeout_s 0.25 allows a phase 1 s)"
+        in said
+    )

@@ -1,16 +1,20 @@
-"""A CUDA that needs no GPU: torch's real CUDA build, whose runtime and kernels are on the CPU.
+"""A CUDA that needs no GPU: torch's real CUDA build, whose runtime and kernels are on
+the CPU.
 
-Run as: python -m tests.fake_cuda -m pytest tests/gpu      (any arguments of Python; builds the libraries first: g++)
+Run as: python -m tests.fake_cuda -m pytest tests/gpu      (any arguments of Python;
+builds the libraries first: g++)
 
-torch then sees one H100 whose memory is host memory. Allocator, limits, streams, events, captures with what they
-refuse, replays, Philox offsets, mixed devices and the sync debug mode are torch's own code:
+torch then sees one H100 whose memory is host memory. Allocator, limits, streams,
+events, captures with what they refuse, replays, Philox offsets, mixed devices and the
+sync debug mode are torch's own code:
 
-    runtime.cpp    libcudart and libcuda, preloaded: memory, streams, events, captures; absent.cpp what they cannot do
-    kernels.cpp    torch's CUDA operators, computed by its CPU kernels on the same bytes
-    graph.h        a captured graph: the calls that a launch makes again
+    runtime.cpp    libcudart and libcuda, preloaded: memory, streams, events, captures;
+    absent.cpp what they cannot do kernels.cpp    torch's CUDA operators, computed by
+    its CPU kernels on the same bytes graph.h        a captured graph: the calls that a
+    launch makes again
 
-A kernel of CUDA that nothing computes is an error. What else cannot be seen here is CANNOT, and a test that needs it is
-marked `real_gpu`.
+A kernel of CUDA that nothing computes is an error. What else cannot be seen here is
+CANNOT, and a test that needs it is marked `real_gpu`.
 """
 
 import os
@@ -47,25 +51,36 @@ class NotBuiltError(Exception):
 def environment(folder: Path) -> dict[str, str]:
     """Variables of a process that runs on the libraries of `folder`."""
     preloaded = str(folder / RUNTIME)
-    return {"LD_LIBRARY_PATH": str(folder), "LD_PRELOAD": preloaded, "OMP_NUM_THREADS": "1"}
+    return {
+        "LD_LIBRARY_PATH": str(folder),
+        "LD_PRELOAD": preloaded,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def build() -> Path:
-    """Build the libraries for this Python's torch where they are missing or older than their sources.
+    """Build the libraries for this Python's torch where they are missing or older than
+    their sources.
 
-    Returns the folder that has them. Raises NotBuiltError without g++ or torch's CUDA headers.
+    Returns the folder that has them. Raises NotBuiltError without g++ or torch's CUDA
+    headers.
     """
     folder = BUILT / f"fake-cuda-{version('torch')}"
     newest = max(source.stat().st_mtime for source in SOURCES.iterdir())
     libraries = [folder / RUNTIME, folder / KERNELS]
-    if all(library.exists() and library.stat().st_mtime > newest for library in libraries):
+    if all(
+        library.exists() and library.stat().st_mtime > newest for library in libraries
+    ):
         return folder
     if shutil.which("g++") is None:
         raise NotBuiltError("the fake CUDA needs g++: apt-get install g++")
     folder.mkdir(parents=True, exist_ok=True)
     headers = [f"-isystem{path}" for path in _cuda_headers()]
     _compile(folder / RUNTIME, "runtime.cpp", "absent.cpp", *headers)
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # torch loads them by these names
+    for name in (
+        "libcuda.so.1",
+        "libnvidia-ml.so.1",
+    ):  # torch loads them by these names
         link = folder / name
         link.unlink(missing_ok=True)
         link.symlink_to(RUNTIME)
@@ -77,7 +92,18 @@ def build() -> Path:
 
 
 def _compile(library: Path, *arguments: str) -> None:
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-o", str(library), *arguments]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-Wall",
+        "-Wextra",
+        "-o",
+        str(library),
+        *arguments,
+    ]
     subprocess.run(command, cwd=SOURCES, check=True)
 
 
@@ -88,20 +114,34 @@ def _torch() -> Path:
 
 
 def _cuda_headers() -> list[Path]:
-    """Folders of the CUDA headers that torch's own packages bring; those of nvcc (crt/) come with Triton."""
+    """Folders of the CUDA headers that torch's own packages bring; those of nvcc (crt/)
+    come with Triton.
+    """
     packages = _torch().parent
     toolkits = list(packages.glob("nvidia/cu1[0-9]/include"))
     if not toolkits:
-        raise NotBuiltError(f"the fake CUDA needs a torch with CUDA 13 and its headers: {version('torch')} has none")
-    return [toolkits[0], toolkits[0] / "cccl", packages / "triton" / "backends" / "nvidia" / "include"]
+        raise NotBuiltError(
+            f"the fake CUDA needs a torch with CUDA 13 and its headers: {version('torch')} has none"
+        )
+    return [
+        toolkits[0],
+        toolkits[0] / "cccl",
+        packages / "triton" / "backends" / "nvidia" / "include",
+    ]
 
 
 def compile_without_kernels() -> None:
-    """Let torch.compile trace, guard and differentiate as ever, and run the graphs with eager operators."""
+    """Let torch.compile trace, guard and differentiate as ever, and run the graphs with
+    eager operators.
+    """
     import torch
 
-    def run_eagerly(self: object, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        from torch._dynamo.backends.debugging import aot_eager  # seconds, for what compiles
+    def run_eagerly(
+        self: object, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+    ) -> object:
+        from torch._dynamo.backends.debugging import (
+            aot_eager,
+        )  # seconds, for what compiles
 
         return aot_eager(graph, inputs)
 
@@ -109,10 +149,14 @@ def compile_without_kernels() -> None:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Become a Python with `arguments` that runs on the fake CUDA; exit code 2 where it cannot be built."""
+    """Become a Python with `arguments` that runs on the fake CUDA; exit code 2 where it
+    cannot be built.
+    """
     try:
         folder = build()
     except NotBuiltError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    os.execve(sys.executable, [sys.executable, *arguments], os.environ | environment(folder))  # noqa: S606
+    os.execve(  # noqa: S606
+        sys.executable, [sys.executable, *arguments], os.environ | environment(folder)
+    )

@@ -1,15 +1,16 @@
-"""Runs inside every process of a case: counts events there, and lets the planned faults happen at their moment.
+"""Runs inside every process of a case: counts events there, and lets the planned faults
+happen at their moment.
 
-The product knows nothing of it: tests/faults/site/sitecustomize.py calls `install` where Python starts, and modules are
-patched as they are imported. PACELINE_FAULTS names the plan; beside it, in the case's directory, is what is written:
+The product knows nothing of it: tests/faults/site/sitecustomize.py calls `install`
+where Python starts, and modules are patched as they are imported. PACELINE_FAULTS names
+the plan; beside it, in the case's directory, is what is written:
 
-    root            the process that the command line started
-    rank-R          the process that trains as rank R
-    missed-I        whom a signal was to be sent to was not there
-    beside-ended    the second start has ended
-    landed-I        fault I has happened: when (monotonic, s), to whom; claimed by one process, once
-    samples/PID     a JSON line a step: trial, step, rank, indices of the samples, when
-    armed           faults happen only while it is there: the runner takes it away before the recovery
+    root            the process that the command line started rank-R          the
+    process that trains as rank R missed-I        whom a signal was to be sent to was
+    not there beside-ended    the second start has ended landed-I        fault I has
+    happened: when (monotonic, s), to whom; claimed by one process, once samples/PID
+    a JSON line a step: trial, step, rank, indices of the samples, when armed
+    faults happen only while it is there: the runner takes it away before the recovery
 """
 
 import contextlib
@@ -34,10 +35,14 @@ _VARIABLE = "PACELINE_FAULTS"
 SECOND = "PACELINE_FAULTS_SECOND"
 """In the environment of a second start."""
 STALL_S = 25.0
-"""How long a stalled operation takes: longer than `failure.hang_timeout_s` of every scenario."""
+"""How long a stalled operation takes: longer than `failure.hang_timeout_s` of every
+scenario.
+"""
 SLOW_S = 0.05
 BESIDE_S = 5.0
-"""How long each further step waits for a second start's end: well below `failure.hang_timeout_s`."""
+"""How long each further step waits for a second start's end: well below
+`failure.hang_timeout_s`.
+"""
 _TITLES = {
     "TrainController": "controller",
     "RayTrainWorker": "worker",
@@ -71,7 +76,9 @@ class Found:
 
 
 def install() -> None:
-    """Read the plan, if there is one, and see to it that modules are patched as they are imported."""
+    """Read the plan, if there is one, and see to it that modules are patched as they
+    are imported.
+    """
     global _directory
     if _VARIABLE not in os.environ:
         return
@@ -90,7 +97,9 @@ def install() -> None:
 
 
 def event(name: str, number: int | None = None) -> str:
-    """Count an event of this process, and let what is planned for it happen; returns "nan" where that is planned."""
+    """Count an event of this process, and let what is planned for it happen; returns
+    "nan" where that is planned.
+    """
     if _directory is None:
         return ""
     if name == "step":
@@ -100,7 +109,11 @@ def event(name: str, number: int | None = None) -> str:
             continue
         _counts[index] += 1
         count = _counts[index] if number is None else number
-        if count >= fault["number"] and (_directory / "armed").exists() and _fire(index, fault) == "nan":
+        if (
+            count >= fault["number"]
+            and (_directory / "armed").exists()
+            and _fire(index, fault) == "nan"
+        ):
             return "nan"
     return ""
 
@@ -108,7 +121,13 @@ def event(name: str, number: int | None = None) -> str:
 def record(step: int, rank: int, indices: list[int]) -> None:
     """Write down which samples a rank trains in a step."""
     if _directory is not None:
-        line = {"trial": trial, "step": step, "rank": rank, "indices": indices, "when": time.monotonic()}
+        line = {
+            "trial": trial,
+            "step": step,
+            "rank": rank,
+            "indices": indices,
+            "when": time.monotonic(),
+        }
         with (_directory / "samples" / str(os.getpid())).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -120,19 +139,36 @@ def note_rank(rank: int) -> None:
 
 
 def processes(directory: Path, root_role: str = "driver") -> list[Found]:
-    """All live processes of a case, by their environment, output or command line; zombies are none."""
-    token, root, found = str(directory), _root(directory), []
+    """All live processes of a case, by their environment, output or command line;
+    zombies are none.
+    """
+    token = str(directory)
+    root = _root(directory)
+    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            command = (
+                (entry / "cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+                .strip()
+            )
             began = _stat(entry)
             if not began or not _belongs(entry, token, command):
                 continue
         except (OSError, IndexError):
             continue
-        found.append(Found(int(entry.name), _role(int(entry.name), command, root, root_role), began, command))
+        found.append(
+            Found(
+                int(entry.name),
+                _role(int(entry.name), command, root, root_role),
+                began,
+                command,
+            )
+        )
     return sorted(found, key=lambda one: one.pid)
 
 
@@ -145,9 +181,13 @@ def _stat(entry: Path) -> int:
 def _belongs(entry: Path, token: str, command: str) -> bool:
     if token in command or f"{token}/".encode() in (entry / "environ").read_bytes():
         return True
-    # Ray's workers and agents overwrite their environment with their title; all have the raylet's log open.
+    # Ray's workers and agents overwrite their environment with their title; all have
+    # the raylet's log open.
     with contextlib.suppress(OSError):
-        return any(str(link.readlink()).startswith(f"{token}/") for link in (entry / "fd").iterdir())
+        return any(
+            str(link.readlink()).startswith(f"{token}/")
+            for link in (entry / "fd").iterdir()
+        )
     return False
 
 
@@ -162,7 +202,9 @@ def _role(pid: int, command: str, root: int, root_role: str) -> str:
     if program.endswith("raylet"):
         return "raylet"
     if program.startswith("ray::"):
-        return next((role for word, role in _TITLES.items() if word in command), "ray worker")
+        return next(
+            (role for word, role in _TITLES.items() if word in command), "ray worker"
+        )
     return "other"
 
 
@@ -176,9 +218,18 @@ def own_role() -> str:
     """What this process is."""
     assert _directory is not None
     data = sys.modules.get("torch.utils.data")
-    if data is not None and getattr(data, "get_worker_info", lambda: None)() is not None:
+    if (
+        data is not None
+        and getattr(data, "get_worker_info", lambda: None)() is not None
+    ):
         return "loader"
-    command = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    command = (
+        Path("/proc/self/cmdline")
+        .read_bytes()
+        .replace(b"\0", b" ")
+        .decode(errors="replace")
+        .strip()
+    )
     return _role(os.getpid(), command, _root(_directory), _plan["root"])
 
 
@@ -192,9 +243,15 @@ def own_rank() -> int:
 
 
 def _wait_for_second_start() -> None:
-    """A run that is started a second time is under way as long as that takes; the second one does not wait."""
+    """A run that is started a second time is under way as long as that takes; the
+    second one does not wait.
+    """
     assert _directory is not None
-    starts = [index for index, fault in enumerate(_plan["faults"]) if fault["act"] in ("start", "fresh")]
+    starts = [
+        index
+        for index, fault in enumerate(_plan["faults"])
+        if fault["act"] in ("start", "fresh")
+    ]
     until = time.monotonic() + BESIDE_S
     while (
         any((_directory / f"landed-{index}").exists() for index in starts)
@@ -209,7 +266,9 @@ def _is_here(fault: dict[str, Any]) -> bool:
     role = own_role()
     if fault["trial"] is not None and fault["trial"] != trial:
         return False
-    return role == fault["role"] and (role != "worker" or fault["rank"] is None or own_rank() == fault["rank"])
+    return role == fault["role"] and (
+        role != "worker" or fault["rank"] is None or own_rank() == fault["rank"]
+    )
 
 
 def _fire(index: int, fault: dict[str, Any]) -> str | None:
@@ -233,7 +292,8 @@ def _fire(index: int, fault: dict[str, Any]) -> str | None:
         while True:
             time.sleep(1)
     if act == "clock":
-        now, offset = time.time, float(fault["detail"])
+        now = time.time
+        offset = float(fault["detail"])
         time.time = lambda: now() + offset
     if act == "fill":
         _fill(_directory / "runs" / "ballast")
@@ -247,14 +307,23 @@ def _send(index: int, fault: dict[str, Any]) -> None:
     assert _directory is not None
     target, (name, *rest) = _find(fault), fault["detail"].split()
     if target is None:
-        seen = sorted({f"{one.role}: {one.command[:60]}" for one in processes(_directory, _plan["root"])})
-        (_directory / f"missed-{index}").write_text(f"nobody is a {fault['target']}, only {seen}")
+        seen = sorted(
+            {
+                f"{one.role}: {one.command[:60]}"
+                for one in processes(_directory, _plan["root"])
+            }
+        )
+        (_directory / f"missed-{index}").write_text(
+            f"nobody is a {fault['target']}, only {seen}"
+        )
         return
     if not _claim(index, target.pid, target.role, target.command):
         return
     if rest:  # continued after so many seconds, whatever becomes of this process
         script = f"sleep {rest[0]}; kill -CONT {target.pid}"
-        subprocess.Popen(["/bin/sh", "-c", script], env={}, start_new_session=True, **_NO_OUTPUT)
+        subprocess.Popen(
+            ["/bin/sh", "-c", script], env={}, start_new_session=True, **_NO_OUTPUT
+        )
     number = signal.Signals[name]
     if number == signal.SIGINT and target.pid == _root(_directory):
         os.killpg(os.getpgid(target.pid), number)  # as a terminal does
@@ -262,12 +331,20 @@ def _send(index: int, fault: dict[str, Any]) -> None:
         os.kill(target.pid, number)
 
 
-_NO_OUTPUT = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+_NO_OUTPUT = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.DEVNULL,
+    "stderr": subprocess.DEVNULL,
+}
 
 
 def _find(fault: dict[str, Any]) -> Found | None:
     assert _directory is not None
-    of_role = [one for one in processes(_directory, _plan["root"]) if one.role == fault["target"]]
+    of_role = [
+        one
+        for one in processes(_directory, _plan["root"])
+        if one.role == fault["target"]
+    ]
     if fault["target"] == "worker" and fault["victim"] is not None:
         with contextlib.suppress(OSError, ValueError):
             wanted = int((_directory / f"rank-{fault['victim']}").read_text())
@@ -280,7 +357,13 @@ def _find(fault: dict[str, Any]) -> Found | None:
 
 def _claim(index: int, pid: int, role: str, command: str = "") -> bool:
     assert _directory is not None
-    words = {"when": time.monotonic(), "pid": pid, "role": role, "trial": trial, "command": command[:200]}
+    words = {
+        "when": time.monotonic(),
+        "pid": pid,
+        "role": role,
+        "trial": trial,
+        "command": command[:200],
+    }
     try:
         _write_new(_directory / f"landed-{index}", json.dumps(words))
     except FileExistsError:
@@ -304,7 +387,9 @@ def _fill(ballast: Path) -> None:
 
 
 def _count_steps(module: Any) -> None:
-    """Every training step tells its task that it begins; passes that are thrown away do not."""
+    """Every training step tells its task that it begins; passes that are thrown away do
+    not.
+    """
     original = module.TrainStep.__call__
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -321,13 +406,19 @@ def _count_steps(module: Any) -> None:
 
 
 def _watch_storage(module: Any) -> None:
-    """Count the operations of storage: "storage" before each, and before what was written is renamed."""
+    """Count the operations of storage: "storage" before each, and before what was
+    written is renamed.
+    """
     for name in ("exists", "names", "delete", "writer", "reader"):
-        setattr(module.Storage, name, _watched(module, name, getattr(module.Storage, name)))
+        setattr(
+            module.Storage, name, _watched(module, name, getattr(module.Storage, name))
+        )
     fsync = os.fsync
 
     def watched(descriptor: int) -> None:
-        if sys._getframe(1).f_globals.get("__name__") == "trainers.storage" and (error := _storage_fault("fsync")):
+        if sys._getframe(1).f_globals.get("__name__") == "trainers.storage" and (
+            error := _storage_fault("fsync")
+        ):
             raise error
         fsync(descriptor)
 
@@ -386,9 +477,15 @@ class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
         self._patches = patches
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         patch = self._patches.get(name)
-        found = importlib.machinery.PathFinder.find_spec(name, path) if patch is not None else None
+        found = (
+            importlib.machinery.PathFinder.find_spec(name, path)
+            if patch is not None
+            else None
+        )
         if patch is None or found is None or found.loader is None:
             return None
         execute = found.loader.exec_module

@@ -1,6 +1,8 @@
-"""What must be true after a fault: each check returns what is wrong, in words; no words, and the case has held.
+"""What must be true after a fault: each check returns what is wrong, in words; no
+words, and the case has held.
 
-It reads what is on storage by itself (JSON, torch.load), and takes nothing from the product but its word.
+It reads what is on storage by itself (JSON, torch.load), and takes nothing from the
+product but its word.
 """
 
 import contextlib
@@ -32,17 +34,21 @@ _AGENTS = re.compile(
     rf"{re.escape(_TRACEBACK)}:?\n(?:(?!{re.escape(_TRACEBACK)}).)*?\n(?:torch\.distributed\.elastic\S*|KeyboardInterrupt)",
     re.DOTALL,
 )
-# Actors of Ray Train's that look for the cluster of their machine and fail where there are two: cases run side by side.
+# Actors of Ray Train's that look for the cluster of their machine and fail where there
+# are two: cases run side by side.
 _RAYS_OWN = re.compile(r"\((PlacementGroupCleaner|TrainStateActor) pid=")
 Samples = dict[tuple[int, int, int], list[int]]
 """Indices by trial, step and rank."""
 
 
 class Leftovers:
-    """The processes that outlive their command by more than `grace_s`; they are killed then."""
+    """The processes that outlive their command by more than `grace_s`; they are killed
+    then.
+    """
 
     def __init__(self, alive: Sequence[Found], grace_s: float) -> None:
-        self._alive, self._grace_s = alive, grace_s
+        self._alive = alive
+        self._grace_s = grace_s
         self.found = []
         self._thread = threading.Thread(target=self._watch, name="leftovers")
         self._thread.start()
@@ -53,7 +59,9 @@ class Leftovers:
 
     def _watch(self) -> None:
         deadline = time.monotonic() + self._grace_s
-        while (left := [one for one in self._alive if one.is_alive()]) and time.monotonic() < deadline:
+        while (
+            left := [one for one in self._alive if one.is_alive()]
+        ) and time.monotonic() < deadline:
             time.sleep(0.2)
         self.found = left
         for one in left:
@@ -110,7 +118,9 @@ class Observed:
 
 def violations(seen: Observed) -> list[str]:
     """Everything that is wrong, each with the name of its check."""
-    return [f"{name}: {words}" for name, check in CHECKS.items() for words in check(seen)]
+    return [
+        f"{name}: {words}" for name, check in CHECKS.items() for words in check(seen)
+    ]
 
 
 def no_hang(seen: Observed) -> Iterator[str]:
@@ -132,11 +142,18 @@ def right_code(seen: Observed) -> Iterator[str]:
 
 
 def one_sentence(seen: Observed) -> Iterator[str]:
-    """A command that failed says so in one sentence on standard error; under torchrun each of its workers."""
+    """A command that failed says so in one sentence on standard error; under torchrun
+    each of its workers.
+    """
     most = seen.case.scenario.world if seen.case.scenario.root == "torchrun" else 1
     for end in [*seen.ends, *([seen.beside] if seen.beside else [])]:
         many = end.code == 2  # a configuration may have several mistakes
-        if end.code is None or end.code <= 0 or end.code in (130, 143) or _is_agents(seen, end):
+        if (
+            end.code is None
+            or end.code <= 0
+            or end.code in (130, 143)
+            or _is_agents(seen, end)
+        ):
             continue
         if not end.sentences or (len(end.sentences) > most and not many):
             yield f"{len(end.sentences)} sentences on standard error: {_tail(end)}"
@@ -147,7 +164,11 @@ def no_traceback(seen: Observed) -> Iterator[str]:
     for number, end in enumerate(seen.ends):
         if number == 0 and seen.case.expected.traceback:
             continue
-        text = "\n".join(line for line in f"{end.out}\n{end.err}".split("\n") if not _RAYS_OWN.search(line))
+        text = "\n".join(
+            line
+            for line in f"{end.out}\n{end.err}".split("\n")
+            if not _RAYS_OWN.search(line)
+        )
         if seen.case.scenario.root == "torchrun":
             text = _AGENTS.sub("", text)
         if _TRACEBACK in text:
@@ -157,7 +178,8 @@ def no_traceback(seen: Observed) -> Iterator[str]:
 
 def true_cause(seen: Observed) -> Iterator[str]:
     """A command that failed names the cause."""
-    first, words = seen.ends[0], seen.case.expected.words
+    first = seen.ends[0]
+    words = seen.case.expected.words
     if not words or first.code is None or first.code <= 0 or first.code in (130, 143):
         return
     said = "\n".join(first.sentences)
@@ -173,9 +195,16 @@ def right_status(seen: Observed) -> Iterator[str]:
         return
     file = seen.directory / "runs" / "run" / "result.json"
     result = json.loads(file.read_text()) if file.exists() else {}
-    if (result.get("status"), result.get("steps")) != ("done", seen.case.scenario.steps):
+    if (result.get("status"), result.get("steps")) != (
+        "done",
+        seen.case.scenario.steps,
+    ):
         yield f"result.json says {result.get('status')} after {result.get('steps')} steps"
-    bad = {key: value for key, value in result.items() if key.endswith("_time_s") and not 0 <= value < 86400}
+    bad = {
+        key: value
+        for key, value in result.items()
+        if key.endswith("_time_s") and not 0 <= value < 86400
+    }
     if bad:
         yield f"impossible times: {bad}"
 
@@ -219,7 +248,8 @@ def exact_samples(seen: Observed) -> Iterator[str]:
 
 def little_redone(seen: Observed) -> Iterator[str]:
     """At most a checkpoint's interval is done again, for each fault."""
-    expected, scenario = seen.case.expected, seen.case.scenario
+    expected = seen.case.expected
+    scenario = seen.case.scenario
     if scenario.kind != "run" or not expected.redo:
         return
     times = defaultdict(int)
@@ -233,8 +263,11 @@ def little_redone(seen: Observed) -> Iterator[str]:
 
 
 def trials_kept(seen: Observed) -> Iterator[str]:
-    """No finished trial is lost, changed or run again, and each ends as in the unbroken sweep."""
-    scenario, expected = seen.case.scenario, seen.case.expected
+    """No finished trial is lost, changed or run again, and each ends as in the unbroken
+    sweep.
+    """
+    scenario = seen.case.scenario
+    expected = seen.case.expected
     if scenario.kind == "run":
         return
     last = seen.ends[-1].records
@@ -246,7 +279,9 @@ def trials_kept(seen: Observed) -> Iterator[str]:
     if len(last) != TRIALS:
         yield f"{len(last)} of {TRIALS} trials have a record"
     ended = {
-        json.loads(text)["config"].get("task_args.trial"): end for end in seen.ends[:1] for text in end.records.values()
+        json.loads(text)["config"].get("task_args.trial"): end
+        for end in seen.ends[:1]
+        for text in end.records.values()
     }
     if expected.redo:
         again = {
@@ -261,13 +296,19 @@ def trials_kept(seen: Observed) -> Iterator[str]:
     for name, one in odd.items():
         if one["status"] not in expected.statuses:
             yield f"trial {name} is {one['status']} ({one.get('message', '')})"
-        elif expected.words and not re.search(expected.words, f"{one.get('message')}{one.get('traceback')}"):
+        elif expected.words and not re.search(
+            expected.words, f"{one.get('message')}{one.get('traceback')}"
+        ):
             yield f"trial {name} does not say {expected.words!r}: {one.get('message')}"
     if len(odd) > len(seen.case.faults):
         yield f"{len(odd)} trials did not end well after {len(seen.case.faults)} faults"
     for name, metrics in seen.reference.metrics.items():
         found = records.get(name, {"status": "lost", "metrics": {}})
-        if found["status"] == "done" and comparable(found["metrics"]) != metrics and not expected.close:
+        if (
+            found["status"] == "done"
+            and comparable(found["metrics"]) != metrics
+            and not expected.close
+        ):
             yield f"trial {name} ended at {comparable(found['metrics'])}, not {metrics}"
 
 
@@ -275,17 +316,30 @@ def nothing_left(seen: Observed) -> Iterator[str]:
     """No process outlives its command, and no file its run."""
     for number, end in enumerate(seen.ends):
         if left := end.left.found:
-            counts = ", ".join(sorted({f"{one.role} ({one.command[:60]})" for one in left}))
+            counts = ", ".join(
+                sorted({f"{one.role} ({one.command[:60]})" for one in left})
+            )
             yield f"command {number + 1} left {len(left)} processes: {counts}"
         late = last_step(seen.directory, end)
         if late > ORPHAN_S:
             yield f"workers of command {number + 1} trained on for {late:.1f} s after it"
-    # Where a driver is killed after its workers have ended, the next group of the machine clears up.
-    root, deadly = seen.case.scenario.root, ("SIGKILL", "SIGSTOP")
-    is_cleared = any(fault.target == root and fault.detail in deadly for fault in seen.case.faults)
+    # Where a driver is killed after its workers have ended, the next group of the
+    # machine clears up.
+    root = seen.case.scenario.root
+    deadly = ("SIGKILL", "SIGSTOP")
+    is_cleared = any(
+        fault.target == root and fault.detail in deadly for fault in seen.case.faults
+    )
     files = [path.name for path in (seen.directory / "tmp").glob("paceline*")]
-    files = [name for name in files if not (is_cleared and name.startswith("paceline-spawn-"))]
-    files += [str(path.relative_to(seen.directory)) for path in (seen.directory / "runs").rglob("*.tmp")]
+    files = [
+        name
+        for name in files
+        if not (is_cleared and name.startswith("paceline-spawn-"))
+    ]
+    files += [
+        str(path.relative_to(seen.directory))
+        for path in (seen.directory / "runs").rglob("*.tmp")
+    ]
     if files:
         yield f"files were left: {', '.join(sorted(files)[:5])}"
 
@@ -307,7 +361,14 @@ CHECKS = {
 
 def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | None:
     """The model of the last step, as the files on storage have it."""
-    file = directory / "runs" / "run" / "checkpoints" / f"step-{scenario.steps:012d}" / "state.pt"
+    file = (
+        directory
+        / "runs"
+        / "run"
+        / "checkpoints"
+        / f"step-{scenario.steps:012d}"
+        / "state.pt"
+    )
     try:
         model = torch.load(file, map_location="cpu", weights_only=True)["model"]
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):  # it was cut off
@@ -316,7 +377,10 @@ def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | Non
 
 
 def read_samples(directory: Path, after: float = 0.0) -> list[Samples]:
-    """What each process trained; a line that a kill cut off is left out. A trial that a process ran twice is two."""
+    """What each process trained; a line that a kill cut off is left out.
+
+    A trial that a process ran twice is two.
+    """
     found = []
     for file in sorted((directory / "samples").iterdir()):
         current = {}
@@ -345,7 +409,11 @@ def read_records(directory: Path, scenario: Scenario) -> dict[str, str]:
 
 def comparable(metrics: dict[str, float]) -> dict[str, float]:
     """What two runs of a trial have in common."""
-    return {name: value for name, value in metrics.items() if name in ("val_loss", "val_accuracy", "train_loss")}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name in ("val_loss", "val_accuracy", "train_loss")
+    }
 
 
 def read_metrics(directory: Path, scenario: Scenario) -> dict[str, dict[str, float]]:
@@ -365,10 +433,13 @@ def last_step(directory: Path, end: Ended) -> float:
 
 
 def first_new(directory: Path, landed: dict[str, Any], since: float) -> float | None:
-    """When the first step began that nobody had begun before, and that is not the one amid which the fault came; of
-    the trial that it has hit. After a recovery, which began at `since`, by a process of its own.
+    """When the first step began that nobody had begun before, and that is not the one
+    amid which the fault came; of the trial that it has hit.
+
+    After a recovery, which began at `since`, by a process of its own.
     """
-    last, new = 0, []
+    last = 0
+    new = []
     for file in (directory / "samples").iterdir():
         lines = [json.loads(text) for text in file.read_text().split("\n")[:-1]]
         is_old = bool(lines) and lines[0]["when"] <= since != landed["when"]
@@ -387,8 +458,14 @@ def _config_of(record: dict[str, Any]) -> str:
 
 
 def _is_agents(seen: Observed, end: Ended) -> bool:
-    """Whether torchrun's own agent is all that can speak: it was sent a signal, or every worker was killed."""
-    killed = [fault for fault in seen.case.faults if fault.target == "worker" and fault.detail == "SIGKILL"]
+    """Whether torchrun's own agent is all that can speak: it was sent a signal, or
+    every worker was killed.
+    """
+    killed = [
+        fault
+        for fault in seen.case.faults
+        if fault.target == "worker" and fault.detail == "SIGKILL"
+    ]
     if seen.case.scenario.root != "torchrun":
         return False
     return "SignalException" in end.err or len(killed) == seen.case.scenario.world

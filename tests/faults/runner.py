@@ -1,4 +1,6 @@
-"""Runs a case: the command with its faults, what is left of it, and the documented recovery."""
+"""Runs a case: the command with its faults, what is left of it, and the documented
+recovery.
+"""
 
 import hashlib
 import json
@@ -35,12 +37,19 @@ from tests.faults.oracle import (
 from tests.faults.scenarios import REPOSITORY, Scenario
 
 GRACE_S = 15.0
-"""Within so many seconds of a command's end all of its processes are gone; the next starts at once, beside them."""
+"""Within so many seconds of a command's end all of its processes are gone; the next
+starts at once, beside them.
+"""
 GIVE_UP_S = 8.0
-"""A command whose own process was stopped is killed after so long, as its user would."""
-_BASE_S, _TIMES, _DISK_BYTES = 90.0, 6.0, 48 << 20
+"""A command whose own process was stopped is killed after so long, as its user would.
+"""
+_BASE_S = 90.0
+_TIMES = 6.0
+_DISK_BYTES = 48 << 20
 _LOOK_S = 0.1
-_MAX_AGAIN, _MAX_REFUSED, _AGAIN_S = 2, 12, 2.0
+_MAX_AGAIN = 2
+_MAX_REFUSED = 12
+_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,9 @@ class Row:
     def line(self) -> str:
         """As the terminal shows it."""
         verdict = "held" if self.held else "BROKEN" if self.landed else "not landed"
-        recovery = f"{self.recovery_s:5.1f} s" if self.recovery_s is not None else "      -"
+        recovery = (
+            f"{self.recovery_s:5.1f} s" if self.recovery_s is not None else "      -"
+        )
         words = "".join(f"\n      {one[:600]}" for one in self.violations)
         return f"{self.case:>7} {verdict:10} {recovery} {self.wall_s:5.0f} s  {self.scenario:11} {self.detail}{words}"
 
@@ -81,20 +92,51 @@ def run_case(case: Case, workspace: Path) -> Row:
     with _directory(case) as (directory, storage):
         command = case.scenario.command(directory, storage)
         beside = []
-        first = _run(case, directory, command, 1, limit_s, _during(case, directory, command, limit_s, beside))
-        landed = [_read(directory / f"landed-{index}") for index in range(len(case.faults))]
-        detail = "; ".join(f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults)
+        first = _run(
+            case,
+            directory,
+            command,
+            1,
+            limit_s,
+            _during(case, directory, command, limit_s, beside),
+        )
+        landed = [
+            _read(directory / f"landed-{index}") for index in range(len(case.faults))
+        ]
+        detail = "; ".join(
+            f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults
+        )
         if None in landed:
-            wall_s, codes = time.monotonic() - began, [first.code]
-            why = [path.read_text() for path in directory.glob("missed-*")] + [f"the command ended with {first.code}"]
-            return Row(case.name, case.title, case.scenario.name, detail, False, False, why, codes, None, wall_s)
+            wall_s = time.monotonic() - began
+            codes = [first.code]
+            why = [path.read_text() for path in directory.glob("missed-*")] + [
+                f"the command ended with {first.code}"
+            ]
+            return Row(
+                case.name,
+                case.title,
+                case.scenario.name,
+                detail,
+                False,
+                False,
+                why,
+                codes,
+                None,
+                wall_s,
+            )
         ends = [first]
         (directory / "armed").unlink()
         (directory / "runs" / "ballast").unlink(missing_ok=True)
         again = refused = 0
-        while not _complete(case, directory, ends) and again < _MAX_AGAIN and ends[-1].code is not None:
+        while (
+            not _complete(case, directory, ends)
+            and again < _MAX_AGAIN
+            and ends[-1].code is not None
+        ):
             end = _run(case, directory, command, len(ends) + 1, limit_s)
-            if end.code == 2 and refused < _MAX_REFUSED:  # what is left of the first may still hold the run, and say so
+            if (
+                end.code == 2 and refused < _MAX_REFUSED
+            ):  # what is left of the first may still hold the run, and say so
                 refused += 1
                 time.sleep(_AGAIN_S)
                 continue
@@ -103,31 +145,65 @@ def run_case(case: Case, workspace: Path) -> Row:
         for end in ends:
             end.left.await_end()
         facts = [one for one in landed if one is not None]
-        found = violations(Observed(case, directory, reference, facts, ends, beside[0] if beside else None))
+        found = violations(
+            Observed(
+                case, directory, reference, facts, ends, beside[0] if beside else None
+            )
+        )
         since = first.ended if len(ends) > 1 else facts[0]["when"]
         new = first_new(directory, facts[0], since)
         recovery_s = None if new is None else new - facts[0]["when"]
         if found and os.environ.get("PACELINE_FAULTS_KEEP"):
             kept = workspace / "broken" / case.name
-            shutil.copytree(directory, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True, ignore=_no_sockets)
-    wall_s, codes = time.monotonic() - began, [end.code for end in ends]
-    return Row(case.name, case.title, case.scenario.name, detail, True, not found, found, codes, recovery_s, wall_s)
+            shutil.copytree(
+                directory,
+                kept,
+                dirs_exist_ok=True,
+                ignore_dangling_symlinks=True,
+                ignore=_no_sockets,
+            )
+    wall_s = time.monotonic() - began
+    codes = [end.code for end in ends]
+    return Row(
+        case.name,
+        case.title,
+        case.scenario.name,
+        detail,
+        True,
+        not found,
+        found,
+        codes,
+        recovery_s,
+        wall_s,
+    )
 
 
 def find_reference(scenario: Scenario, workspace: Path) -> Reference:
     """The unbroken run of a scenario: computed once for each state of the code."""
-    file = workspace / "references" / f"{scenario.name.replace(' ', '-')}-{_digest()}.pt"
+    file = (
+        workspace / "references" / f"{scenario.name.replace(' ', '-')}-{_digest()}.pt"
+    )
     if not file.exists():
         case = Case("reference", scenario, ())
         with _directory(case) as (directory, storage):
             end = _run(case, directory, scenario.command(directory, storage), 1, 900)
             if end.code != 0:
-                raise RuntimeError(f"{scenario.name} fails without a fault: {end.code}\n{end.out}\n{end.err}")
-            samples = {key: indices for process in read_samples(directory) for key, indices in process.items()}
-            weights = read_weights(directory, scenario) if scenario.kind == "run" else {}
+                raise RuntimeError(
+                    f"{scenario.name} fails without a fault: {end.code}\n{end.out}\n{end.err}"
+                )
+            samples = {
+                key: indices
+                for process in read_samples(directory)
+                for key, indices in process.items()
+            }
+            weights = (
+                read_weights(directory, scenario) if scenario.kind == "run" else {}
+            )
             assert weights is not None
             wall_s = end.ended - end.began
-            found = Reference(samples, weights, read_metrics(directory, scenario), wall_s)
+            found = Reference(
+                samples, weights, read_metrics(directory, scenario), wall_s
+            )
         file.parent.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
         torch.save(asdict(found), aside)
@@ -157,7 +233,10 @@ def _run(
     """Run a command to its end, and look what is left of it."""
     (directory / "root").unlink(missing_ok=True)
     began = time.monotonic()
-    with (directory / f"out-{number}").open("wb") as out, (directory / f"err-{number}").open("wb") as err:
+    with (
+        (directory / f"out-{number}").open("wb") as out,
+        (directory / f"err-{number}").open("wb") as err,
+    ):
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
@@ -178,9 +257,17 @@ def _run(
     if code is None:
         left.await_end()
     if case.scenario.on_s3:
-        s3.fetch(yaml.safe_load(Path(command[-1]).read_text())["storage_path"], directory / "runs")
-    texts = [(directory / f"{name}-{number}").read_text(errors="replace") for name in ("out", "err")]
-    return Ended(code, *texts, began, ended, left, read_records(directory, case.scenario))
+        s3.fetch(
+            yaml.safe_load(Path(command[-1]).read_text())["storage_path"],
+            directory / "runs",
+        )
+    texts = [
+        (directory / f"{name}-{number}").read_text(errors="replace")
+        for name in ("out", "err")
+    ]
+    return Ended(
+        code, *texts, began, ended, left, read_records(directory, case.scenario)
+    )
 
 
 def _alive(case: Case, directory: Path) -> list[Found]:
@@ -197,8 +284,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _during(
     case: Case, directory: Path, first: list[str], limit_s: float, beside: list[Ended]
 ) -> Callable[[subprocess.Popen[bytes]], None] | None:
-    """What the runner itself does when a fault lands: gives up on a stopped command, or starts a second one."""
-    stops = any(one.detail == "SIGSTOP" and one.target == case.scenario.root for one in case.faults)
+    """What the runner itself does when a fault lands: gives up on a stopped command, or
+    starts a second one.
+    """
+    stops = any(
+        one.detail == "SIGSTOP" and one.target == case.scenario.root
+        for one in case.faults
+    )
     starts = next((one for one in case.faults if one.act in ("start", "fresh")), None)
     if not stops and starts is None:
         return None
@@ -211,35 +303,62 @@ def _during(
             process.kill()
         if starts is not None and not beside:
             command = [*first, *["--fresh"] * (starts.act == "fresh")]
-            began, environment = time.monotonic(), case.scenario.environment(directory) | {SECOND: "1"}
+            began = time.monotonic()
+            environment = case.scenario.environment(directory) | {SECOND: "1"}
             done = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command,
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             with suppress(subprocess.TimeoutExpired):
                 done.wait(limit_s)
             code = done.poll()
             _end(done)
             (directory / "beside-ended").touch()
-            beside.append(Ended(code, *done.communicate(), began, time.monotonic(), Leftovers([], 0.0)))
+            beside.append(
+                Ended(
+                    code,
+                    *done.communicate(),
+                    began,
+                    time.monotonic(),
+                    Leftovers([], 0.0),
+                )
+            )
 
     return act
 
 
 @contextmanager
 def _directory(case: Case) -> Iterator[tuple[Path, str]]:
-    """A new directory for a case, with its plan; short, since Ray's sockets lie below it. Nothing of it is left."""
+    """A new directory for a case, with its plan; short, since Ray's sockets lie below
+    it.
+
+    Nothing of it is left.
+    """
     directory = Path(tempfile.mkdtemp(prefix="plf-", dir="/tmp"))
-    runs, mounted = directory / "runs", False
+    runs = directory / "runs"
+    mounted = False
     try:
         for name in ("samples", "tmp", "r", "runs"):
             (directory / name).mkdir()
         if any(fault.act == "fill" for fault in case.faults):
             size = f"size={_DISK_BYTES}"
-            done = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(runs)], capture_output=True)
+            done = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(runs)],
+                capture_output=True,
+            )
             mounted = done.returncode == 0
             if not mounted:
-                raise Unavailable("a full disk needs a small filesystem, and mounting one needs root")
-        plan = {"faults": [asdict(fault) for fault in case.faults], "root": case.scenario.root}
+                raise Unavailable(
+                    "a full disk needs a small filesystem, and mounting one needs root"
+                )
+        plan = {
+            "faults": [asdict(fault) for fault in case.faults],
+            "root": case.scenario.root,
+        }
         (directory / "plan.json").write_text(json.dumps(plan))
         (directory / "armed").touch()
         if case.scenario.on_s3 and not s3.installed():
@@ -278,4 +397,9 @@ def _digest() -> str:
 
 
 def _no_sockets(directory: str, names: list[str]) -> list[str]:
-    return [name for name in names if not (Path(directory) / name).is_file() and not (Path(directory) / name).is_dir()]
+    return [
+        name
+        for name in names
+        if not (Path(directory) / name).is_file()
+        and not (Path(directory) / name).is_dir()
+    ]

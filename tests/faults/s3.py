@@ -1,4 +1,6 @@
-"""An S3 server over HTTP (moto), and before it a proxy that spoils requests: the n-th of a case, or a share of all."""
+"""An S3 server over HTTP (moto), and before it a proxy that spoils requests: the n-th
+of a case, or a share of all.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,13 @@ def installed() -> bool:
 
 @contextmanager
 def bucket(
-    spoils: Callable[[str, str], str] = lambda method, target: "", bytes_per_s: float = math.inf
+    spoils: Callable[[str, str], str] = lambda method, target: "",
+    bytes_per_s: float = math.inf,
 ) -> Iterator[tuple[Proxy, str, str]]:
-    """A proxy that `spoils` requests, by method and target; the URI of a new bucket behind it, and the same bucket's
-    without the proxy. Each answer takes as long as `bytes_per_s` has it.
+    """A proxy that `spoils` requests, by method and target; the URI of a new bucket
+    behind it, and the same bucket's without the proxy.
+
+    Each answer takes as long as `bytes_per_s` has it.
     """
     from moto.server import ThreadedMotoServer
 
@@ -49,7 +54,9 @@ def bucket(
     server.start()
     try:
         proxy = Proxy(server.get_host_and_port(), spoils, bytes_per_s)
-        thread = threading.Thread(target=proxy.serve_forever, name="s3-proxy", daemon=True)
+        thread = threading.Thread(
+            target=proxy.serve_forever, name="s3-proxy", daemon=True
+        )
         thread.start()
         try:
             name = f"faults-{secrets.token_hex(6)}"
@@ -75,10 +82,18 @@ def of_case(directory: Path, faults: Sequence[Fault]) -> Callable[[str, str], st
     def spoils(method: str, target: str) -> str:
         number = next(count)
         for index, fault in enumerate(faults):
-            if fault.act != "server" or not fault.number <= number < fault.number + LASTS[fault.detail]:
+            if (
+                fault.act != "server"
+                or not fault.number <= number < fault.number + LASTS[fault.detail]
+            ):
                 continue
             if (directory / "armed").exists():
-                words = {"when": time.monotonic(), "pid": 0, "role": "server", "trial": 0}
+                words = {
+                    "when": time.monotonic(),
+                    "pid": 0,
+                    "role": "server",
+                    "trial": 0,
+                }
                 (directory / f"landed-{index}").write_text(json.dumps(words))
                 return fault.detail
         return ""
@@ -105,10 +120,17 @@ class Proxy(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that were killed, or did not want to wait."""
 
-    def __init__(self, server: tuple[str, int], spoils: Callable[[str, str], str], bytes_per_s: float) -> None:
+    def __init__(
+        self,
+        server: tuple[str, int],
+        spoils: Callable[[str, str], str],
+        bytes_per_s: float,
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.backend, self.bytes_per_s = server, bytes_per_s
-        self._spoils, self._lock = spoils, threading.Lock()
+        self.backend = server
+        self.bytes_per_s = bytes_per_s
+        self._spoils = spoils
+        self._lock = threading.Lock()
         self.requests = 0
         self.spoiled = Counter()
         """Requests by what was done to them, and by what they wanted."""
@@ -118,19 +140,22 @@ class Proxy(ThreadingHTTPServer):
         with self._lock:
             self.requests += 1
             if spoiled := self._spoils(method, target):
-                self.spoiled[spoiled, f"{method} part" if "uploadId=" in target else method] += 1
+                self.spoiled[
+                    spoiled, f"{method} part" if "uploadId=" in target else method
+                ] += 1
             return spoiled
 
 
 KINDS = ("503", "500", "dawdle", "cut request", "cut", "lost")
-"""What is done to requests: 503 SlowDown, 500, an answer that is late, a connection that is cut in the middle of the
-request, or of the answer, or after the request and before any answer.
+"""What is done to requests: 503 SlowDown, 500, an answer that is late, a connection
+that is cut in the middle of the request, or of the answer, or after the request and
+before any answer.
 """
 
 
 def noise(seed: int, share: float) -> Callable[[str, str], str]:
-    """Spoils this share of all requests, drawn by a seed; one in four of those again and again, up to the client's own
-    last try and beyond.
+    """Spoils this share of all requests, drawn by a seed; one in four of those again
+    and again, up to the client's own last try and beyond.
     """
     draw = random.Random(seed)
     stubborn = {}

@@ -13,10 +13,21 @@ REPOSITORY = Path(__file__).parents[2]
 WORKSPACE = REPOSITORY / "build" / "faults"
 """Unbroken runs, and the journals of campaigns."""
 SITE = Path(__file__).parent / "site"
-STEPS, INTERVAL = 180, 5
-TRIALS, TRIAL_STEPS = 6, 60
+STEPS = 180
+INTERVAL = 5
+TRIALS = 6
+TRIAL_STEPS = 60
 HANG_TIMEOUT_S = 15.0
-_OUTSIDE = ("RAY_", "PACELINE_", "PYTEST_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
+_OUTSIDE = (
+    "RAY_",
+    "PACELINE_",
+    "PYTEST_",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_",
+    "LOCAL_",
+    "TORCHELASTIC_",
+)
 _TRAIN = {
     "task": "tests.faults.task:Faulty",
     "task_dir": str(REPOSITORY),
@@ -58,19 +69,31 @@ class Scenario:
         return "raylet" in self.roles
 
     def command(self, directory: Path, storage: str) -> list[str]:
-        """The command line, whose file is written into the directory; the same one goes on with the run."""
+        """The command line, whose file is written into the directory; the same one goes
+        on with the run.
+        """
         tree = {**_TRAIN, **self.train}
         place = {"name": "run", "storage_path": storage}
         if self.sweep is not None:
-            trial = {key: value for key, value in tree.items() if key not in ("checkpoint", "launcher")}
+            trial = {
+                key: value
+                for key, value in tree.items()
+                if key not in ("checkpoint", "launcher")
+            }
             tree = {"train": trial | {"max_steps": TRIAL_STEPS}, **self.sweep}
         file = directory / "command.yaml"
         file.write_text(yaml.safe_dump(tree | place))
         return [sys.executable, *self.launch, str(file)]
 
     def environment(self, directory: Path) -> dict[str, str]:
-        """The environment of the command: that of this process, without what a test session adds."""
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(_OUTSIDE)}
+        """The environment of the command: that of this process, without what a test
+        session adds.
+        """
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(_OUTSIDE)
+        }
         return kept | {
             "PACELINE_FAULTS": str(directory / "plan.json"),
             "PYTHONPATH": f"{SITE}{os.pathsep}{REPOSITORY}",
@@ -109,7 +132,14 @@ SCENARIOS = {
             {**_ALONE, "data": {"num_workers": 1, "resident": False}},
         ),
         Scenario("s3", "run", "worker", 1, ("worker",), _ALONE, on_s3=True),
-        Scenario("spawn", "run", "driver", 2, ("driver", "worker"), {**_TWO, "launcher": "spawn"}),
+        Scenario(
+            "spawn",
+            "run",
+            "driver",
+            2,
+            ("driver", "worker"),
+            {**_TWO, "launcher": "spawn"},
+        ),
         Scenario(
             "torchrun",
             "run",
@@ -117,7 +147,15 @@ SCENARIOS = {
             2,
             ("torchrun", "worker"),
             _TWO,
-            launch=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainers"),
+            launch=(
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "trainers",
+            ),
         ),
         Scenario(
             "ray",
@@ -127,6 +165,8 @@ SCENARIOS = {
             ("driver", "worker", "controller", *_CLUSTER),
             {**_TWO, "launcher": "ray", "task_args": {"pause_s": 0.02}},
         ),
-        Scenario("sweep", "sweep", "driver", 1, _LANES, _PAUSED, _SWEEP, ("-m", "tune")),
+        Scenario(
+            "sweep", "sweep", "driver", 1, _LANES, _PAUSED, _SWEEP, ("-m", "tune")
+        ),
     )
 }

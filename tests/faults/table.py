@@ -1,4 +1,6 @@
-"""The table of docs/reliability.md: fault, cases that held of those that ran, median recovery."""
+"""The table of docs/reliability.md: fault, cases that held of those that ran, median
+recovery.
+"""
 
 import json
 import statistics
@@ -25,11 +27,14 @@ def table(kept: Mapping[str, Sequence[Row]]) -> str:
     """All rows by fault."""
     landed = [row for rows in kept.values() for row in rows if row.landed]
     seeds = "; ".join(
-        f"{name.replace('paceline-', '').replace('-', ' ')}: {summary(rows)}" for name, rows in kept.items()
+        f"{name.replace('paceline-', '').replace('-', ' ')}: {summary(rows)}"
+        for name, rows in kept.items()
     )
     lines = [seeds, "", "| fault | held | median recovery, s |", "|---|---|---|"]
     for fault in sorted({row.fault for row in landed}):
-        lines.append(f"| {fault} | {_cells([row for row in landed if row.fault == fault])} |")
+        lines.append(
+            f"| {fault} | {_cells([row for row in landed if row.fault == fault])} |"
+        )
     lines.append(f"| **all** | {_cells(landed)} |")
     return "\n".join(lines)
 
@@ -42,9 +47,16 @@ def _cells(rows: Sequence[Row]) -> str:
 
 def keep(kept: Mapping[str, Sequence[Row]]) -> Path:
     """Write the table into the page, and every row beside the benchmarks' results."""
-    begin, end = "<!-- campaign -->\n", "<!-- end of campaign -->"
+    begin = "<!-- campaign -->\n"
+    end = "<!-- end of campaign -->"
     before, rest = PAGE.read_text().split(begin)
     PAGE.write_text(f"{before}{begin}\n{table(kept)}\n\n{end}{rest.split(end)[1]}")
     path = RESULTS / "faults.json"
-    path.write_text(json.dumps({name: [asdict(row) for row in rows] for name, rows in kept.items()}, indent=1) + "\n")
+    path.write_text(
+        json.dumps(
+            {name: [asdict(row) for row in rows] for name, rows in kept.items()},
+            indent=1,
+        )
+        + "\n"
+    )
     return path

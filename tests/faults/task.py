@@ -1,4 +1,6 @@
-"""The task of the campaign: small and in float64, with an event in each phase, and its samples written down."""
+"""The task of the campaign: small and in float64, with an event in each phase, and its
+samples written down.
+"""
 
 import os
 import time
@@ -15,7 +17,9 @@ from trainers.config import TrainConfig
 from trainers.data.batch import Batch
 from trainers.task import Task
 
-SAMPLES, FEATURES, ORPHANED_S = 99, 12, 0.25
+SAMPLES = 99
+FEATURES = 12
+ORPHANED_S = 0.25
 hook.event("import")
 
 
@@ -25,7 +29,9 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
     def __init__(self, split: str) -> None:
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
-        centres = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        centres = torch.randn(
+            4, FEATURES, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
         noise = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
         self.rows = centres[self.labels] + noise
 
@@ -38,20 +44,28 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
 
 def make_model() -> nn.Module:
     """Logits [B, 4] of rows [B, 12]."""
-    return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 4)).to(torch.float64)
+    return nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 4)).to(
+        torch.float64
+    )
 
 
 class Faulty(Task):
-    """Everything that a task may define, each with its event; counts its steps over restarts."""
+    """Everything that a task may define, each with its event; counts its steps over
+    restarts.
+    """
 
     def __init__(self, pause_s: float = 0.0, trial: int = 0) -> None:
         hook.event("constructor")
-        self.pause_s, self.trial, self.step, self.in_step = pause_s, trial, 0, False
+        self.pause_s = pause_s
+        self.trial = trial
+        self.step = 0
+        self.in_step = False
         self.parent = os.getppid()
 
     def begin_step(self) -> None:
         """Called before each training step, by the hook."""
-        self.step, self.in_step = self.step + 1, True
+        self.step = self.step + 1
+        self.in_step = True
         # An orphan lingers: it must not be at its end before somebody looks.
         time.sleep(self.pause_s if os.getppid() == self.parent else ORPHANED_S)
         hook.trial = self.trial

@@ -1,7 +1,8 @@
-"""What needs a CUDA device: each test says at the end whether it was executed, and on which GPU, or skipped.
+"""What needs a CUDA device: each test says at the end whether it was executed, and on
+which GPU, or skipped.
 
-Run as: python -m pytest tests/gpu, on a machine with torch, pydantic, PyYAML and pyarrow; Ray is not needed.
-Without a GPU: python -m tests.fake_cuda -m pytest tests/gpu
+Run as: python -m pytest tests/gpu, on a machine with torch, pydantic, PyYAML and
+pyarrow; Ray is not needed. Without a GPU: python -m tests.fake_cuda -m pytest tests/gpu
 """
 
 import gc
@@ -23,14 +24,23 @@ if fake_cuda.IS_ON:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test of the GPU is skipped where there is none; the same test on a CPU runs anywhere."""
+    """A test of the GPU is skipped where there is none; the same test on a CPU runs
+    anywhere.
+    """
     for item in items:
         if not item.get_closest_marker("gpu") or "tests/gpu/" not in item.nodeid:
             continue
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        elif fake_cuda.IS_ON and (real := item.get_closest_marker("real_gpu")) is not None:
-            item.add_marker(pytest.mark.skip(reason=f"not on the fake CUDA: {fake_cuda.CANNOT[real.args[0]]}"))
+        elif (
+            fake_cuda.IS_ON
+            and (real := item.get_closest_marker("real_gpu")) is not None
+        ):
+            item.add_marker(
+                pytest.mark.skip(
+                    reason=f"not on the fake CUDA: {fake_cuda.CANNOT[real.args[0]]}"
+                )
+            )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -41,14 +51,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lines = []
     for outcome in ("passed", "failed", "skipped"):
         for report in terminalreporter.getreports(outcome):
-            if "tests/gpu/" not in report.nodeid or (report.when != "call" and outcome == "passed"):
+            if "tests/gpu/" not in report.nodeid or (
+                report.when != "call" and outcome == "passed"
+            ):
                 continue
             name = report.nodeid.split("tests/gpu/")[-1]
             if outcome == "skipped":
-                reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+                reason = (
+                    report.longrepr[2]
+                    if isinstance(report.longrepr, tuple)
+                    else str(report.longrepr)
+                )
                 lines.append(f"skipped: {reason.removeprefix('Skipped: ')}: {name}")
             else:
-                where = "the CPU" if "cpu" in name.partition("[")[2].strip("]").split("-") else gpu
+                where = (
+                    "the CPU"
+                    if "cpu" in name.partition("[")[2].strip("]").split("-")
+                    else gpu
+                )
                 lines.append(f"executed on {where}: {name}: {outcome}")
     if lines:
         terminalreporter.section("where the GPU tests ran")
@@ -58,7 +78,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """The suite's own, for a machine that has no more than torch: loader processes are all that is started here."""
+    """The suite's own, for a machine that has no more than torch: loader processes are
+    all that is started here.
+    """
     yield
     assert not multiprocessing.active_children()
 
@@ -79,10 +101,15 @@ def switches_come_back() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-CPU_AND_GPU = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+CPU_AND_GPU = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(params=CPU_AND_GPU)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Both: the same test body on the CPU, where it can be tried anywhere, and on the GPU."""
+    """Both: the same test body on the CPU, where it can be tried anywhere, and on the
+    GPU.
+    """
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")

@@ -43,7 +43,11 @@ BASE = {
 def config(device: torch.device, **changes: Any) -> TrainConfig:
     """BASE on `device` with dotted changes (`__` for a dot)."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    return build(TrainConfig, override(TrainConfig, BASE, {"device": device.type, **dotted}), "test")
+    return build(
+        TrainConfig,
+        override(TrainConfig, BASE, {"device": device.type, **dotted}),
+        "test",
+    )
 
 
 class Context(LocalContext):
@@ -51,14 +55,19 @@ class Context(LocalContext):
 
     def __init__(self, path: Path | None, looks: int | None = None) -> None:
         super().__init__(Storage(str(path)) if path else None, "local")
-        self.looks, self._looked = looks, count(1)
+        self.looks = looks
+        self._looked = count(1)
 
     def should_stop(self, elapsed_s: float) -> bool:
         return self.looks is not None and next(self._looked) >= self.looks
 
 
 def train(
-    device: torch.device, path: Path | None = None, task: Task | None = None, looks: int | None = None, **changes: Any
+    device: torch.device,
+    path: Path | None = None,
+    task: Task | None = None,
+    looks: int | None = None,
+    **changes: Any,
 ) -> RunResult:
     """A run from its start, or from its newest checkpoint below `path`."""
     return fit(task or Blobs(), config(device, **changes), Context(path, looks))
@@ -66,24 +75,34 @@ def train(
 
 def curve(path: Path) -> list[float]:
     """The loss of every step."""
-    return [record["train_loss"] for record in read_log(Storage(str(path))) if "train_loss" in record]
+    return [
+        record["train_loss"]
+        for record in read_log(Storage(str(path)))
+        if "train_loss" in record
+    ]
 
 
-def make(device: torch.device, task: Task | None = None, **changes: Any) -> tuple[Replica, TrainConfig]:
+def make(
+    device: torch.device, task: Task | None = None, **changes: Any
+) -> tuple[Replica, TrainConfig]:
     """The parts of a run, to be stepped by hand; `parts.close()` ends them."""
     chosen = config(device, **changes).with_global_batch()
     return build_replica(task or Blobs(), chosen, Context(None)), chosen
 
 
 def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], None]:
-    """One call, one step, over as many epochs as `steps` need: what the loop does between two looks at the device."""
+    """One call, one step, over as many epochs as `steps` need: what the loop does
+    between two looks at the device.
+    """
     sampler = parts.sampler
     positions = [divmod(number, sampler.steps_per_epoch) for number in range(steps)]
     plans = []
     for epoch, step in positions:
         sampler.set_epoch(epoch)
         plans.append(list(split_share(sampler.share(step), parts.microbatch_size)))
-    batches = parts.train_feed.batches([indices for plan in plans for indices in plan], training=True)
+    batches = parts.train_feed.batches(
+        [indices for plan in plans for indices in plan], training=True
+    )
     numbers = iter(range(steps))
 
     def step() -> None:
@@ -96,10 +115,21 @@ def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], Non
 
 
 class Images(Task):
-    """Convolutions, BatchNorm, dropout and a random transform on the device: all that draws or that has a layout."""
+    """Convolutions, BatchNorm, dropout and a random transform on the device: all that
+    draws or that has a layout.
+    """
 
-    def __init__(self, samples: int = 120, size: int = 16, channels: int = 16, random: bool = True) -> None:
-        self.samples, self.size, self.channels, self.random = samples, size, channels, random
+    def __init__(
+        self,
+        samples: int = 120,
+        size: int = 16,
+        channels: int = 16,
+        random: bool = True,
+    ) -> None:
+        self.samples = samples
+        self.size = size
+        self.channels = channels
+        self.random = random
 
     def model(self) -> nn.Module:
         wide = self.channels
@@ -125,7 +155,11 @@ class Images(Task):
 
     def transform(self, batch: Any, training: bool) -> Any:
         images, labels = batch
-        return (images + 0.1 * torch.randn_like(images), labels) if training and self.random else batch
+        return (
+            (images + 0.1 * torch.randn_like(images), labels)
+            if training and self.random
+            else batch
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(outputs, batch[1])
@@ -135,11 +169,21 @@ class Images(Task):
 
 
 class Hungry(Blobs):
-    """Forward takes `bytes_per_sample` on the device, and `later` times as much from its `turns`-th call on."""
+    """Forward takes `bytes_per_sample` on the device, and `later` times as much from
+    its `turns`-th call on.
+    """
 
-    def __init__(self, bytes_per_sample: int, turns: int | None = None, later: int = 1, samples: int = 203) -> None:
+    def __init__(
+        self,
+        bytes_per_sample: int,
+        turns: int | None = None,
+        later: int = 1,
+        samples: int = 203,
+    ) -> None:
         super().__init__(samples=samples)
-        self.bytes_per_sample, self.turns, self.later = bytes_per_sample, turns, later
+        self.bytes_per_sample = bytes_per_sample
+        self.turns = turns
+        self.later = later
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         outputs = super().forward(model, batch)

@@ -1,4 +1,6 @@
-"""A capture of CUDA graphs that fails: a file of its own, and so a process of `make gpu`, which it may spoil."""
+"""A capture of CUDA graphs that fails: a file of its own, and so a process of `make
+gpu`, which it may spoil.
+"""
 
 from typing import Any
 
@@ -25,6 +27,10 @@ def test_a_step_that_waits_is_an_error_that_says_so() -> None:
         train(CUDA, task=Waits(), cuda_graphs=True)
     text = str(raised.value)
     print(text)
-    assert text.startswith("`cuda_graphs` is true, but needs a step that the host never waits in")
+    assert text.startswith(
+        "`cuda_graphs` is true, but needs a step that the host never waits in"
+    )
     assert "captur" in text
-    assert train(CUDA, task=Blobs(), max_steps=12).status == "done"  # the device is none the worse
+    assert (
+        train(CUDA, task=Blobs(), max_steps=12).status == "done"
+    )  # the device is none the worse

@@ -1,4 +1,6 @@
-"""Steps that are captured by themselves: proved against the steps that they replace, given up where those differ."""
+"""Steps that are captured by themselves: proved against the steps that they replace,
+given up where those differ.
+"""
 
 from __future__ import annotations
 
@@ -95,11 +97,17 @@ class Wide(Points):
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         outputs = model(batch[0])
-        held = torch.zeros(len(outputs), 2_000_000, device=outputs.device) if model.training else outputs
+        held = (
+            torch.zeros(len(outputs), 2_000_000, device=outputs.device)
+            if model.training
+            else outputs
+        )
         return outputs + held[:, :1] * 0
 
 
-def as_they_are(task: Points | Images, monkeypatch: pytest.MonkeyPatch, **options: Any) -> RunResult:
+def as_they_are(
+    task: Points | Images, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> RunResult:
     """The run of the same steps, of which none is captured."""
     CALLS["all"] = 0
     with monkeypatch.context() as patch:
@@ -117,8 +125,12 @@ def worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_steps_are_captured_and_proved(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout, BatchNorm, clipping and a loss scaler among what is proved; the curve is that of the plain steps."""
+def test_steps_are_captured_and_proved(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout, BatchNorm, clipping and a loss scaler among what is proved; the curve is
+    that of the plain steps.
+    """
     options = {"precision": precision, "clip_grad_norm": 1.0, "max_steps": 120}
     task = Images(samples=120)
     captured = train(CUDA, tmp_path / "captured", task, **OPTIONS | options)
@@ -155,11 +167,22 @@ def test_python_that_a_replay_leaves_out_is_found_before_it_has_trained(
 
 
 @pytest.mark.usefixtures("worthwhile")
-def test_what_changes_late_is_found_at_the_next_proof_and_steps_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_changes_late_is_found_at_the_next_proof_and_steps_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     result = train(CUDA, task=SetLate(), **OPTIONS | {"max_steps": 120})
     assert result.status == "done"
     assert result.cuda_graphs.startswith("not captured: after 100 replays `")
-    assert len([record for record in caplog.records if "not replayed any more" in record.message]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "not replayed any more" in record.message
+            ]
+        )
+        == 1
+    )
 
 
 @pytest.mark.usefixtures("worthwhile")
@@ -184,7 +207,9 @@ def test_a_graph_that_leaves_something_else_is_given_up(
 def test_without_room_steps_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     total = torch.cuda.get_device_properties(CUDA).total_memory
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 360 * 2**20) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved() + 360 * 2**20) / total
+    )
     result = train(CUDA, task=Wide(), **OPTIONS | {"max_steps": 12})
     torch.cuda.set_per_process_memory_fraction(1.0)
     assert result.cuda_graphs == "not captured: there is no memory for it"
@@ -192,7 +217,9 @@ def test_without_room_steps_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("worthwhile")
-def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_captured_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With dropout after it: random numbers go on."""
 
     class Both(Reads):

@@ -1,4 +1,6 @@
-"""Whole steps as CUDA graphs: the curve of the steps that are not captured, to the last bit, from one launch."""
+"""Whole steps as CUDA graphs: the curve of the steps that are not captured, to the last
+bit, from one launch.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +14,20 @@ from trainers.step import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
 
-# 123 samples in steps of 24: five of them and a short one of 3 an epoch; the rate changes with every step.
-OPTIONS = {"cuda_graphs": True, "deterministic": True, "max_steps": 40, "clip_grad_norm": 1.0}
+# 123 samples in steps of 24: five of them and a short one of 3 an epoch; the rate
+# changes with every step.
+OPTIONS = {
+    "cuda_graphs": True,
+    "deterministic": True,
+    "max_steps": 40,
+    "clip_grad_norm": 1.0,
+}
 
 
 class Uncaptured(graphs.CudaCapture):
-    """The same steps on the same stream with the same learning rate, launched one kernel at a time."""
+    """The same steps on the same stream with the same learning rate, launched one
+    kernel at a time.
+    """
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         return lambda: self.run(work)
@@ -49,7 +59,10 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 WAYS = {
     "adamw": {},
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9}},
-    "adam, accumulated": {"optimizer": {"name": "adam", "lr": 0.01}, "microbatch_size": 7},
+    "adam, accumulated": {
+        "optimizer": {"name": "adam", "lr": 0.01},
+        "microbatch_size": 7,
+    },
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "bf16-pure": {"precision": "bf16-pure", "optimizer__eps": 1e-4},
@@ -61,10 +74,13 @@ WAYS = {
 def test_captured_steps_have_the_curve_of_the_same_steps_uncaptured(
     way: str, replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropout, BatchNorm and a random transform among them: random numbers go on as if nothing was captured."""
+    """Dropout, BatchNorm and a random transform among them: random numbers go on as if
+    nothing was captured.
+    """
     options = OPTIONS | WAYS[way]
     captured = train(CUDA, tmp_path / "captured", Images(samples=123), **options)
-    # 7 epochs begin in 40 steps: the last short step is the 36th, and three full ones are the warm-up.
+    # 7 epochs begin in 40 steps: the last short step is the 36th, and three full ones
+    # are the warm-up.
     assert len(replays) == 40 - 6 - 3
     monkeypatch.setattr(graphs, "CudaCapture", Uncaptured)
     uncaptured = train(CUDA, tmp_path / "uncaptured", Images(samples=123), **options)
@@ -78,9 +94,14 @@ def test_each_size_of_a_schedule_is_captured(
     replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [{"until_samples": 300, "size": 24}, {"size": 30}]
-    options = OPTIONS | {"global_batch_size": None, "batch_schedule": sizes, "max_steps": 30}
+    options = OPTIONS | {
+        "global_batch_size": None,
+        "batch_schedule": sizes,
+        "max_steps": 30,
+    }
     train(CUDA, tmp_path / "captured", Images(samples=123), **options)
-    # Of 12 full steps of 24 and 12 of 30 the first three each are the warm-up; six steps are short.
+    # Of 12 full steps of 24 and 12 of 30 the first three each are the warm-up; six
+    # steps are short.
     assert len(replays) == 12 - 3 + 12 - 3
     monkeypatch.setattr(graphs, "CudaCapture", Uncaptured)
     train(CUDA, tmp_path / "uncaptured", Images(samples=123), **options)
@@ -88,21 +109,37 @@ def test_each_size_of_a_schedule_is_captured(
 
 
 @pytest.mark.parametrize("way", ["adamw", "sgd", "fp16"])
-def test_captured_steps_train_as_plain_ones(way: str, replays: list[int], tmp_path: Path) -> None:
+def test_captured_steps_train_as_plain_ones(
+    way: str, replays: list[int], tmp_path: Path
+) -> None:
     """Close, not equal: the learning rate of a captured step is a float32."""
     options = OPTIONS | WAYS[way]
     train(CUDA, tmp_path / "captured", Images(samples=123, random=False), **options)
     assert replays
-    train(CUDA, tmp_path / "plain", Images(samples=123, random=False), **options | {"cuda_graphs": False})
-    assert curve(tmp_path / "captured") == pytest.approx(curve(tmp_path / "plain"), rel=2e-2)
+    train(
+        CUDA,
+        tmp_path / "plain",
+        Images(samples=123, random=False),
+        **options | {"cuda_graphs": False},
+    )
+    assert curve(tmp_path / "captured") == pytest.approx(
+        curve(tmp_path / "plain"), rel=2e-2
+    )
 
 
-def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(replays: list[int], tmp_path: Path) -> None:
+def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(
+    replays: list[int], tmp_path: Path
+) -> None:
     options = OPTIONS | {"checkpoint__every_steps": 10}
     train(CUDA, tmp_path / "whole", Images(samples=123), **options)
     unbroken = len(replays)
-    assert train(CUDA, tmp_path / "cut", Images(samples=123), looks=2, **options).status == "stopped"
-    assert train(CUDA, tmp_path / "cut", Images(samples=123), **options).status == "done"
+    assert (
+        train(CUDA, tmp_path / "cut", Images(samples=123), looks=2, **options).status
+        == "stopped"
+    )
+    assert (
+        train(CUDA, tmp_path / "cut", Images(samples=123), **options).status == "done"
+    )
     assert unbroken < len(replays) < 2 * unbroken  # it warms up anew
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
@@ -114,7 +151,9 @@ def test_a_compiled_model_is_captured(replays: list[int], tmp_path: Path) -> Non
     before = len(replays)
     train(CUDA, tmp_path / "compiled", Blobs(), compile="default", **options)
     assert len(replays) == 2 * before > 0
-    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=1e-2)
+    assert curve(tmp_path / "compiled") == pytest.approx(
+        curve(tmp_path / "eager"), rel=1e-2
+    )
 
 
 def test_a_gradient_that_is_not_finite_is_seen_in_a_replay() -> None:
@@ -128,5 +167,8 @@ def test_a_gradient_that_is_not_finite_is_seen_in_a_replay() -> None:
     parts.step(iter([(batch[0] * float("nan"), batch[1])]), [24], 24, idle=False)
     step()
     assert bool(parts.step.bad)
-    assert all(torch.equal(ours, kept) for ours, kept in zip(parts.model.parameters(), weights, strict=True))
+    assert all(
+        torch.equal(ours, kept)
+        for ours, kept in zip(parts.model.parameters(), weights, strict=True)
+    )
     parts.close()

@@ -1,4 +1,6 @@
-"""A sweep in lanes, as a user starts it: each precision, with and without the memory that it needs."""
+"""A sweep in lanes, as a user starts it: each precision, with and without the memory
+that it needs.
+"""
 
 import json
 import os
@@ -26,19 +28,36 @@ def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
     tree = {
         "name": "sweep",
         "storage_path": str(tmp_path),
-        "train": {**BASE, "task": "tests.gpu.runs:Hungry", "task_args": fits, "device": device.type},
-        "space": {"precision": precisions, "task_args": [fits, {"bytes_per_sample": TOO_LARGE}]},
+        "train": {
+            **BASE,
+            "task": "tests.gpu.runs:Hungry",
+            "task_args": fits,
+            "device": device.type,
+        },
+        "space": {
+            "precision": precisions,
+            "task_args": [fits, {"bytes_per_sample": TOO_LARGE}],
+        },
         "objective": {"metric": "val_loss"},
         "lanes": 1,
     }
     del tree["train"]["launcher"], tree["train"]["checkpoint"]  # type: ignore[attr-defined]
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump(tree))
-    settings = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"TMPDIR": str(SCRATCH)}
+    settings = {
+        key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
+    } | {"TMPDIR": str(SCRATCH)}
     done = subprocess.run(
-        [sys.executable, "-m", "tune", str(file)], cwd=REPOSITORY, env=settings, capture_output=True, text=True
+        [sys.executable, "-m", "tune", str(file)],
+        cwd=REPOSITORY,
+        env=settings,
+        capture_output=True,
+        text=True,
     )
-    trials = [json.loads(path.read_text()) for path in (tmp_path / "sweep" / "trials").glob("*.json")]
+    trials = [
+        json.loads(path.read_text())
+        for path in (tmp_path / "sweep" / "trials").glob("*.json")
+    ]
     assert len(trials) == 2 * len(precisions), done.stderr[-2000:]
     for trial in trials:
         large = trial["config"]["task_args"]["bytes_per_sample"] == TOO_LARGE

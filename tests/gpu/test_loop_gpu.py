@@ -1,4 +1,6 @@
-"""The loop on CUDA: between two looks nothing waits for the device, and what is read of it is read ten steps later."""
+"""The loop on CUDA: between two looks nothing waits for the device, and what is read of
+it is read ten steps later.
+"""
 
 from typing import Any
 
@@ -12,7 +14,10 @@ from trainers.errors import DivergedError
 from trainers.loop.fit import fit
 
 pytestmark = pytest.mark.gpu
-FIRST, LAST = 110, 210  # where steps are captured, the look at them before the 101st replay is over
+FIRST, LAST = (
+    110,
+    210,
+)  # where steps are captured, the look at them before the 101st replay is over
 
 
 class Guarded(Images):
@@ -40,9 +45,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loop_waits_for_the_device_in_none_of_100_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Epochs of 30 steps end in between, ten agreements are made, and a window is logged every five steps."""
-    task, context = Guarded(samples=24 * 30), Context(None)
+def test_the_loop_waits_for_the_device_in_none_of_100_steps(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs of 30 steps end in between, ten agreements are made, and a window is
+    logged every five steps.
+    """
+    task = Guarded(samples=24 * 30)
+    context = Context(None)
     told = []
     waits = []
 
@@ -58,13 +68,19 @@ def test_the_loop_waits_for_the_device_in_none_of_100_steps(kind: str, monkeypat
         synchronize(*args)
 
     monkeypatch.setattr(torch.cuda, "synchronize", noted)
-    options = {"max_steps": LAST + 5, "log_every_steps": 5, "evaluate__every_steps": 1000} | KINDS[kind]
+    options = {
+        "max_steps": LAST + 5,
+        "log_every_steps": 5,
+        "evaluate__every_steps": 1000,
+    } | KINDS[kind]
     result = fit(task, config(CUDA, **options), context)
     assert result.steps == LAST + 5
     assert result.throughput is not None
     assert not [step for step in waits if FIRST <= step < LAST]
     assert [step for step, _ in told] == list(range(5, LAST + 6, 5))
-    assert all(now == min(step + 10, LAST + 5) for step, now in told), "read ten steps later, but for the last ones"
+    assert all(now == min(step + 10, LAST + 5) for step, now in told), (
+        "read ten steps later, but for the last ones"
+    )
 
 
 def test_a_bad_loss_is_seen_within_twenty_steps() -> None:

@@ -1,4 +1,6 @@
-"""Real memory: what fits is found, running out in mid-training takes a smaller microbatch, and nothing stays behind."""
+"""Real memory: what fits is found, running out in mid-training takes a smaller
+microbatch, and nothing stays behind.
+"""
 
 import gc
 import subprocess
@@ -25,10 +27,13 @@ def limited() -> None:
     """A GPU of one gigabyte, as far as torch is concerned (the context is not counted)."""
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / torch.cuda.get_device_properties(CUDA).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        LIMIT_BYTES / torch.cuda.get_device_properties(CUDA).total_memory
+    )
 
 
-# 16 MB a sample: 64 samples take the whole gigabyte, and a third of a step, 43, two thirds of it.
+# 16 MB a sample: 64 samples take the whole gigabyte, and a third of a step, 43, two
+# thirds of it.
 TASK = {"bytes_per_sample": 16 * MB, "samples": 128}
 OPTIONS = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size": 16}
 
@@ -36,7 +41,9 @@ OPTIONS = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size"
 @pytest.mark.usefixtures("limited")
 def test_auto_lands_on_a_microbatch_that_trains(tmp_path: Path) -> None:
     result = train(CUDA, tmp_path / "auto", Hungry(**TASK), **OPTIONS)
-    print(f"microbatch {result.microbatch_size}, peak {result.peak_memory_bytes / MB:.0f} MB")
+    print(
+        f"microbatch {result.microbatch_size}, peak {result.peak_memory_bytes / MB:.0f} MB"
+    )
     assert result.status == "done"
     assert result.microbatch_size == 43  # three parts, the fewest that fit
     assert result.accumulation == 3
@@ -44,12 +51,18 @@ def test_auto_lands_on_a_microbatch_that_trains(tmp_path: Path) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
     whole = train(CUDA, tmp_path / "whole", Hungry(**TASK), **OPTIONS)
     assert whole.microbatch_size == 128
-    assert curve(tmp_path / "auto") == pytest.approx(curve(tmp_path / "whole"), rel=1e-3)
+    assert curve(tmp_path / "auto") == pytest.approx(
+        curve(tmp_path / "whole"), rel=1e-3
+    )
 
 
 @pytest.mark.usefixtures("limited")
-def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(tmp_path: Path) -> None:
-    """From its 30th forward on the task takes four times as much, so that no microbatch above 15 fits any more."""
+def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(
+    tmp_path: Path,
+) -> None:
+    """From its 30th forward on the task takes four times as much, so that no microbatch
+    above 15 fits any more.
+    """
     task = Hungry(**TASK, turns=30, later=4)
     options = OPTIONS | {"max_steps": 12, "checkpoint__every_steps": 2}
     result = train(CUDA, tmp_path / "run", task, **options)
@@ -68,7 +81,10 @@ def test_what_never_fits_ends_as_out_of_memory() -> None:
     assert classify(raised.value) == "out_of_memory"
 
 
-@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"precision": "fp16", "data__resident": False}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cuda_graphs": True}, {"precision": "fp16", "data__resident": False}],
+)
 def test_a_run_leaves_no_memory_behind(options: dict[str, Any], tmp_path: Path) -> None:
     """Equal to the byte after the first run, which leaves cuBLAS its workspaces."""
 
@@ -90,12 +106,15 @@ def test_peak_memory_is_the_runs_own() -> None:
     options = OPTIONS | {"microbatch_size": 32}
 
     def peak(bytes_per_sample: int) -> int:
-        return train(CUDA, task=Hungry(bytes_per_sample=bytes_per_sample, samples=128), **options).peak_memory_bytes
+        return train(
+            CUDA, task=Hungry(bytes_per_sample=bytes_per_sample, samples=128), **options
+        ).peak_memory_bytes
 
     peak(MB)
     gc.collect()
     floor = torch.cuda.memory_allocated(CUDA)
-    large, small = peak(8 * MB) - floor, peak(MB) - floor
+    large = peak(8 * MB) - floor
+    small = peak(MB) - floor
     print(f"peaks {large / MB:.0f} and {small / MB:.0f} MB above {floor / MB:.0f} MB")
     assert 256 * MB <= large <= 256 * MB + 32 * MB
     assert 32 * MB <= small <= 32 * MB + 32 * MB
@@ -108,17 +127,23 @@ class Wide(Hungry):
         outputs = super().forward(model, batch)
         if model.training:
             return outputs
-        filler = torch.zeros(len(outputs), self.bytes_per_sample // 4, device=outputs.device)
+        filler = torch.zeros(
+            len(outputs), self.bytes_per_sample // 4, device=outputs.device
+        )
         return outputs + filler.sum(1, keepdim=True)
 
 
 @pytest.mark.usefixtures("limited")
 def test_an_evaluation_that_does_not_fit_is_taken_in_halves() -> None:
     options = OPTIONS | {"microbatch_size": 16}
-    halved = train(CUDA, task=Wide(**TASK), **options | {"evaluate__microbatch_size": 128})
+    halved = train(
+        CUDA, task=Wide(**TASK), **options | {"evaluate__microbatch_size": 128}
+    )
     whole = train(CUDA, task=Wide(**TASK), **options)
     assert halved.status == "done"
-    assert halved.metrics["val_loss"] == pytest.approx(whole.metrics["val_loss"], rel=1e-5)
+    assert halved.metrics["val_loss"] == pytest.approx(
+        whole.metrics["val_loss"], rel=1e-5
+    )
 
 
 class Stacked(Images):
@@ -129,7 +154,12 @@ class Stacked(Images):
 
     def model(self) -> nn.Module:
         wide = self.channels
-        blocks = [_Residual(nn.Conv2d(wide, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU()) for _ in range(12)]
+        blocks = [
+            _Residual(
+                nn.Conv2d(wide, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU()
+            )
+            for _ in range(12)
+        ]
         ends = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(wide, 4))
         return nn.Sequential(nn.Conv2d(3, wide, 1), nn.Sequential(*blocks), *ends)
 
@@ -140,10 +170,22 @@ class _Residual(nn.Sequential):
 
 
 def test_activations_that_are_computed_again_take_less_memory(tmp_path: Path) -> None:
-    options = {"global_batch_size": 32, "max_steps": 4, "microbatch_size": 32, "deterministic": True}
+    options = {
+        "global_batch_size": 32,
+        "max_steps": 4,
+        "microbatch_size": 32,
+        "deterministic": True,
+    }
     peaks = {}
     for mode in ("none", "full"):
-        result = train(CUDA, tmp_path / mode, Stacked(), activation_checkpointing=mode, cuda_graphs=False, **options)
+        result = train(
+            CUDA,
+            tmp_path / mode,
+            Stacked(),
+            activation_checkpointing=mode,
+            cuda_graphs=False,
+            **options,
+        )
         peaks[mode] = result.peak_memory_bytes
     print({mode: f"{peak / MB:.0f} MB" for mode, peak in peaks.items()})
     assert curve(tmp_path / "full") == curve(tmp_path / "none")
@@ -160,5 +202,11 @@ kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(64
 segments = torch.cuda.memory_snapshot()
 assert segments and all(one["is_expandable"] for one in segments), segments
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=HANG_S)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
     assert done.returncode == 0, done.stderr

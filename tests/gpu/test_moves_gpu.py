@@ -1,4 +1,6 @@
-"""Batches on CUDA: the same ones by every way, while the stream that copies runs ahead; layouts; named mismatches."""
+"""Batches on CUDA: the same ones by every way, while the stream that copies runs ahead;
+layouts; named mismatches.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,11 @@ from trainers.errors import DeviceMismatchError
 from trainers.task import Task, task_feed
 
 CPU = torch.device("cpu")
-ROWS, WIDTH, BATCH = 96, 250_000, 8  # 8 MB a batch: its copy takes longer than the launch of a kernel
+ROWS, WIDTH, BATCH = (
+    96,
+    250_000,
+    8,
+)  # 8 MB a batch: its copy takes longer than the launch of a kernel
 
 
 @dataclass
@@ -45,21 +51,29 @@ class Nested(Task):
 
 
 def order() -> list[Tensor]:
-    return list(torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(BATCH))
+    return list(
+        torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(BATCH)
+    )
 
 
 WAYS = {
     "pinned, two processes": DataConfig(num_workers=2, resident=False),
     "pinned, in this process": DataConfig(resident=False),
-    "not pinned, one process": DataConfig(num_workers=1, resident=False, pin_memory=False),
+    "not pinned, one process": DataConfig(
+        num_workers=1, resident=False, pin_memory=False
+    ),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("task", [Task(), Nested()], ids=["tuple", "nested"])
-def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The computing stream is held up, so that a copy which did not wait, or memory freed too soon, shows."""
+def test_batches_are_right_though_the_device_is_late(
+    task: Task, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The computing stream is held up, so that a copy which did not wait, or memory
+    freed too soon, shows.
+    """
     pinned = []
     begin = moves.Copies.begin
 
@@ -75,7 +89,9 @@ def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monke
             torch.cuda._sleep(20_000_000)  # about ten milliseconds
             tensors = tensors_of(batch)
             assert all(tensor.device == CUDA for tensor in tensors)
-            sums.append(torch.stack([tensors[0].double().sum(), tensors[1].double().sum()]))
+            sums.append(
+                torch.stack([tensors[0].double().sum(), tensors[1].double().sum()])
+            )
             del batch, tensors
     feed.close()
     expected = [[float(rows.sum()) * WIDTH, float(rows.sum())] for rows in order()] * 2
@@ -83,8 +99,14 @@ def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monke
     assert all(pinned) is way.startswith("pinned")
 
 
-def test_resident_and_loaded_runs_have_one_loss_curve(device: torch.device, tmp_path: Any) -> None:
-    ways = {"resident": {}, "loaded": {"data__resident": False}, "workers": {"data__num_workers": 2}}
+def test_resident_and_loaded_runs_have_one_loss_curve(
+    device: torch.device, tmp_path: Any
+) -> None:
+    ways = {
+        "resident": {},
+        "loaded": {"data__resident": False},
+        "workers": {"data__num_workers": 2},
+    }
     curves = []
     for name, options in ways.items():
         train(device, tmp_path / name, deterministic=True, **options)
@@ -101,11 +123,18 @@ def layouts(parts: Any) -> list[Tensor]:
 def test_convolutions_train_channels_last_by_default() -> None:
     parts, _ = make(CUDA, Images())
     assert parts.spec.channels_last
-    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in layouts(parts))
+    assert all(
+        weight.is_contiguous(memory_format=torch.channels_last)
+        for weight in layouts(parts)
+    )
     seen = []
-    first = next(module for module in parts.model.modules() if isinstance(module, nn.Conv2d))
+    first = next(
+        module for module in parts.model.modules() if isinstance(module, nn.Conv2d)
+    )
     first.register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+        lambda _, inputs: seen.append(
+            inputs[0].is_contiguous(memory_format=torch.channels_last)
+        )
     )
     for batch in parts.train_feed.batches([torch.arange(8)], training=True):
         parts.step(iter([batch]), [8], 8, idle=False)
@@ -116,13 +145,25 @@ def test_convolutions_train_channels_last_by_default() -> None:
     parts.close()
 
 
-def test_a_run_goes_on_in_another_memory_format(device: torch.device, tmp_path: Any) -> None:
-    """Weights and moments of a checkpoint keep their own format; a fused step would mix up elements of two."""
+def test_a_run_goes_on_in_another_memory_format(
+    device: torch.device, tmp_path: Any
+) -> None:
+    """Weights and moments of a checkpoint keep their own format; a fused step would mix
+    up elements of two.
+    """
     task = Images(random=False)
     options = {"max_steps": 30, "deterministic": True, "checkpoint__every_steps": 10}
     train(device, tmp_path / "whole", task, channels_last=False, **options)
-    assert train(device, tmp_path / "cut", task, looks=1, channels_last=True, **options).status == "stopped"
-    assert train(device, tmp_path / "cut", task, channels_last=False, **options).status == "done"
+    assert (
+        train(
+            device, tmp_path / "cut", task, looks=1, channels_last=True, **options
+        ).status
+        == "stopped"
+    )
+    assert (
+        train(device, tmp_path / "cut", task, channels_last=False, **options).status
+        == "done"
+    )
     assert curve(tmp_path / "cut") == pytest.approx(curve(tmp_path / "whole"), rel=2e-2)
 
 
@@ -139,5 +180,8 @@ class Left(Blobs):
 
 @pytest.mark.gpu
 def test_a_tensor_left_on_the_cpu_is_named() -> None:
-    with pytest.raises(DeviceMismatchError, match=r"`Left\.classes` on cpu cannot meet the rest on cuda:0"):
+    with pytest.raises(
+        DeviceMismatchError,
+        match=r"`Left\.classes` on cpu cannot meet the rest on cuda:0",
+    ):
         train(CUDA, task=Left())

@@ -1,4 +1,6 @@
-"""What a run keeps of its GPU: profiled steps, what lay in memory when it ran out, the driver's readings."""
+"""What a run keeps of its GPU: profiled steps, what lay in memory when it ran out, the
+driver's readings.
+"""
 
 import gzip
 import json
@@ -35,7 +37,9 @@ def test_profiled_steps_show_the_memory_of_the_gpu(profile: Path) -> None:
     assert len([name for name in names if name.startswith("ProfilerStep")]) == STEPS
     points = json.loads((profile / "memory_timeline.json").read_text())
     weights = sum(parameter.nbytes for parameter in Images().model().parameters())
-    assert min(allocated for _, allocated in points) > weights  # not the change alone, as on a CPU
+    assert (
+        min(allocated for _, allocated in points) > weights
+    )  # not the change alone, as on a CPU
     assert (profile / "memory_timeline.png").stat().st_size > 0
 
 
@@ -51,7 +55,9 @@ def test_a_run_out_of_memory_leaves_what_lay_in_it(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError) as raised:
         train(CUDA, tmp_path, Hungry(bytes_per_sample=too_large))
     assert classify(raised.value) == "out_of_memory"
-    assert "Allocated memory" in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
+    assert (
+        "Allocated memory" in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
+    )
     assert (tmp_path / "memory" / "rank-0-snapshot.pickle").stat().st_size > 0
 
 

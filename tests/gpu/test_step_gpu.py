@@ -1,4 +1,6 @@
-"""A step on CUDA: the host never waits in it, memory is settled after warm-up, and a bad step changes nothing."""
+"""A step on CUDA: the host never waits in it, memory is settled after warm-up, and a
+bad step changes nothing.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,8 @@ from trainers.step.forward import ForwardPass
 from trainers.step.replica import Replica
 from trainers.step.train_step import TrainStep
 
-WARM, MEASURED = 24, 12
+WARM = 24
+MEASURED = 12
 
 KINDS = {
     "resident": (Blobs, {}),
@@ -34,8 +37,10 @@ KINDS = {
 
 
 def prepared(kind: str, steps: int) -> tuple[Replica, Callable[[], None]]:
-    """The parts of a run, and its step. All steps are one epoch's: an epoch's order is copied to the device once, at
-    its start, where the host may wait.
+    """The parts of a run, and its step.
+
+    All steps are one epoch's: an epoch's order is copied to the device once, at its
+    start, where the host may wait.
     """
     task, options = KINDS[kind]
     parts, config = make(CUDA, task(samples=24 * steps), **options)
@@ -73,7 +78,10 @@ def test_nothing_new_is_allocated_after_the_warm_up(kind: str) -> None:
                 synchronize(CUDA)
         synchronize(CUDA)
         stats = torch.cuda.memory_stats(CUDA)
-        return {name: stats[name] for name in ("segment.all.allocated", "num_alloc_retries", "num_ooms")}
+        return {
+            name: stats[name]
+            for name in ("segment.all.allocated", "num_alloc_retries", "num_ooms")
+        }
 
     some()
     before = some()
@@ -84,27 +92,48 @@ def test_nothing_new_is_allocated_after_the_warm_up(kind: str) -> None:
 
 
 def optimizers(parameters: Any) -> dict[str, Optimizer]:
-    return {"sgd": SGD(parameters, lr=0.1, momentum=0.9, fused=True), "adamw": AdamW(parameters, lr=0.1, fused=True)}
+    return {
+        "sgd": SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+        "adamw": AdamW(parameters, lr=0.1, fused=True),
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_step_that_is_not_finite_changes_nothing(kind: str, precision: str, device: torch.device) -> None:
-    task, spec = Blobs(), resolve_precision(precision, device)
+def test_a_step_that_is_not_finite_changes_nothing(
+    kind: str, precision: str, device: torch.device
+) -> None:
+    task = Blobs()
+    spec = resolve_precision(precision, device)
     model = spec.convert_model(task.model().to(device))
     optimizer = optimizers(list(model.parameters()))[kind]
-    step = TrainStep(ForwardPass(model, task, spec, device), optimizer, Group(0, 1, device))
-    inputs, labels = (tensor[:24].to(device) for tensor in task.dataset("train").tensors)
+    step = TrainStep(
+        ForwardPass(model, task, spec, device), optimizer, Group(0, 1, device)
+    )
+    inputs, labels = (
+        tensor[:24].to(device) for tensor in task.dataset("train").tensors
+    )
     for _ in range(3):
         step(iter([(inputs, labels)]), [24], 24, idle=False)
     assert not bool(step.bad)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    moments = [value.clone() for state in step.optimizer.state.values() for value in state.values()]
+    moments = [
+        value.clone()
+        for state in step.optimizer.state.values()
+        for value in state.values()
+    ]
     step(iter([(inputs * float("nan"), labels)]), [24], 24, idle=False)
     assert bool(step.bad)
-    assert all(torch.equal(ours, kept) for ours, kept in zip(model.parameters(), weights, strict=True))
-    after = [value for state in step.optimizer.state.values() for value in state.values()]
-    assert all(torch.equal(ours, kept) for ours, kept in zip(after, moments, strict=True))
+    assert all(
+        torch.equal(ours, kept)
+        for ours, kept in zip(model.parameters(), weights, strict=True)
+    )
+    after = [
+        value for state in step.optimizer.state.values() for value in state.values()
+    ]
+    assert all(
+        torch.equal(ours, kept) for ours, kept in zip(after, moments, strict=True)
+    )
 
 
 def test_a_diverged_run_ends_within_ten_steps(device: torch.device) -> None:

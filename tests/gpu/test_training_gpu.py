@@ -1,4 +1,6 @@
-"""Whole runs: bit-equal repeats and resumes with `deterministic`, compiled models, and what a run says of its GPU."""
+"""Whole runs: bit-equal repeats and resumes with `deterministic`, compiled models, and
+what a run says of its GPU.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,16 @@ OPTIONS = {"deterministic": True, "checkpoint__every_steps": 10}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_deterministic_runs_repeat_to_the_last_bit(precision: str, device: torch.device, tmp_path: Path) -> None:
-    """Dropout and a random transform on the device among them; another seed is another run."""
+def test_deterministic_runs_repeat_to_the_last_bit(
+    precision: str, device: torch.device, tmp_path: Path
+) -> None:
+    """Dropout and a random transform on the device among them; another seed is another
+    run.
+    """
     for name, seed in (("one", 1), ("two", 1), ("other", 2)):
-        train(device, tmp_path / name, Images(), precision=precision, seed=seed, **OPTIONS)
+        train(
+            device, tmp_path / name, Images(), precision=precision, seed=seed, **OPTIONS
+        )
     assert len(curve(tmp_path / "one")) == 30
     assert curve(tmp_path / "one") == curve(tmp_path / "two")
     assert curve(tmp_path / "one") != curve(tmp_path / "other")
@@ -25,15 +33,27 @@ def test_deterministic_runs_repeat_to_the_last_bit(precision: str, device: torch
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"precision": "fp16"}, {"data__num_workers": 2}, {"checkpoint__async": True}, {"microbatch_size": 7}],
+    [
+        {},
+        {"precision": "fp16"},
+        {"data__num_workers": 2},
+        {"checkpoint__async": True},
+        {"microbatch_size": 7},
+    ],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_a_resumed_run_is_the_unbroken_one(options: dict[str, Any], device: torch.device, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_unbroken_one(
+    options: dict[str, Any], device: torch.device, tmp_path: Path
+) -> None:
     """The device's random state among what is kept: dropout goes on where it was."""
     chosen = OPTIONS | options
     whole = train(device, tmp_path / "whole", Images(), **chosen)
-    assert train(device, tmp_path / "cut", Images(), looks=1, **chosen).status == "stopped"
-    assert train(device, tmp_path / "cut", Images(), looks=1, **chosen).status == "stopped"
+    assert (
+        train(device, tmp_path / "cut", Images(), looks=1, **chosen).status == "stopped"
+    )
+    assert (
+        train(device, tmp_path / "cut", Images(), looks=1, **chosen).status == "stopped"
+    )
     resumed = train(device, tmp_path / "cut", Images(), **chosen)
     assert resumed.status == "done"
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
@@ -41,7 +61,9 @@ def test_a_resumed_run_is_the_unbroken_one(options: dict[str, Any], device: torc
 
 
 class Attention(Blobs):
-    """A convolution and a batched product: kernels whose TF32 switch torch.compile reads."""
+    """A convolution and a batched product: kernels whose TF32 switch torch.compile
+    reads.
+    """
 
     def model(self) -> nn.Module:
         return _Attention(self.features)
@@ -50,7 +72,8 @@ class Attention(Blobs):
 class _Attention(nn.Module):
     def __init__(self, features: int) -> None:
         super().__init__()
-        self.mix, self.head = nn.Conv1d(1, 16, 3, padding=1), nn.Linear(16 * features, 4)
+        self.mix = nn.Conv1d(1, 16, 3, padding=1)
+        self.head = nn.Linear(16 * features, 4)
 
     def forward(self, inputs: Tensor) -> Tensor:
         rows = self.mix(inputs.unsqueeze(1)).transpose(1, 2)
@@ -69,28 +92,42 @@ class _Attention(nn.Module):
         ("max-autotune", "tf32"),
     ],
 )
-def test_a_compiled_model_trains_the_same(mode: str, precision: str, tmp_path: Path) -> None:
+def test_a_compiled_model_trains_the_same(
+    mode: str, precision: str, tmp_path: Path
+) -> None:
     pytest.importorskip("triton")
-    options = {"precision": precision, "max_steps": 18}  # with short steps: a second shape
+    options = {
+        "precision": precision,
+        "max_steps": 18,
+    }  # with short steps: a second shape
     train(CUDA, tmp_path / "eager", Attention(), **options)
     torch._dynamo.reset()
     compiled = train(CUDA, tmp_path / "compiled", Attention(), compile=mode, **options)
     assert compiled.status == "done"
     tolerance = {"fp32": 1e-2, "tf32": 8e-2, "bf16": 0.15}[precision]
-    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=tolerance)
+    assert curve(tmp_path / "compiled") == pytest.approx(
+        curve(tmp_path / "eager"), rel=tolerance
+    )
 
 
 @pytest.mark.gpu
 def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
     for name, device in (("gpu", CUDA), ("cpu", torch.device("cpu"))):
-        train(device, tmp_path / name, Images(random=False), max_steps=10, deterministic=True)
+        train(
+            device,
+            tmp_path / name,
+            Images(random=False),
+            max_steps=10,
+            deterministic=True,
+        )
     assert curve(tmp_path / "gpu") == pytest.approx(curve(tmp_path / "cpu"), rel=2e-2)
 
 
 @pytest.mark.gpu
 def test_a_run_goes_on_on_another_device(tmp_path: Path) -> None:
     """A checkpoint of the GPU on the CPU, and back."""
-    task, options = Images(random=False), OPTIONS | {"max_steps": 30}
+    task = Images(random=False)
+    options = OPTIONS | {"max_steps": 30}
     cpu = torch.device("cpu")
     train(cpu, tmp_path / "whole", task, **options)
     assert train(CUDA, tmp_path / "cut", task, looks=1, **options).status == "stopped"

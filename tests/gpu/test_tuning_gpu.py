@@ -1,4 +1,6 @@
-"""When cuDNN searches for the fastest algorithms, which takes about a second: for shapes of some hundred steps."""
+"""When cuDNN searches for the fastest algorithms, which takes about a second: for
+shapes of some hundred steps.
+"""
 
 from typing import Any
 
@@ -23,11 +25,23 @@ class Notes(Blobs):
         return model(batch[0])
 
 
-@pytest.mark.parametrize(("steps", "deterministic", "passes"), [(310, False, 248), (290, False, 0), (310, True, 0)])
-def test_only_full_steps_of_long_runs_are_tuned(steps: int, deterministic: bool, passes: int) -> None:
-    """Not in the probe, the looks at the loss and at FLOPs, evaluations, and the short step of an epoch of five."""
+@pytest.mark.parametrize(
+    ("steps", "deterministic", "passes"),
+    [(310, False, 248), (290, False, 0), (310, True, 0)],
+)
+def test_only_full_steps_of_long_runs_are_tuned(
+    steps: int, deterministic: bool, passes: int
+) -> None:
+    """Not in the probe, the looks at the loss and at FLOPs, evaluations, and the short
+    step of an epoch of five.
+    """
     TUNED.clear()
-    options = {"max_steps": steps, "evaluate__every_steps": 50, "log_every_steps": 50, "cuda_graphs": False}
+    options = {
+        "max_steps": steps,
+        "evaluate__every_steps": 50,
+        "log_every_steps": 50,
+        "cuda_graphs": False,
+    }
     options["deterministic"] = deterministic
     result = train(CUDA, task=Notes(samples=4 * 24 + 10), **options)
     assert len(TUNED) == passes

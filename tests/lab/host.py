@@ -1,8 +1,11 @@
-"""What process 1 of a lab's host does: makes the host's own files and address, starts sshd, reaps orphans.
+"""What process 1 of a lab's host does: makes the host's own files and address, starts
+sshd, reaps orphans.
 
-run as:  unshare ... python -I host.py DIRECTORY NAME ADDRESS,... GATEWAY VISIBLE...      (tests/lab/hosts.py does it)
+run as:  unshare ... python -I host.py DIRECTORY NAME ADDRESS,... GATEWAY VISIBLE...
+(tests/lab/hosts.py does it)
 
-Needs nothing but the standard library: it runs before the interpreter's own home is mounted again.
+Needs nothing but the standard library: it runs before the interpreter's own home is
+mounted again.
 """
 
 import os
@@ -13,7 +16,9 @@ import time
 from pathlib import Path
 
 HIDDEN = ("/root", "/tmp")
-"""What every host has for itself; what lies below and must stay visible is mounted again."""
+"""What every host has for itself; what lies below and must stay visible is mounted
+again.
+"""
 SHARED = "/srv/nfs"
 
 
@@ -28,18 +33,24 @@ def bind(source: str, target: str) -> None:
     run("mount", "--rbind", source, target)
 
 
-def set_up(directory: str, name: str, addresses: list[str], gateway: str, visible: list[str]) -> None:
-    """Files, then the network: the bridge's other end appears a moment after this process."""
+def set_up(
+    directory: str, name: str, addresses: list[str], gateway: str, visible: list[str]
+) -> None:
+    """Files, then the network: the bridge's other end appears a moment after this
+    process.
+    """
     run("hostname", name)
     run("mount", "-t", "tmpfs", "-o", "size=2g", "shm", "/dev/shm")
-    # Its disk is its own: on one that all hosts share, whoever writes first has most of it.
+    # Its disk is its own: on one that all hosts share, whoever writes first has most of
+    # it.
     run("mount", "-t", "tmpfs", "-o", "size=2g,mode=1777", "tmp", f"{directory}/tmp")
     run("mount", "--bind", f"{directory}/run", "/run")
     # A host that does not know its own name makes gloo listen on its loopback.
     run("mount", "--bind", f"{directory}/hosts", "/etc/hosts")
     if Path(f"{directory}/passwd").exists():
         run("mount", "--bind", f"{directory}/passwd", "/etc/passwd")
-    # A name server that nobody reaches makes torch's rendezvous wait ten seconds for the name of each peer.
+    # A name server that nobody reaches makes torch's rendezvous wait ten seconds for
+    # the name of each peer.
     if Path("/etc/resolv.conf").exists():
         run("mount", "--bind", f"{directory}/resolv.conf", "/etc/resolv.conf")
     run("mount", "-t", "tmpfs", "srv", "/srv")
@@ -51,7 +62,9 @@ def set_up(directory: str, name: str, addresses: list[str], gateway: str, visibl
     for hidden in HIDDEN:
         run("mount", "--rbind", directory + hidden, hidden)
     run("ip", "link", "set", "lo", "up")
-    while subprocess.run(["ip", "link", "show", "eth0"], capture_output=True).returncode:
+    while subprocess.run(
+        ["ip", "link", "show", "eth0"], capture_output=True
+    ).returncode:
         time.sleep(0.02)
     for address in addresses:
         run("ip", "address", "add", address, "dev", "eth0")
@@ -76,7 +89,9 @@ def main() -> None:
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", "/root/.ssh/sshd_config"]
         with Path("/root/.ssh/sshd.log").open("wb") as log:
-            subprocess.Popen(sshd, env=environment, stdin=subprocess.DEVNULL, stderr=log)
+            subprocess.Popen(
+                sshd, env=environment, stdin=subprocess.DEVNULL, stderr=log
+            )
     Path("/run/ready").touch()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:

@@ -1,14 +1,16 @@
-"""Hosts on one machine: namespaces of their own on one bridge, with an sshd, a home, a /tmp and a /dev/shm each.
+"""Hosts on one machine: namespaces of their own on one bridge, with an sshd, a home, a
+/tmp and a /dev/shm each.
 
     with Lab(num_hosts=3) as lab:
         lab.run("ctl", "ssh", "h0", "hostname")
         lab.power_cut("h2")
         lab.start("h2")
 
-`ctl` is the user's laptop and holds the bridge; h0, h1, ... are the hosts, at 10.77.0.10 and up. `add` puts further
-ones on it, at addresses of their own. Packets stay on the bridge. All that a lab makes lies in its namespaces and in
-one temporary directory: with the lab's processes it is gone, and they end with the process that made them, however
-that ends.
+`ctl` is the user's laptop and holds the bridge; h0, h1, ... are the hosts, at
+10.77.0.10 and up. `add` puts further ones on it, at addresses of their own. Packets
+stay on the bridge. All that a lab makes lies in its namespaces and in one temporary
+directory: with the lab's processes it is gone, and they end with the process that made
+them, however that ends.
 """
 
 from __future__ import annotations
@@ -37,8 +39,20 @@ NETWORK = "10.77.0"
 CONTROL = "ctl"
 REPOSITORY = Path(__file__).parents[2]
 _FIRST = ("nice", "-n", "-10")
-"""A host has its processor before the tests that run beside it: a node that gets no turn for long counts as dead."""
-NEEDED = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter", "setpriv", "mount")
+"""A host has its processor before the tests that run beside it: a node that gets no
+turn for long counts as dead.
+"""
+NEEDED = (
+    "/usr/sbin/sshd",
+    "ssh",
+    "ssh-keygen",
+    "rsync",
+    "ip",
+    "unshare",
+    "nsenter",
+    "setpriv",
+    "mount",
+)
 SSHD = """
 Port 22
 {listen}
@@ -81,24 +95,36 @@ def missing() -> str | None:
         return "hosts are Linux namespaces"
     if os.geteuid() != 0:
         return "namespaces with a network need root"
-    absent = [name for name in NEEDED if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None]
+    absent = [
+        name
+        for name in NEEDED
+        if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None
+    ]
     if absent:
         return f"not installed: {', '.join(absent)} (apt-get install openssh-server rsync iproute2 util-linux)"
     # What follows is refused in most containers.
     script = "mount -t tmpfs none /srv && ip link add eth0 type bridge"
-    tried = subprocess.run([*_unshare(), "sh", "-c", script], capture_output=True, text=True)
-    return f"namespaces are refused ({tried.stderr.strip()})" if tried.returncode else None
+    tried = subprocess.run(
+        [*_unshare(), "sh", "-c", script], capture_output=True, text=True
+    )
+    return (
+        f"namespaces are refused ({tried.stderr.strip()})" if tried.returncode else None
+    )
 
 
 def outside() -> tuple[str, str]:
     """What a lab must leave as it was: mounts and network links of this machine."""
-    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    links = subprocess.run(
+        ["ip", "-o", "link"], capture_output=True, text=True, check=True
+    ).stdout
     return Path("/proc/self/mountinfo").read_text(), links
 
 
 @contextlib.contextmanager
 def lab_of(num_hosts: int) -> Iterator[Lab]:
-    """A lab that must leave nothing behind; the test is skipped where there can be none."""
+    """A lab that must leave nothing behind; the test is skipped where there can be
+    none.
+    """
     if why := missing():
         pytest.skip(f"there can be no lab here: {why}")
     before = outside()
@@ -128,13 +154,20 @@ class Site:
 
     @property
     def card(self) -> str:
-        """The hardware address: a new one after a power cut would not be known to the others for seconds."""
-        return "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
+        """The hardware address: a new one after a power cut would not be known to the
+        others for seconds.
+        """
+        return "02:00:" + ":".join(
+            f"{int(part):02x}" for part in self.address.split(".")
+        )
 
     @property
     def assigned(self) -> list[str]:
         """Its addresses as `ip` takes them."""
-        return [f"{self.address}/{self.prefix}", *(f"{other}/32" for other in self.others)]
+        return [
+            f"{self.address}/{self.prefix}",
+            *(f"{other}/32" for other in self.others),
+        ]
 
 
 class Lab:
@@ -163,7 +196,12 @@ class Lab:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -185,13 +223,21 @@ class Lab:
         return self.directory / name / "root"
 
     def add(self, name: str, site: Site, key: str, login: str) -> None:
-        """Switch another host on: with one public key, and a login of root's, as cloud images have them."""
+        """Switch another host on: with one public key, and a login of root's, as cloud
+        images have them.
+        """
         self.names.append(name)
         self._sites[name] = site
         self._prepare(name)
         (self.home(name) / ".ssh" / "authorized_keys").write_text(f"{key}\n")
-        users = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith(f"{login}:")]
-        (self.directory / name / "passwd").write_text("\n".join([*users, f"{login}:x:0:0::/root:/bin/bash", ""]))
+        users = [
+            line
+            for line in Path("/etc/passwd").read_text().splitlines()
+            if not line.startswith(f"{login}:")
+        ]
+        (self.directory / name / "passwd").write_text(
+            "\n".join([*users, f"{login}:x:0:0::/root:/bin/bash", ""])
+        )
         for other in site.others:
             self._ip(CONTROL, "route", "replace", f"{other}/32", "dev", "eth0")
         self.start(name)
@@ -209,33 +255,49 @@ class Lab:
         return {self._sites[name].address: name for name in self.names}
 
     def answer_to(self, address: str) -> None:
-        """Give `ctl` one more address (ADDRESS/PREFIX): the gateway of a network of hosts that are added."""
+        """Give `ctl` one more address (ADDRESS/PREFIX): the gateway of a network of
+        hosts that are added.
+        """
         self._ip(CONTROL, "address", "add", address, "dev", "eth0")
 
     def listen(self, name: str, address: str, port: int = 0) -> socket.socket:
-        """A socket of this process that listens on a host's own network: what runs here is reached there alone."""
+        """A socket of this process that listens on a host's own network: what runs here
+        is reached there alone.
+        """
 
         def make() -> socket.socket:
-            # Of this thread alone, which ends with that: the socket stays where it was made.
+            # Of this thread alone, which ends with that: the socket stays where it was
+            # made.
             with Path(f"/proc/{self._inits[name]}/ns/net").open() as network:
                 if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
-                    raise OSError(ctypes.get_errno(), f"no thread enters the network of {name}")
+                    raise OSError(
+                        ctypes.get_errno(), f"no thread enters the network of {name}"
+                    )
             return socket.create_server((address, port))
 
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(make).result()
 
     def start(self, name: str) -> None:
-        """Switch a host on, with the files that it had; nothing happens to one that is on."""
+        """Switch a host on, with the files that it had; nothing happens to one that is
+        on.
+        """
         if name in self._outer:
             return
-        directory, site = self.directory / name, self._sites[name]
+        directory = self.directory / name
+        site = self._sites[name]
         (directory / "run" / "ready").unlink(missing_ok=True)
         visible = list(dict.fromkeys([sys.base_prefix, sys.prefix, str(REPOSITORY)]))
         script = [sys.executable, "-I", str(Path(host.__file__)), str(directory), name]
         with (directory / "init.log").open("wb") as log:
             outer = subprocess.Popen(
-                [*_unshare(), *script, ",".join(site.assigned), site.gateway or address_of(CONTROL), *visible],
+                [
+                    *_unshare(),
+                    *script,
+                    ",".join(site.assigned),
+                    site.gateway or address_of(CONTROL),
+                    *visible,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -247,12 +309,25 @@ class Lab:
         until(children.read_text, said, every_s=0.02)
         self._inits[name] = int(children.read_text())
         # The child is there a moment before its namespaces are.
-        until(lambda: _namespace(self._inits[name]) != _namespace(os.getpid()), said, every_s=0.02)
+        until(
+            lambda: _namespace(self._inits[name]) != _namespace(os.getpid()),
+            said,
+            every_s=0.02,
+        )
         self.namespaces.add(_namespace(self._inits[name]))
         if name == CONTROL:
-            self._ip(CONTROL, "link", "add", "eth0", "address", site.card, "type", "bridge")
+            self._ip(
+                CONTROL, "link", "add", "eth0", "address", site.card, "type", "bridge"
+            )
         else:
-            card = ["name", "eth0", "address", site.card, "netns", str(self._inits[name])]
+            card = [
+                "name",
+                "eth0",
+                "address",
+                site.card,
+                "netns",
+                str(self._inits[name]),
+            ]
             self._ip(CONTROL, "link", "add", f"v{name}", "type", "veth", "peer", *card)
             self._ip(CONTROL, "link", "set", f"v{name}", "master", "eth0")
             self.heal(name)
@@ -274,20 +349,26 @@ class Lab:
 
     @contextlib.contextmanager
     def slowed(self, name: str, share: float) -> Iterator[None]:
-        """Ray's workers on a host run for `share` of the time: stopped and continued ten times a second.
+        """Ray's workers on a host run for `share` of the time: stopped and continued
+        ten times a second.
 
-        On a busy machine they get more than their share once they are continued: take one far below any limit.
+        On a busy machine they get more than their share once they are continued: take
+        one far below any limit.
         """
         pulse = self.popen(name, sys.executable, "-I", "-c", PULSE, str(share))
         try:
             yield
         finally:
             # nsenter does not pass signals on: its child is the one that pulses.
-            [child] = Path(f"/proc/{pulse.pid}/task/{pulse.pid}/children").read_text().split()
+            [child] = (
+                Path(f"/proc/{pulse.pid}/task/{pulse.pid}/children").read_text().split()
+            )
             os.kill(int(child), signal.SIGTERM)
             pulse.wait()
 
-    def run(self, name: str, *command: str, check: bool = True, cwd: str = "/root") -> subprocess.CompletedProcess[str]:
+    def run(
+        self, name: str, *command: str, check: bool = True, cwd: str = "/root"
+    ) -> subprocess.CompletedProcess[str]:
         """A command on a host, with what it printed; a failing one raises with it."""
         limited = ["timeout", "--kill-after=5", f"{HANG_S:g}", *command]
         done = subprocess.run(
@@ -300,13 +381,18 @@ class Lab:
             timeout=HANG_S + 20,
         )
         if check and done.returncode:
-            raise AssertionError(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+            raise AssertionError(
+                f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}"
+            )
         return done
 
-    def popen(self, name: str, *command: str, cwd: str = "/root", **keywords: object) -> subprocess.Popen[str]:
+    def popen(
+        self, name: str, *command: str, cwd: str = "/root", **keywords: object
+    ) -> subprocess.Popen[str]:
         """A command on a host that goes on; it ends with the host at the latest."""
         process = subprocess.Popen(  # type: ignore[call-overload]
-            [*self._enter(name, cwd), *command], **{"stdin": subprocess.DEVNULL, "text": True, **keywords}
+            [*self._enter(name, cwd), *command],
+            **{"stdin": subprocess.DEVNULL, "text": True, **keywords},
         )
         self._started.append(process)
         return process
@@ -331,10 +417,21 @@ class Lab:
         }
         assignments = [f"{key}={value}" for key, value in settings.items()]
         spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", f"--wd={cwd}"]
-        return [*_FIRST, "nsenter", f"--target={self._inits[name]}", *spaces, "env", "-i", *assignments]
+        return [
+            *_FIRST,
+            "nsenter",
+            f"--target={self._inits[name]}",
+            *spaces,
+            "env",
+            "-i",
+            *assignments,
+        ]
 
     def _ip(self, name: str, *arguments: str) -> None:
-        subprocess.run(["nsenter", f"--target={self._inits[name]}", "--net", "ip", *arguments], check=True)
+        subprocess.run(
+            ["nsenter", f"--target={self._inits[name]}", "--net", "ip", *arguments],
+            check=True,
+        )
 
     def _kill(self, name: str) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -342,18 +439,29 @@ class Lab:
         self._outer.pop(name).wait()
 
     def _keygen(self, file: Path) -> None:
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True
+        )
 
     def _prepare(self, name: str) -> None:
         """A host's files, before it is switched on for the first time."""
         directory = self.directory / name
         ssh = directory / "root" / ".ssh"
-        for path, mode in ((ssh, 0o700), (ssh.parent, 0o700), (directory / "tmp", 0o1777)):
+        for path, mode in (
+            (ssh, 0o700),
+            (ssh.parent, 0o700),
+            (directory / "tmp", 0o1777),
+        ):
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(mode)
         (directory / "run" / "sshd").mkdir(parents=True, mode=0o755)
-        known = [("127.0.0.1", "localhost"), *((site.address, each) for each, site in self._sites.items())]
-        (directory / "hosts").write_text("".join(f"{address} {each}\n" for address, each in known))
+        known = [
+            ("127.0.0.1", "localhost"),
+            *((site.address, each) for each, site in self._sites.items()),
+        ]
+        (directory / "hosts").write_text(
+            "".join(f"{address} {each}\n" for address, each in known)
+        )
         (directory / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         if name == CONTROL:
             shutil.copy(self.directory / "id", ssh / "paceline")
@@ -361,7 +469,9 @@ class Lab:
         shutil.copy(self.directory / "id.pub", ssh / "authorized_keys")
         self._keygen(ssh / "hostkey")
         site = self._sites[name]
-        listen = "\n".join(f"ListenAddress {address}" for address in (site.address, *site.others))
+        listen = "\n".join(
+            f"ListenAddress {address}" for address in (site.address, *site.others)
+        )
         (ssh / "sshd_config").write_text(SSHD.format(listen=listen))
         # As if it had been installed there.
         (directory / "root" / "paceline").symlink_to(sys.prefix)
@@ -369,8 +479,24 @@ class Lab:
 
 def _unshare() -> list[str]:
     """New namespaces whose processes end with this one."""
-    spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
-    return [*_FIRST, "setpriv", "--pdeathsig=KILL", "unshare", *spaces, "--propagation=private"]
+    spaces = [
+        "--mount",
+        "--pid",
+        "--net",
+        "--uts",
+        "--ipc",
+        "--fork",
+        "--kill-child=KILL",
+        "--mount-proc",
+    ]
+    return [
+        *_FIRST,
+        "setpriv",
+        "--pdeathsig=KILL",
+        "unshare",
+        *spaces,
+        "--propagation=private",
+    ]
 
 
 def _namespace(pid: int) -> int:

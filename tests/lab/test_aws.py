@@ -1,4 +1,5 @@
-"""`ray up cluster/aws.yaml` with hosts for instances: a sweep from zero to three spot nodes, one of them taken back.
+"""`ray up cluster/aws.yaml` with hosts for instances: a sweep from zero to three spot
+nodes, one of them taken back.
 
 Needs root, and no network.
 """
@@ -19,10 +20,12 @@ from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
-STEPS, BATCH, NOTICE_S = 400, 16, 45
+STEPS = 400
+BATCH = 16
+NOTICE_S = 45
 RATES = [0.001, 0.002, 0.003, 0.004, 0.005, 0.006]
-# What the test sees of trials, and how it holds them, lies where all hosts of a lab see it; EC2 has no such place, and
-# neither the sweep nor the cluster uses it.
+# What the test sees of trials, and how it holds them, lies where all hosts of a lab see
+# it; EC2 has no such place, and neither the sweep nor the cluster uses it.
 NOTES = "/srv/nfs/counted"
 TASK = f"""
 import socket, time
@@ -90,7 +93,8 @@ class Counted:
     """The sweep, submitted by a user whose directory holds the task and the file."""
 
     def __init__(self, cluster: OnAws) -> None:
-        self.cluster, lab = cluster, cluster.lab
+        self.cluster = cluster
+        lab = cluster.lab
         self._notes = lab.shared / "counted"
         self._notes.mkdir()
         project = lab.home(CONTROL) / "project"
@@ -100,13 +104,22 @@ class Counted:
         command = ("python", "-m", "tune", "sweep.yaml")
         self.job = cluster.submit(*command, wait=False, directory="/root/project")
         host, port = cluster.instances.ec2.backend
-        keys = {"access_key": "test", "secret_key": "test", "scheme": "http", "region": "us-east-1"}
+        keys = {
+            "access_key": "test",
+            "secret_key": "test",
+            "scheme": "http",
+            "region": "us-east-1",
+        }
         self._s3 = fs.S3FileSystem(endpoint_override=f"{host}:{port}", **keys)
 
     def steps(self) -> list[Step]:
         """All that were made, in their order."""
         file = self._notes / "steps"
-        lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
+        lines = (
+            [line.split() for line in file.read_text().splitlines()]
+            if file.exists()
+            else []
+        )
         return [Step(host, float(rate), int(step)) for host, rate, step in lines]
 
     def say(self, word: str) -> None:
@@ -116,19 +129,30 @@ class Counted:
     def files(self, below: str = "") -> dict[str, int]:
         """The sweep's files in the bucket, by path, with their sizes."""
         base = f"{BUCKET}/paceline/counted"
-        chosen = fs.FileSelector(f"{base}/{below}".rstrip("/"), recursive=True, allow_not_found=True)
+        chosen = fs.FileSelector(
+            f"{base}/{below}".rstrip("/"), recursive=True, allow_not_found=True
+        )
         found = self._s3.get_file_info(chosen)
-        return {one.path.removeprefix(f"{base}/"): one.size for one in found if one.is_file}
+        return {
+            one.path.removeprefix(f"{base}/"): one.size for one in found if one.is_file
+        }
 
     def records(self) -> list[dict[str, Any]]:
         """What the journal says of the trials that have ended."""
         names = [name for name in self.files("trials") if name.endswith(".json")]
-        return [json.loads(self._s3.open_input_file(f"{BUCKET}/paceline/counted/{name}").read()) for name in names]
+        return [
+            json.loads(
+                self._s3.open_input_file(f"{BUCKET}/paceline/counted/{name}").read()
+            )
+            for name in names
+        ]
 
     def runs(self) -> bool:
         """Whether the job goes on; fails with its log where it failed."""
         status = self.cluster.job(self.job)
-        assert status in ("PENDING", "RUNNING", "SUCCEEDED"), self.cluster.log(self.job)[-6000:]
+        assert status in ("PENDING", "RUNNING", "SUCCEEDED"), self.cluster.log(
+            self.job
+        )[-6000:]
         return status != "SUCCEEDED"
 
 
@@ -141,9 +165,13 @@ def made() -> Iterator[Instances]:
 
 def policy(name: str) -> Counter[str]:
     """What a policy in docs/aws allows."""
-    document = json.loads((REPOSITORY / "docs" / "aws" / f"{name}.json").read_text(encoding="utf-8"))
+    document = json.loads(
+        (REPOSITORY / "docs" / "aws" / f"{name}.json").read_text(encoding="utf-8")
+    )
     assert {statement["Effect"] for statement in document["Statement"]} == {"Allow"}
-    return Counter(action for statement in document["Statement"] for action in statement["Action"])
+    return Counter(
+        action for statement in document["Statement"] for action in statement["Action"]
+    )
 
 
 def types(made: Instances) -> list[str]:
@@ -151,7 +179,8 @@ def types(made: Instances) -> list[str]:
 
 
 def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -> None:
-    ec2, cluster = made.ec2, OnAws(made)
+    ec2 = made.ec2
+    cluster = OnAws(made)
     cluster.up()
     assert types(made) == ["head"], "no worker without work"
 
@@ -159,17 +188,27 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
 
     def are_amid() -> bool:
         newest = {step.host: step.number for step in sweep.steps()}
-        return sweep.runs() and len(newest) == 3 and all(10 < number < STEPS // 2 for number in newest.values())
+        return (
+            sweep.runs()
+            and len(newest) == 3
+            and all(10 < number < STEPS // 2 for number in newest.values())
+        )
 
     until(are_amid, "three trials in mid-run, each on its own node")
     assert types(made) == ["gpu_spot"] * 3 + ["head"], "from zero"
 
-    taken = next(instance for instance, kind in made.types().items() if kind == "gpu_spot")
+    taken = next(
+        instance for instance, kind in made.types().items() if kind == "gpu_spot"
+    )
     host = made.hosts[taken]
     ec2.has_spot = False
     made.notify(taken, NOTICE_S)
 
-    until(lambda: sweep.runs() and kept(sweep), "the state of its trial in the bucket", within_s=NOTICE_S - 5)
+    until(
+        lambda: sweep.runs() and kept(sweep),
+        "the state of its trial in the bucket",
+        within_s=NOTICE_S - 5,
+    )
     sweep.say("hold")
     [at] = kept(sweep)
     before = sweep.steps()
@@ -178,7 +217,9 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     made.take_back(taken)
 
     def goes_on() -> bool:
-        return sweep.runs() and any(step.rate == last.rate and step.number > at for step in sweep.steps())
+        return sweep.runs() and any(
+            step.rate == last.rate and step.number > at for step in sweep.steps()
+        )
 
     until(goes_on, "the trial's next step, on another node")
     assert types(made) == ["gpu_on_demand"] + ["gpu_spot"] * 2 + ["head"]
@@ -190,10 +231,14 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     for step in sweep.steps():
         made_by[step.rate].append((step.host, step.number))
     wrong = {
-        rate: made for rate, made in made_by.items() if [number for _, number in made] != list(range(1, STEPS + 1))
+        rate: made
+        for rate, made in made_by.items()
+        if [number for _, number in made] != list(range(1, STEPS + 1))
     }
     log = cluster.log(sweep.job)[-6000:]
-    assert not wrong, f"each step of each trial once, and none before the notice again:\n{wrong}\n{log}"
+    assert not wrong, (
+        f"each step of each trial once, and none before the notice again:\n{wrong}\n{log}"
+    )
     assert sorted(made_by) == RATES
     assert len({host for host, _ in made_by[last.rate]}) == 2
     records = sweep.records()
@@ -206,9 +251,12 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     cluster.down()
     assert {found["State"]["Name"] for found in ec2.instances()} == {"terminated"}
     assert not made.hosts
-    assert {who for who, _ in ec2.calls} == {"laptop", "head", "worker"}, "no request without credentials"
+    assert {who for who, _ in ec2.calls} == {"laptop", "head", "worker"}, (
+        "no request without credentials"
+    )
     assert policy("laptop") == ec2.needed("laptop")
-    head, worker = ec2.needed("head"), ec2.needed("worker")
+    head = ec2.needed("head")
+    worker = ec2.needed("worker")
     assert not policy("head") - head
     assert policy("bucket") == (head | worker) - policy("head")
     assert not worker - policy("bucket"), "workers call nothing but S3"
@@ -216,5 +264,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
 
 def kept(sweep: Counted) -> list[int]:
     """The step of each whole state that a trial has kept."""
-    manifests = [Path(name) for name in sweep.files("lanes") if name.endswith("manifest.json")]
+    manifests = [
+        Path(name) for name in sweep.files("lanes") if name.endswith("manifest.json")
+    ]
     return [int(manifest.parent.name.removeprefix("step-")) for manifest in manifests]

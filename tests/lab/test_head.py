@@ -1,4 +1,5 @@
-"""The head's host loses power in the middle of a sweep, and `ray up` and `resume` go on from the journal.
+"""The head's host loses power in the middle of a sweep, and `ray up` and `resume` go on
+from the journal.
 
 Minutes, so `make faults` runs it.
 """
@@ -15,7 +16,16 @@ from tests.waits import until
 pytestmark = [pytest.mark.campaign, pytest.mark.lab]
 
 SPACE = "{optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006]}"
-SWEEP = ("python", "-m", "tune", "examples/digits/sweep.yaml", "--name", "held", "--space", SPACE)
+SWEEP = (
+    "python",
+    "-m",
+    "tune",
+    "examples/digits/sweep.yaml",
+    "--name",
+    "held",
+    "--space",
+    SPACE,
+)
 OPTIONS = ("--objective", "{metric: val_loss}", "--train.epochs", "32", "--lanes", "2")
 RESUME = ("python", "-m", "tune", "resume", "/srv/nfs/paceline/held")
 
@@ -24,7 +34,10 @@ def test_no_trial_that_had_ended_runs_again() -> None:
     with lab_of(3) as lab:
 
         def records() -> dict[Path, bytes]:
-            return {file: file.read_bytes() for file in lab.shared.glob("paceline/held/trials/*.json")}
+            return {
+                file: file.read_bytes()
+                for file in lab.shared.glob("paceline/held/trials/*.json")
+            }
 
         cluster = OnPremises(lab)
         cluster.up()
@@ -37,6 +50,10 @@ def test_no_trial_that_had_ended_runs_again() -> None:
         cluster.up()
         until(lambda: cluster.alive() == ["h0", "h1", "h2"], "all hosts", every_s=1)
         log = cluster.submit(*RESUME)
-        assert {json.loads(record)["status"] for record in records().values()} == {"done"}, log[-6000:]
+        assert {json.loads(record)["status"] for record in records().values()} == {
+            "done"
+        }, log[-6000:]
         assert len(records()) == 6
-        assert records().items() >= ended.items(), "with the times at which they had begun and ended"
+        assert records().items() >= ended.items(), (
+            "with the times at which they had begun and ended"
+        )

@@ -1,7 +1,9 @@
-"""The user's day, for real: `ray up`, `cluster check`, jobs, the dashboard, faults, `ray down`; and nothing is left.
+"""The user's day, for real: `ray up`, `cluster check`, jobs, the dashboard, faults,
+`ray down`; and nothing is left.
 
-Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tests of this file build on each other:
-a host that has left in one of them returns in the next, because each return takes half a minute.
+Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tests of
+this file build on each other: a host that has left in one of them returns in the next,
+because each return takes half a minute.
 """
 
 import importlib.metadata
@@ -23,11 +25,13 @@ from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
-HOSTS, WORKERS = ["h0", "h1", "h2"], ["h1", "h2"]
+HOSTS = ["h0", "h1", "h2"]
+WORKERS = ["h1", "h2"]
 PROMETHEUS = "http://127.0.0.1:9090"
 DIGITS = ("python", "-m", "trainers", "examples/digits/train.yaml", "--launcher", "ray")
 INTERVAL = 500
-"""Steps between the checkpoints of the run that loses its hosts: three seconds or so."""
+"""Steps between the checkpoints of the run that loses its hosts: three seconds or so.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,36 +46,69 @@ def cluster(lab: Lab) -> OnPremises:
     cluster.up()
     if shutil.which("prometheus"):
         config = f"--config.file={REPOSITORY}/cluster/monitoring/prometheus.yml"
-        where = ("--web.listen-address=127.0.0.1:9090", "--storage.tsdb.path=/tmp/prometheus")
-        lab.popen(HEAD, "prometheus", config, *where, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        where = (
+            "--web.listen-address=127.0.0.1:9090",
+            "--storage.tsdb.path=/tmp/prometheus",
+        )
+        lab.popen(
+            HEAD,
+            "prometheus",
+            config,
+            *where,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
     return cluster
 
 
 @pytest.fixture(scope="module")
 def elastic(cluster: OnPremises) -> str:
-    """A run without end on one or two workers, a host each; it has both, and has written a checkpoint."""
-    long = ("--max_steps", "100000000", "--max_time_s", "600", "--evaluate.every_steps", "100000000")
+    """A run without end on one or two workers, a host each; it has both, and has
+    written a checkpoint.
+    """
+    long = (
+        "--max_steps",
+        "100000000",
+        "--max_time_s",
+        "600",
+        "--evaluate.every_steps",
+        "100000000",
+    )
     every = ("--checkpoint.every_steps", str(INTERVAL), "--log_every_steps", "50")
     size = ("--scaling.num_workers", "[1, 2]")
     job = cluster.submit(*DIGITS, "--name", "elastic", *long, *every, *size, wait=False)
     until(lambda: "worker group of size 2" in cluster.log(job), "both workers")
-    until(lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], "steps after a checkpoint")
+    until(
+        lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], "steps after a checkpoint"
+    )
     return job
 
 
 def check(cluster: OnPremises, *options: str) -> tuple[int, dict[str, Any]]:
-    """(exit code, findings and verdicts) of `python -m cluster check`, typed on the head."""
-    settings = ("RAY_AUTH_MODE=token", f"RAY_ADDRESS={address_of(HEAD)}:6379", "PACELINE_STORAGE=/srv/nfs/paceline")
+    """(exit code, findings and verdicts) of `python -m cluster check`, typed on the
+    head.
+    """
+    settings = (
+        "RAY_AUTH_MODE=token",
+        f"RAY_ADDRESS={address_of(HEAD)}:6379",
+        "PACELINE_STORAGE=/srv/nfs/paceline",
+    )
     command = (*settings, "python", "-m", "cluster", "check", "--json", *options)
     done = cluster.lab.run(HEAD, "env", *command, check=False, cwd=str(REPOSITORY))
     assert "{" in done.stdout, done.stdout
-    report = json.loads(done.stdout[done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :])
+    report = json.loads(
+        done.stdout[done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :]
+    )
     return done.returncode, report
 
 
 def named(report: dict[str, Any]) -> set[tuple[str, str]]:
     """(host, field) of every error."""
-    return {(found["host"], found["field"]) for found in report["findings"] if found["level"] == "error"}
+    return {
+        (found["host"], found["field"])
+        for found in report["findings"]
+        if found["level"] == "error"
+    }
 
 
 def steps_of(log: str) -> list[int]:
@@ -103,26 +140,58 @@ def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
     log = cluster.submit(*DIGITS, "--epochs", "6", "--scaling.num_workers", "2")
     assert re.search(r"done: 138 steps, 6 epochs", log), log[-6000:]
     assert re.search(r"0\s+h[12]\s.*\n\s+1\s+h[12]\s", log), "a rank on each host"
-    runs = {run["name"]: run["status"] for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]}
+    runs = {
+        run["name"]: run["status"]
+        for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]
+    }
     assert runs["digits"] == "FINISHED"
 
 
-def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(cluster: OnPremises) -> None:
-    for path in ("/api/version", "/api/jobs/", "/api/train/v2/runs/v1", "/api/v0/nodes"):
+def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(
+    cluster: OnPremises,
+) -> None:
+    for path in (
+        "/api/version",
+        "/api/jobs/",
+        "/api/train/v2/runs/v1",
+        "/api/v0/nodes",
+    ):
         assert cluster.fetch(path, token=False)[0] in (401, 403), path
         assert cluster.fetch(path)[0] == 200, path
-    wrong = cluster.type("ray", "job", "list", "--address", DASHBOARD, check=False, RAY_AUTH_TOKEN="f" * 64)
-    assert "Invalid authentication token" in wrong or "401" in wrong or "403" in wrong, wrong
+    wrong = cluster.type(
+        "ray",
+        "job",
+        "list",
+        "--address",
+        DASHBOARD,
+        check=False,
+        RAY_AUTH_TOKEN="f" * 64,
+    )
+    assert (
+        "Invalid authentication token" in wrong or "401" in wrong or "403" in wrong
+    ), wrong
     for name in ("ctl", "h1", HEAD):
-        status, reason = cluster.fetch("/api/version", name=name, base=f"http://{address_of(HEAD)}:8265")
+        status, reason = cluster.fetch(
+            "/api/version", name=name, base=f"http://{address_of(HEAD)}:8265"
+        )
         assert (status, "refused" in reason) == (0, True), name
 
 
 def test_a_sweep_trains_in_two_lanes(cluster: OnPremises) -> None:
-    space = "{optimizer.lr: [0.001, 0.002], global_batch_size: [32, 64]}"  # bf16 takes minutes where it is emulated
-    # Long enough for the lane that is up a little later, and for Prometheus, which looks every ten seconds.
+    # bf16 takes minutes where it is emulated
+    space = "{optimizer.lr: [0.001, 0.002], global_batch_size: [32, 64]}"
+    # Long enough for the lane that is up a little later, and for Prometheus, which
+    # looks every ten seconds.
     size = ("--train.epochs", "64", "--lanes", "2")
-    words = ("python", "-m", "tune", "examples/digits/sweep.yaml", "--space", space, *size)
+    words = (
+        "python",
+        "-m",
+        "tune",
+        "examples/digits/sweep.yaml",
+        "--space",
+        space,
+        *size,
+    )
     log = cluster.submit(*words, "--objective", "{metric: val_loss}")
     assert "4 trials in 2 lanes" in log
     assert len(re.findall(r"trial \d/4 .* done", log)) == 4, log[-6000:]
@@ -132,20 +201,35 @@ def test_a_sweep_trains_in_two_lanes(cluster: OnPremises) -> None:
 def test_prometheus_has_every_node_and_the_runs(cluster: OnPremises) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (apt-get install prometheus)")
-    instances = {found["instance"].partition(":")[0] for found in asked(cluster, "ray_node_cpu_utilization")}
+    instances = {
+        found["instance"].partition(":")[0]
+        for found in asked(cluster, "ray_node_cpu_utilization")
+    }
     assert instances == {address_of(name) for name in cluster.lab.names}
     newest = "last_over_time(ray_paceline_{}[30m])".format
     runs = {found["run"] for found in asked(cluster, newest("samples_per_s"))}
     assert "digits" in runs
     assert runs & {"digits-sweep/lane-0", "digits-sweep/lane-1"}
-    assert {found["run"] for found in asked(cluster, newest("trials"))} == {"digits-sweep"}
+    assert {found["run"] for found in asked(cluster, newest("trials"))} == {
+        "digits-sweep"
+    }
 
 
-def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_host(cluster: OnPremises) -> None:
+def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_host(
+    cluster: OnPremises,
+) -> None:
     lab = cluster.lab
-    metadata = next(file for file in importlib.metadata.files("torch") or [] if file.name == "METADATA").locate()
+    metadata = next(
+        file
+        for file in importlib.metadata.files("torch") or []
+        if file.name == "METADATA"
+    ).locate()
     version = importlib.metadata.version("torch")
-    text = Path(str(metadata)).read_text(encoding="utf-8").replace(f"Version: {version}", "Version: 2.14.1", 1)
+    text = (
+        Path(str(metadata))
+        .read_text(encoding="utf-8")
+        .replace(f"Version: {version}", "Version: 2.14.1", 1)
+    )
     (lab.home("h2") / "METADATA").write_text(text, encoding="utf-8")
     lab.run("h2", "mount", "--bind", "/root/METADATA", str(metadata))
     lab.run("h1", "mount", "-t", "tmpfs", "none", "/srv/nfs")
@@ -157,8 +241,16 @@ def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_hos
         lab.run("h2", "umount", str(metadata))
     planted = {("h2", "torch"), ("h1", "storage"), ("h1", "matmul of one core")}
     assert code == 1
-    assert planted <= named(report) <= planted | {("h1", "network"), ("cluster", "all-reduce")}
-    assert {node["host"]: node["verdict"] for node in report["nodes"]} == {"h0": "ok", "h1": "bad", "h2": "bad"}
+    assert (
+        planted
+        <= named(report)
+        <= planted | {("h1", "network"), ("cluster", "all-reduce")}
+    )
+    assert {node["host"]: node["verdict"] for node in report["nodes"]} == {
+        "h0": "ok",
+        "h1": "bad",
+        "h2": "bad",
+    }
     ids = [cluster.nodes()[name]["node_id"] for name in WORKERS]
     assert report["label_selector"]["ray.io/node-id"] == f"!in({','.join(sorted(ids))})"
 
@@ -182,31 +274,56 @@ def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None
     assert last <= at < last + 50, "no step that would have been told was made after it"
 
 
-def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, elastic: str) -> None:
+def test_a_power_cut_costs_the_checkpoint_interval_at_most(
+    cluster: OnPremises, elastic: str
+) -> None:
     until(lambda: cluster.alive() == HOSTS, "the host's return", every_s=1)
     before = resumed_at(cluster.log(elastic))
-    until(lambda: steps_of(cluster.log(elastic))[-1] > before[-1] + INTERVAL, "a checkpoint since then")
+    until(
+        lambda: steps_of(cluster.log(elastic))[-1] > before[-1] + INTERVAL,
+        "a checkpoint since then",
+    )
     cluster.lab.power_cut("h1")
     until(lambda: cluster.nodes()["h1"]["state"] == "DEAD", "the node's death")
     last = steps_of(cluster.log(elastic))[-1]
-    until(lambda: len(resumed_at(cluster.log(elastic))) > len(before), "the run's return")
+    until(
+        lambda: len(resumed_at(cluster.log(elastic))) > len(before), "the run's return"
+    )
     assert last - INTERVAL - 50 <= resumed_at(cluster.log(elastic))[-1] <= last + 50
 
 
-def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster: OnPremises, elastic: str) -> None:
-    until(lambda: steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1], "a step")
+def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(
+    cluster: OnPremises, elastic: str
+) -> None:
+    until(
+        lambda: (
+            steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1]
+        ),
+        "a step",
+    )
     cluster.stop(elastic)
     assert cluster.job(elastic) == "STOPPED"
-    log, run = cluster.log(elastic), cluster.lab.shared / "paceline" / "elastic"
+    log = cluster.log(elastic)
+    run = cluster.lab.shared / "paceline" / "elastic"
     stopped = re.search(r"stopped: (\d+) steps", log)
     assert stopped, log[-6000:]
-    assert (run / "checkpoints" / f"step-{int(stopped[1]):012}" / "manifest.json").exists()
-    lines = [line for file in sorted((run / "log").glob("*.jsonl")) for line in file.read_text().splitlines()]
-    steps = [record["step"] for record in map(json.loads, lines) if "train_loss" in record]
+    assert (
+        run / "checkpoints" / f"step-{int(stopped[1]):012}" / "manifest.json"
+    ).exists()
+    lines = [
+        line
+        for file in sorted((run / "log").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    steps = [
+        record["step"] for record in map(json.loads, lines) if "train_loss" in record
+    ]
     assert steps == sorted(set(steps)), "no step is in the log twice"
 
 
-def test_check_names_a_host_that_is_off_and_one_out_of_reach(cluster: OnPremises) -> None:
+def test_check_names_a_host_that_is_off_and_one_out_of_reach(
+    cluster: OnPremises,
+) -> None:
     cluster.lab.partition("h2")
     try:
         code, report = check(cluster, "--quick")
@@ -221,8 +338,15 @@ def test_ray_down_leaves_nothing(cluster: OnPremises) -> None:
     assert "No nodes remaining" in cluster.down()
 
     def left() -> list[str]:
-        outputs = [cluster.lab.run(name, "ps", "-eo", "args").stdout for name in cluster.lab.names]
-        return [line for line in "\n".join(outputs).splitlines() if re.search(r"raylet|gcs_server|ray::|/ray/", line)]
+        outputs = [
+            cluster.lab.run(name, "ps", "-eo", "args").stdout
+            for name in cluster.lab.names
+        ]
+        return [
+            line
+            for line in "\n".join(outputs).splitlines()
+            if re.search(r"raylet|gcs_server|ray::|/ray/", line)
+        ]
 
     until(lambda: not left(), "the workers' end", every_s=1, within_s=60)
     cluster.lab.close()

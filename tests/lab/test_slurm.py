@@ -1,4 +1,6 @@
-"""cluster/slurm.sbatch on a real Slurm of two hosts: told before its time limit, requeued, and gone on with."""
+"""cluster/slurm.sbatch on a real Slurm of two hosts: told before its time limit,
+requeued, and gone on with.
+"""
 
 import json
 import re
@@ -16,7 +18,8 @@ pytestmark = [pytest.mark.full, pytest.mark.lab]
 NODES = ["h0", "h1"]
 HOME = "/srv/nfs/slurm"
 SLURM_CONF = f"SLURM_CONF={HOME}/slurm.conf"
-# Jobs are held together by their parents: there are no cgroups here. A job comes back after cred_expire, else 120 s.
+# Jobs are held together by their parents: there are no cgroups here. A job comes back
+# after cred_expire, else 120 s.
 CONF = f"""
 ClusterName=lab
 SlurmctldHost={CONTROL}({address_of(CONTROL)})
@@ -68,7 +71,9 @@ evaluate: {every_steps: 500}
 checkpoint: {every_steps: 500}
 scaling: {num_workers: 2}
 """
-"""A run that has no checkpoint of its own before its end: minutes in the first try, seconds in the next."""
+"""A run that has no checkpoint of its own before its end: minutes in the first try,
+seconds in the next.
+"""
 
 
 class Slurm:
@@ -78,8 +83,13 @@ class Slurm:
         self.lab = lab
         self.home = lab.shared / "slurm"
         (self.home / "state").mkdir(parents=True)
-        nodes = "".join(f"NodeName={name} NodeAddr={address_of(name)} CPUs=1 RealMemory=4000\n" for name in NODES)
-        (self.home / "slurm.conf").write_text(f"{CONF}{nodes}PartitionName=main Nodes=ALL Default=YES State=UP\n")
+        nodes = "".join(
+            f"NodeName={name} NodeAddr={address_of(name)} CPUs=1 RealMemory=4000\n"
+            for name in NODES
+        )
+        (self.home / "slurm.conf").write_text(
+            f"{CONF}{nodes}PartitionName=main Nodes=ALL Default=YES State=UP\n"
+        )
         (self.home / "munge.key").write_bytes(b"lab " * 16)
         for name in (CONTROL, *NODES):
             lab.run(name, "sh", "-ec", MUNGED)
@@ -89,21 +99,34 @@ class Slurm:
         self.type("slurmctld")
         for name in NODES:
             lab.run(name, "env", SLURM_CONF, "slurmd", "-N", name)
-        until(lambda: self.type("sinfo", "--noheader", "--format=%T").split() == ["idle"], "idle nodes")
+        until(
+            lambda: self.type("sinfo", "--noheader", "--format=%T").split() == ["idle"],
+            "idle nodes",
+        )
 
     def type(self, *command: str) -> str:
         """A command of the user's, in the repository."""
-        return self.lab.run(CONTROL, "env", SLURM_CONF, *command, cwd=str(REPOSITORY)).stdout
+        return self.lab.run(
+            CONTROL, "env", SLURM_CONF, *command, cwd=str(REPOSITORY)
+        ).stdout
 
     def submit(self, *command: str) -> str:
-        """The shipped file with its documented edits, and options that fit hosts of one CPU; the job's id."""
+        """The shipped file with its documented edits, and options that fit hosts of one
+        CPU; the job's id.
+        """
         text = (REPOSITORY / "cluster" / "slurm.sbatch").read_text(encoding="utf-8")
-        text = text.replace("/shared/MY-GROUP/", "/srv/nfs/").replace("#SBATCH --gpus-per-node=1\n", "")
+        text = text.replace("/shared/MY-GROUP/", "/srv/nfs/").replace(
+            "#SBATCH --gpus-per-node=1\n", ""
+        )
         # Hosts share one machine's memory.
-        text = text.replace("ray symmetric-run ", "ray symmetric-run --object-store-memory=200000000 ")
+        text = text.replace(
+            "ray symmetric-run ", "ray symmetric-run --object-store-memory=200000000 "
+        )
         (self.home / "job.sbatch").write_text(text)
         options = ("--cpus-per-task=1", f"--output={HOME}/%x-%j.log")
-        return self.type("sbatch", "--parsable", *options, f"{HOME}/job.sbatch", *command).strip()
+        return self.type(
+            "sbatch", "--parsable", *options, f"{HOME}/job.sbatch", *command
+        ).strip()
 
     def limit(self, job: str, minutes: int) -> None:
         """Change a job's time limit."""
@@ -111,7 +134,9 @@ class Slurm:
 
     def state(self, job: str) -> dict[str, str]:
         """What Slurm says of a job: JobState, Restarts, ExitCode, ..."""
-        return dict(re.findall(r"(\w+)=(\S+)", self.type("scontrol", "show", "job", job)))
+        return dict(
+            re.findall(r"(\w+)=(\S+)", self.type("scontrol", "show", "job", job))
+        )
 
     def log(self, job: str) -> str:
         """What a job has printed, in all of its tries."""
@@ -119,9 +144,17 @@ class Slurm:
         return file.read_text() if file.exists() else ""
 
     def wait(self, job: str, condition: Callable[[], object], what: str) -> None:
-        """Until something is so, or the job has failed; with what it has printed where it is not so."""
+        """Until something is so, or the job has failed; with what it has printed where
+        it is not so.
+        """
         try:
-            until(lambda: condition() or self.state(job)["JobState"] in ("FAILED", "TIMEOUT"), what, every_s=1)
+            until(
+                lambda: (
+                    condition() or self.state(job)["JobState"] in ("FAILED", "TIMEOUT")
+                ),
+                what,
+                every_s=1,
+            )
             assert condition(), what
         except AssertionError:
             print(*(line[:300] for line in self.log(job).splitlines()[-80:]), sep="\n")
@@ -130,9 +163,15 @@ class Slurm:
 
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
-    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+    absent = [
+        name
+        for name in ("munged", "slurmctld", "slurmd", "sbatch")
+        if shutil.which(name) is None
+    ]
     if absent:
-        pytest.skip(f"not installed: {', '.join(absent)} (apt-get install munge slurmctld slurmd slurm-client)")
+        pytest.skip(
+            f"not installed: {', '.join(absent)} (apt-get install munge slurmctld slurmd slurm-client)"
+        )
     with lab_of(len(NODES)) as lab:
         yield Slurm(lab)
 
@@ -150,25 +189,44 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) ->
     slurm.wait(job, lambda: "asked to stop" in slurm.log(job), "the signal")
     slurm.wait(job, lambda: slurm.state(job)["JobState"] == "PENDING", "the requeue")
     slurm.limit(job, 60)
-    slurm.wait(job, lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING"), "the end")
-    ended, log = slurm.state(job), slurm.log(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), log[-6000:]
+    slurm.wait(
+        job,
+        lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING"),
+        "the end",
+    )
+    ended = slurm.state(job)
+    log = slurm.log(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == (
+        "COMPLETED",
+        "0:0",
+        "1",
+    ), log[-6000:]
     [kept] = map(int, re.findall(r"stopped: (\d+) steps", log))
     assert re.findall(r"resumed at step (\d+) ", log) == [str(kept)], log[-6000:]
     assert 0 < kept < 500
     run = slurm.lab.shared / "paceline" / "own"
-    lines = [line for file in sorted((run / "log").glob("*.jsonl")) for line in file.read_text().splitlines()]
-    steps = [record["step"] for record in map(json.loads, lines) if "train_loss" in record]
+    lines = [
+        line
+        for file in sorted((run / "log").glob("*.jsonl"))
+        for line in file.read_text().splitlines()
+    ]
+    steps = [
+        record["step"] for record in map(json.loads, lines) if "train_loss" in record
+    ]
     assert steps == list(range(1, 501)), "each step once, in both tries together"
-    assert {ip for ip, rank in re.findall(r"\(ip=([\d.]+), pid=\d+\) world_rank=(\d)", log)} == set(
-        map(address_of, NODES)
-    )
+    assert {
+        ip for ip, rank in re.findall(r"\(ip=([\d.]+), pid=\d+\) world_rank=(\d)", log)
+    } == set(map(address_of, NODES))
     for name in NODES:
-        assert slurm.lab.run(name, "ls", "/tmp").stdout.split() == [*_own_files()], "Ray's files are gone"
+        assert slurm.lab.run(name, "ls", "/tmp").stdout.split() == [*_own_files()], (
+            "Ray's files are gone"
+        )
         left = slurm.lab.run(name, "ps", "-eo", "args").stdout
         assert not re.search(r"raylet|gcs_server|ray::|symmetric-run", left), left
 
 
 def _own_files() -> list[str]:
-    """What a host shows below /tmp of this machine: the repository, where it lies there."""
+    """What a host shows below /tmp of this machine: the repository, where it lies
+    there.
+    """
     return [REPOSITORY.parts[2]] if Path("/tmp") in REPOSITORY.parents else []

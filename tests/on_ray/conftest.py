@@ -25,22 +25,28 @@ def cluster() -> Iterator[Cluster]:
     import psutil
 
     directory = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
-    gcs_port, dashboard_port = free_port(), free_port()
+    gcs_port = free_port()
+    dashboard_port = free_port()
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
-        # What looks at all files and processes does so twice a second and once a minute, not always.
+        # What looks at all files and processes does so twice a second and once a
+        # minute, not always.
         "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
-        # A killed node is missed after five looks, else three seconds apart; a slow one has as long as ever.
+        # A killed node is missed after five looks, else three seconds apart; a slow one
+        # has as long as ever.
         "RAY_health_check_period_ms": "1000",
-        # By default its workers step aside for whatever else runs, which here are other tests.
+        # By default its workers step aside for whatever else runs, which here are other
+        # tests.
         "RAY_worker_niceness": "0",
     }
     # fmt: off
     head = subprocess.Popen(
-        ["nice", "-n", "-10",  # root's: as the hosts of the lab, before the tests that run beside it
-         "setpriv", "--pdeathsig=TERM",  # also where a test that hangs has ended this process
+        # root's: as the hosts of the lab, before the tests that run beside it
+        ["nice", "-n", "-10",
+         # also where a test that hangs has ended this process
+         "setpriv", "--pdeathsig=TERM",
          str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
          "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
          f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={directory}", "--disable-usage-stats",
@@ -52,11 +58,17 @@ def cluster() -> Iterator[Cluster]:
         log = directory / "head.log"
         until(lambda: "Ray runtime started" in log.read_text(), log.read_text)
         with pytest.MonkeyPatch.context() as patch:
-            # A Python for each group of workers that only watches for drained nodes; the lab's hosts are drained.
+            # A Python for each group of workers that only watches for drained nodes;
+            # the lab's hosts are drained.
             patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-            yield Cluster(f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory)
+            yield Cluster(
+                f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory
+            )
     finally:
-        family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+        family = [
+            *psutil.Process(head.pid).children(recursive=True),
+            psutil.Process(head.pid),
+        ]
         head.send_signal(signal.SIGTERM)
         _, alive = psutil.wait_procs(family, timeout=3)
         for process in alive:
@@ -80,12 +92,19 @@ def driver(cluster: Cluster) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test leaves reserved would let the next ones wait forever, and nobody would know why."""
+    """What a test leaves reserved would let the next ones wait forever, and nobody
+    would know why.
+    """
     yield
     ray = sys.modules.get("ray")
     if "driver" in request.fixturenames and ray is not None and ray.is_initialized():
         until(
-            lambda: ray.available_resources().get("CPU", 0.0) >= ray.cluster_resources()["CPU"],
-            lambda: f"all of the cluster's CPUs free, only {ray.available_resources().get('CPU', 0.0):g}",
+            lambda: (
+                ray.available_resources().get("CPU", 0.0)
+                >= ray.cluster_resources()["CPU"]
+            ),
+            lambda: (
+                f"all of the cluster's CPUs free, only {ray.available_resources().get('CPU', 0.0):g}"
+            ),
             within_s=120,
         )

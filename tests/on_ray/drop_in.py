@@ -1,4 +1,6 @@
-"""A user's script with the drop-in Tuner and TorchTrainer. Prints what each of its sweeps gave as JSON.
+"""A user's script with the drop-in Tuner and TorchTrainer.
+
+Prints what each of its sweeps gave as JSON.
 
 Run as: python -m tests.on_ray.drop_in DIRECTORY
 """
@@ -35,14 +37,21 @@ LEFT = []
 
 def leaks(config: dict[str, Any]) -> None:
     """Leaves behind what its configuration says; reports what it found."""
-    found = [torch.get_default_dtype() == torch.float64, "LEFT_HERE" in os.environ, torch.add is not ADD, *LEFT]
+    found = [
+        torch.get_default_dtype() == torch.float64,
+        "LEFT_HERE" in os.environ,
+        torch.add is not ADD,
+        *LEFT,
+    ]
     if config["leaves"] == "state":
         torch.set_default_dtype(torch.float64)
         os.environ["LEFT_HERE"] = "1"
         torch.add = lambda *args: 0
         LEFT.append(1)
     elif config["leaves"] == "thread":
-        threading.Thread(target=time.sleep, args=(600,), name="left here", daemon=True).start()
+        threading.Thread(
+            target=time.sleep, args=(600,), name="left here", daemon=True
+        ).start()
     ray.train.report({"found": sum(map(bool, found)), "process": os.getpid()})
 
 
@@ -55,7 +64,9 @@ class Noting(UserCallback):
     def __init__(self) -> None:
         self.heard = []
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         self.heard.append(len(metrics))
 
 
@@ -65,7 +76,9 @@ DRIVEN = []
 
 
 def slow(config: dict[str, Any]) -> None:
-    """Reports a line of its own slope, so that a scheduler knows early; the others begin when the best is half done."""
+    """Reports a line of its own slope, so that a scheduler knows early; the others
+    begin when the best is half done.
+    """
     half_done = Path(config["directory"], "half-done")
     is_best = config["slope"] == BEST
     for step in range(40):
@@ -73,13 +86,19 @@ def slow(config: dict[str, Any]) -> None:
             time.sleep(0.01)
         if is_best and step == 20:
             half_done.touch()
-        time.sleep(0.01 if is_best else 0.2 if step < 20 else 10.0)  # minutes in which to hear that it is to stop
+        time.sleep(
+            0.01 if is_best else 0.2 if step < 20 else 10.0
+        )  # minutes in which to hear that it is to stop
         ray.train.report({"score": step * config["slope"], "process": os.getpid()})
 
 
 SWEEPS = {
     "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
-    "fails": (train, 1, {"lr": 1e-2, "batch_size": 16, "shuffle": True, "fails": [1, 2, -1]}),
+    "fails": (
+        train,
+        1,
+        {"lr": 1e-2, "batch_size": 16, "shuffle": True, "fails": [1, 2, -1]},
+    ),
     "leaks": (leaks, 1, {"leaves": ["no", "state", "thread", "no"]}),
     "stops": (slow, 1, {"slope": [BEST, 2.0, 0.5]}),
 }
@@ -100,21 +119,38 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
                 name=ray.tune.get_context().get_trial_id(),
                 storage_path=storage,
                 checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-                failure_config=ray.train.FailureConfig(max_failures=int(config.get("fails") == 1)),
+                failure_config=ray.train.FailureConfig(
+                    max_failures=int(config.get("fails") == 1)
+                ),
                 callbacks=[TuneReportCallback(), callback],
             ),
         )
         result = trainer.fit()
         DRIVEN.append(config)
-        said = {"returned": result.return_value, "kept": len(result.best_checkpoints or []), "driven": len(DRIVEN)}
-        ray.tune.report({"heard": len(callback.heard), **said, **(result.metrics or {})})
+        said = {
+            "returned": result.return_value,
+            "kept": len(result.best_checkpoints or []),
+            "driven": len(DRIVEN),
+        }
+        ray.tune.report(
+            {"heard": len(callback.heard), **said, **(result.metrics or {})}
+        )
 
-    scheduler = ray.tune.schedulers.ASHAScheduler(max_t=40, grace_period=4, reduction_factor=2)
-    judged = {"metric": "score", "mode": "max", "scheduler": scheduler} if name == "stops" else {}
+    scheduler = ray.tune.schedulers.ASHAScheduler(
+        max_t=40, grace_period=4, reduction_factor=2
+    )
+    judged = (
+        {"metric": "score", "mode": "max", "scheduler": scheduler}
+        if name == "stops"
+        else {}
+    )
     tuner = Tuner(
         driver,
         param_space={"directory": storage}
-        | {key: ray.tune.grid_search(value) if isinstance(value, list) else value for key, value in values.items()},
+        | {
+            key: ray.tune.grid_search(value) if isinstance(value, list) else value
+            for key, value in values.items()
+        },
         tune_config=ray.tune.TuneConfig(**judged),
         run_config=ray.tune.RunConfig(name=name, storage_path=storage, verbose=0),
     )
@@ -122,11 +158,35 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
     for result in tuner.fit():
         table = result.metrics_dataframe
         rows = [] if table is None else json.loads(table.to_json(orient="records"))
-        keys = ("loss", "epoch", "found", "process", "score", "heard", "returned", "kept", "driven")
-        kept = [{key: row[key] for key in keys if row.get(key) is not None} for row in rows]
-        trials.append({"config": result.config, "error": str(result.error or "")[-300:], "rows": kept})
-    shown = [actor.repr_name for actor in actors() if actor.repr_name.startswith(f"{name}, ")]
-    said = [task for task in tasks() if task.startswith(f"{name}, lane ") and ": trial " in task]
+        keys = (
+            "loss",
+            "epoch",
+            "found",
+            "process",
+            "score",
+            "heard",
+            "returned",
+            "kept",
+            "driven",
+        )
+        kept = [
+            {key: row[key] for key in keys if row.get(key) is not None} for row in rows
+        ]
+        trials.append(
+            {
+                "config": result.config,
+                "error": str(result.error or "")[-300:],
+                "rows": kept,
+            }
+        )
+    shown = [
+        actor.repr_name for actor in actors() if actor.repr_name.startswith(f"{name}, ")
+    ]
+    said = [
+        task
+        for task in tasks()
+        if task.startswith(f"{name}, lane ") and ": trial " in task
+    ]
     return {"trials": trials, "restarts": tuner.restarts, "shown": shown, "said": said}
 
 

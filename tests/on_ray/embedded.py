@@ -19,11 +19,19 @@ from trainers.on_ray.connect import connect, disconnect
 
 
 def actors(*filters: tuple[str, str, str]) -> list[Any]:
-    """Of the cluster that this process has joined: other clusters may run on this machine."""
+    """Of the cluster that this process has joined: other clusters may run on this
+    machine.
+    """
     import ray
     from ray.util.state import list_actors
 
-    return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=300, detail=True)
+    return list_actors(
+        ray.get_runtime_context().gcs_address,
+        list(filters),
+        limit=10_000,
+        timeout=300,
+        detail=True,
+    )
 
 
 def tasks() -> list[str]:
@@ -31,27 +39,40 @@ def tasks() -> list[str]:
     import ray
     from ray.util.state import list_tasks
 
-    found = list_tasks(ray.get_runtime_context().gcs_address, limit=10_000, timeout=300, detail=True)
+    found = list_tasks(
+        ray.get_runtime_context().gcs_address, limit=10_000, timeout=300, detail=True
+    )
     return [task.name for task in sorted(found, key=lambda task: task.creation_time_ms)]
 
 
 def await_end_of_trials() -> None:
-    """Until the actors of a killed driver are gone, which may still have written a record."""
+    """Until the actors of a killed driver are gone, which may still have written a
+    record.
+    """
     kinds = {"Mailbox", "ResourceTrainable", "TrainController", "RayTrainWorker"}
     until(
-        lambda: not any(one.class_name.rpartition(".")[2] in kinds for one in actors(("state", "=", "ALIVE"))),
+        lambda: (
+            not any(
+                one.class_name.rpartition(".")[2] in kinds
+                for one in actors(("state", "=", "ALIVE"))
+            )
+        ),
         "the actors' end",
     )
 
 
 def listening() -> dict[str, list[str]]:
-    """The processes of this cluster that accept connections, by the addresses on which they do."""
+    """The processes of this cluster that accept connections, by the addresses on which
+    they do.
+    """
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for one in process.net_connections("inet"):
                 if one.status == psutil.CONN_LISTEN:
-                    found.setdefault(one.laddr.ip.removeprefix("::ffff:"), []).append(process.name())
+                    found.setdefault(one.laddr.ip.removeprefix("::ffff:"), []).append(
+                        process.name()
+                    )
     return found
 
 
@@ -59,11 +80,17 @@ def main(directory: Path) -> None:
     """The sweep's only lane needs all that there is."""
     pids = directory / "pids"
     connect(show_workers=False)
-    train = {"task_args": {"pids": str(pids), "pause_s": 0.05}, "scaling": {"cpus_per_worker": os.cpu_count()}}
+    train = {
+        "task_args": {"pids": str(pids), "pause_s": 0.05},
+        "scaling": {"cpus_per_worker": os.cpu_count()},
+    }
     spec = sweep(directory, {"seed": [1, 2, 3]}, train)
     ports = {}
 
-    thread = when(lambda: pids.exists() and bool(pids.read_text()), lambda: ports.update(listening()))
+    thread = when(
+        lambda: pids.exists() and bool(pids.read_text()),
+        lambda: ports.update(listening()),
+    )
     records = run(spec)
     thread.join()
     found = actors()
@@ -73,7 +100,11 @@ def main(directory: Path) -> None:
     disconnect()
     statuses = {record.id: record.status for record in records}
     of_ray = {"actors": started, "shown": shown, "said": said, "ports": ports}
-    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), **of_ray}))
+    print(
+        json.dumps(
+            {"statuses": statuses, "workers": pids.read_text().split(), **of_ray}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A stranger's first script with the drop-in.
 
-Run as: first_script.py HOW, where HOW is ours-first, init-first or no-init: the order of imports and `ray.init()`.
+Run as: first_script.py HOW, where HOW is ours-first, init-first or no-init: the order
+of imports and `ray.init()`.
 """
 
 import sys
@@ -44,4 +45,8 @@ if __name__ == "__main__":
     if HOW == "ours-first":
         ray.init()
     results = Tuner(driver, param_space={"size": ray.tune.grid_search([1, 2])}).fit()
-    print("DOUBLES", sorted(result.metrics["double"] for result in results), list(results.errors))
+    print(
+        "DOUBLES",
+        sorted(result.metrics["double"] for result in results),
+        list(results.errors),
+    )

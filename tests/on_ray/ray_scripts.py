@@ -1,6 +1,8 @@
-"""Scripts in the form that Ray's documentation teaches, as a user of plain Ray has them.
+"""Scripts in the form that Ray's documentation teaches, as a user of plain Ray has
+them.
 
-Run as: ray_scripts.py STORAGE KIND..., each of which is a key of SCRIPTS. Prints the trials of each as a line of JSON.
+Run as: ray_scripts.py STORAGE KIND..., each of which is a key of SCRIPTS. Prints the
+trials of each as a line of JSON.
 """
 
 import json
@@ -36,9 +38,13 @@ def new_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int) -> float:
+def train_epoch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, epoch: int
+) -> float:
     features, labels = points().tensors
-    for rows in torch.randperm(256, generator=torch.Generator().manual_seed(epoch)).split(64):
+    for rows in torch.randperm(
+        256, generator=torch.Generator().manual_seed(epoch)
+    ).split(64):
         loss = F.cross_entropy(model(features[rows]), labels[rows])
         optimizer.zero_grad()
         loss.backward()
@@ -69,19 +75,34 @@ def train(config):
         group["lr"] = config["lr"]
     for epoch in range(start, config.get("until", EPOCHS)):
         loss = train_epoch(model, optimizer, epoch)
-        if "fail_once" in config and epoch == 2 and not (marker := Path(config["fail_once"])).exists():
+        if (
+            "fail_once" in config
+            and epoch == 2
+            and not (marker := Path(config["fail_once"])).exists()
+        ):
             marker.touch()
             raise RuntimeError("as by a node that was lost")
         with tempfile.TemporaryDirectory() as directory:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "epoch": epoch,
+            }
             torch.save(state, Path(directory, "state.pt"))
             report = {"loss": loss, "epoch": epoch}
-            ray.train.report(report, checkpoint=ray.train.Checkpoint.from_directory(directory))
+            ray.train.report(
+                report, checkpoint=ray.train.Checkpoint.from_directory(directory)
+            )
 
 
 def train_lightning(config):
     import lightning.pytorch as lightning
-    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
+    from ray.train.lightning import (
+        RayDDPStrategy,
+        RayLightningEnvironment,
+        RayTrainReportCallback,
+        prepare_trainer,
+    )
 
     class Points(lightning.LightningModule):
         def __init__(self):
@@ -108,7 +129,9 @@ def train_lightning(config):
         enable_checkpointing=False,
         logger=False,
     )
-    prepare_trainer(trainer).fit(Points(), DataLoader(points(), batch_size=32, shuffle=True))
+    prepare_trainer(trainer).fit(
+        Points(), DataLoader(points(), batch_size=32, shuffle=True)
+    )
 
 
 class Classifier(nn.Module):
@@ -124,7 +147,10 @@ class Classifier(nn.Module):
 
 
 def train_transformers(config):
-    from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
+    from ray.train.huggingface.transformers import (
+        RayTrainReportCallback,
+        prepare_trainer,
+    )
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as directory:
@@ -142,7 +168,9 @@ def train_transformers(config):
             seed=0,
         )
         rows = [{"features": features, "labels": label} for features, label in points()]
-        trainer = Trainer(Classifier(), arguments, train_dataset=rows, eval_dataset=rows[:64])
+        trainer = Trainer(
+            Classifier(), arguments, train_dataset=rows, eval_dataset=rows[:64]
+        )
         trainer.add_callback(RayTrainReportCallback())
         prepare_trainer(trainer).train()
 
@@ -162,7 +190,9 @@ def driver(config):
 
 
 def own_name():
-    """Runs without one are named by the second, and two that begin in the same one share their checkpoints."""
+    """Runs without one are named by the second, and two that begin in the same one
+    share their checkpoints.
+    """
     return f"trial-{tune.get_context().get_trial_id()}"
 
 
@@ -181,7 +211,8 @@ def driver_that_goes_on(config):
 
 def driver_of_population(config):
     """Trains an epoch at a time, from the checkpoint that Tune hands over."""
-    start, path = 0, None
+    start = 0
+    path = None
     if (parent := tune.get_checkpoint()) is not None:
         path = parent.path
         start = torch.load(Path(path, "state.pt"), weights_only=True)["epoch"] + 1
@@ -197,7 +228,12 @@ def halved(config):
 
 def asha(space):
     scheduler = ASHAScheduler(max_t=EPOCHS, grace_period=1, reduction_factor=2)
-    judged = {"metric": "loss", "mode": "min", "scheduler": scheduler, "max_concurrent_trials": 1}
+    judged = {
+        "metric": "loss",
+        "mode": "min",
+        "scheduler": scheduler,
+        "max_concurrent_trials": 1,
+    }
     return driver, {**space, "lr": tune.grid_search([0.03, 0.1, 0.001, 0.01])}, judged
 
 
@@ -205,7 +241,9 @@ def optuna(space):
     from optuna.samplers import TPESampler
     from ray.tune.search.optuna import OptunaSearch
 
-    search = OptunaSearch(metric="loss", mode="min", sampler=TPESampler(seed=0, n_startup_trials=2))
+    search = OptunaSearch(
+        metric="loss", mode="min", sampler=TPESampler(seed=0, n_startup_trials=2)
+    )
     searched = {"search_alg": search, "num_samples": 4, "max_concurrent_trials": 1}
     return driver, {**space, "lr": tune.loguniform(1e-3, 1e-1), "until": 2}, searched
 
@@ -220,23 +258,40 @@ def pbt(space):
         custom_explore_fn=halved,
         synch=True,
     )
-    return driver_of_population, {**space, "lr": tune.grid_search([0.2, 0.001])}, {"scheduler": scheduler}
+    return (
+        driver_of_population,
+        {**space, "lr": tune.grid_search([0.2, 0.001])},
+        {"scheduler": scheduler},
+    )
 
 
 def lightning(space):
-    return driver_of_lightning, {**space, "lr": tune.grid_search([0.1, 0.01]), "workers": 2}, {}
+    return (
+        driver_of_lightning,
+        {**space, "lr": tune.grid_search([0.1, 0.01]), "workers": 2},
+        {},
+    )
 
 
 def transformers(space):
-    return driver_of_transformers, {**space, "lr": tune.grid_search([0.1, 0.01]), "workers": 2}, {}
+    return (
+        driver_of_transformers,
+        {**space, "lr": tune.grid_search([0.1, 0.01]), "workers": 2},
+        {},
+    )
 
 
 def restore(space):
-    failing = {"lr": tune.grid_search([0.1, 0.01]), "fail_once": f"{space['storage']}-failed"}
+    failing = {
+        "lr": tune.grid_search([0.1, 0.01]),
+        "fail_once": f"{space['storage']}-failed",
+    }
     return driver_that_goes_on, {**space, **failing}, {"max_concurrent_trials": 1}
 
 
-SCRIPTS = {one.__name__: one for one in (asha, pbt, optuna, lightning, transformers, restore)}
+SCRIPTS = {
+    one.__name__: one for one in (asha, pbt, optuna, lightning, transformers, restore)
+}
 
 
 def weights(path):
@@ -251,11 +306,21 @@ def weights(path):
 
 
 def told(result):
-    """What a script's user sees of a trial: its learning rate, its rows and its newest checkpoint."""
+    """What a script's user sees of a trial: its learning rate, its rows and its newest
+    checkpoint.
+    """
     names = ("loss", "eval_loss", "epoch", "training_iteration")
-    rows = [{name: row[name] for name in names if name in row} for row in result.metrics_dataframe.to_dict("records")]
+    rows = [
+        {name: row[name] for name in names if name in row}
+        for row in result.metrics_dataframe.to_dict("records")
+    ]
     path = result.metrics.get("checkpoint_path") or result.checkpoint.path
-    return {"lr": result.config["lr"], "rows": rows, "weights": weights(path), "error": str(result.error or "")}
+    return {
+        "lr": result.config["lr"],
+        "rows": rows,
+        "weights": weights(path),
+        "error": str(result.error or ""),
+    }
 
 
 def sweep(kind, storage):
@@ -270,11 +335,18 @@ def sweep(kind, storage):
     results = tuner.fit()
     if kind == "restore":
         assert len(results.errors) == 1
-        results = Tuner.restore(f"{storage}/{kind}", trainable, resume_errored=True).fit()
+        results = Tuner.restore(
+            f"{storage}/{kind}", trainable, resume_errored=True
+        ).fit()
     return results
 
 
 if __name__ == "__main__":
     ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 6}))
     for kind in sys.argv[2:]:
-        print("TRIALS", kind, json.dumps([told(result) for result in sweep(kind, sys.argv[1])]), flush=True)
+        print(
+            "TRIALS",
+            kind,
+            json.dumps([told(result) for result in sweep(kind, sys.argv[1])]),
+            flush=True,
+        )

@@ -1,4 +1,6 @@
-"""`python -m cluster check` on a live cluster: two raylets of this machine under examination."""
+"""`python -m cluster check` on a live cluster: two raylets of this machine under
+examination.
+"""
 
 import json
 import time
@@ -23,16 +25,26 @@ def second_node(cluster: Cluster, driver: Any) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_two_nodes_are_examined(tmp_path: Path, cluster: Cluster, second_node: str, command: Command) -> None:
+def test_two_nodes_are_examined(
+    tmp_path: Path, cluster: Cluster, second_node: str, command: Command
+) -> None:
     options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
     done = command("-m", "cluster", "check", *options, ray_address=cluster.address)
     report = json.loads(done.out)
-    errors = [found["field"] for found in report["findings"] if found["level"] == "error"]
+    errors = [
+        found["field"] for found in report["findings"] if found["level"] == "error"
+    ]
     assert done.code == int(bool(errors))
-    assert set(errors) <= {"matmul of one core"}, "two nodes share this machine, and one may get less of it"
+    assert set(errors) <= {"matmul of one core"}, (
+        "two nodes share this machine, and one may get less of it"
+    )
     assert len(report["nodes"]) == 2
     total = report["all_reduce"]
-    assert (total["num_ranks"], total["is_right"], total["mb_per_s"] > 0) == (2, True, True)
+    assert (total["num_ranks"], total["is_right"], total["mb_per_s"] > 0) == (
+        2,
+        True,
+        True,
+    )
     for node in report["nodes"]:
         assert errors or node["verdict"] != "bad"
         assert abs(node["clock_offset_s"]) < 0.5, "one machine has one clock"
@@ -41,13 +53,27 @@ def test_two_nodes_are_examined(tmp_path: Path, cluster: Cluster, second_node: s
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
 
 
-def test_more_workers_than_there_are_is_an_error(cluster: Cluster, second_node: str, command: Command) -> None:
-    done = command("-m", "cluster", "check", "--workers", "5", "--wait-s", "0", "--quick", ray_address=cluster.address)
+def test_more_workers_than_there_are_is_an_error(
+    cluster: Cluster, second_node: str, command: Command
+) -> None:
+    done = command(
+        "-m",
+        "cluster",
+        "check",
+        "--workers",
+        "5",
+        "--wait-s",
+        "0",
+        "--quick",
+        ray_address=cluster.address,
+    )
     assert done.code == 1
     assert "`worker nodes` is 2, but must be at least 5" in done.out
 
 
-def test_a_sweep_is_refused_where_storage_cannot_be_written(tmp_path: Path, second_node: str, driver: Any) -> None:
+def test_a_sweep_is_refused_where_storage_cannot_be_written(
+    tmp_path: Path, second_node: str, driver: Any
+) -> None:
     from cluster.health.check import require_sound
     from trainers.errors import ClusterError
 
@@ -65,10 +91,19 @@ def test_a_probe_that_fails_names_its_node(second_node: str, driver: Any) -> Non
     nodes = Checkup()
     nodes.start()
     try:
-        answers = nodes.ask("dividing", HANG_S, {node: (divmod, 1, node == second_node) for node in nodes.facts})
+        answers = nodes.ask(
+            "dividing",
+            HANG_S,
+            {node: (divmod, 1, node == second_node) for node in nodes.facts},
+        )
         assert list(answers) == [second_node]
-        [failed] = [facts for facts in nodes.facts.values() if facts.node_id != second_node]
-        assert failed.failure == "dividing: ZeroDivisionError: integer division or modulo by zero"
+        [failed] = [
+            facts for facts in nodes.facts.values() if facts.node_id != second_node
+        ]
+        assert (
+            failed.failure
+            == "dividing: ZeroDivisionError: integer division or modulo by zero"
+        )
         nodes.ask("sleeping", 0.5, {second_node: (time.sleep, 600)})
         assert nodes.facts[second_node].silent_in == "sleeping"
         assert nodes.answering() == []

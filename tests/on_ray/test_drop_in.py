@@ -1,4 +1,6 @@
-"""Ray's Tuner and TorchTrainer from `tune.ray`, in a user's script: what Ray gives, from forks."""
+"""Ray's Tuner and TorchTrainer from `tune.ray`, in a user's script: what Ray gives,
+from forks.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,21 @@ pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
-def ours(command: Command, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ours(
+    command: Command, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What the script's sweeps gave."""
-    done = command("-m", "tests.on_ray.drop_in", str(tmp_path_factory.mktemp("ours")), ray_address=cluster.address)
-    lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]
+    done = command(
+        "-m",
+        "tests.on_ray.drop_in",
+        str(tmp_path_factory.mktemp("ours")),
+        ray_address=cluster.address,
+    )
+    lines = [
+        line.split(" ", 2)[1:]
+        for line in done.out.split("\n")
+        if line.startswith("JSON ")
+    ]
     assert done.code == 0, done.err[-3000:]
     return {name: json.loads(text) for name, text in lines}
 
@@ -32,28 +45,37 @@ def test_checkpoints_callbacks_and_return_values_are_rays(ours: dict[str, Any]) 
         assert column(trial, "heard") == [0]  # the callbacks are copies, as Ray's
         assert column(trial, "returned") == ["rank 0"]
         assert column(trial, "kept") == [2]
-        assert column(trial, "driven") == [1], "no driver finds what another has left in its process"
+        assert column(trial, "driven") == [1], (
+            "no driver finds what another has left in its process"
+        )
     assert ours["train"]["restarts"] == []
 
 
-def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(ours: dict[str, Any]) -> None:
+def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(
+    ours: dict[str, Any],
+) -> None:
     retried, failed, whole = ours["fails"]["trials"]
     assert "asked to fail" in failed["error"]
     assert column(failed, "loss") == column(whole, "loss")[:2]
     assert [retried["error"], whole["error"]] == ["", ""]
-    # It goes on from the checkpoint of its first epoch, with the shuffling of a fresh process.
+    # It goes on from the checkpoint of its first epoch, with the shuffling of a fresh
+    # process.
     assert column(retried, "epoch") == column(whole, "epoch") == [0, 1, 2, 2]
     assert column(retried, "loss")[0] == column(whole, "loss")[0]
 
 
-def test_what_a_function_leaves_behind_reaches_no_other_trial(ours: dict[str, Any]) -> None:
+def test_what_a_function_leaves_behind_reaches_no_other_trial(
+    ours: dict[str, Any],
+) -> None:
     trials = ours["leaks"]["trials"]
     assert [column(trial, "found") for trial in trials] == [[0.0]] * len(trials)
     assert len({column(trial, "process")[0] for trial in trials}) == len(trials)
     assert ours["leaks"]["restarts"] == []
 
 
-def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str, Any]) -> None:
+def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(
+    ours: dict[str, Any],
+) -> None:
     best, *others = ours["stops"]["trials"]
     assert len(column(best, "score")) == 40
     assert all(4 <= len(column(trial, "score")) < 40 for trial in others)

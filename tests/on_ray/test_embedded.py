@@ -11,9 +11,13 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_an_embedded_cluster_has_only_what_trains(tmp_path: Path, command: Command) -> None:
+def test_an_embedded_cluster_has_only_what_trains(
+    tmp_path: Path, command: Command
+) -> None:
     """Every actor is a Python that imports Ray."""
-    environment = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # it is there where nodes may be taken away
+    environment = {
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"
+    }  # it is there where nodes may be taken away
     done = command("-m", "tests.on_ray.embedded", str(tmp_path), env=environment)
     assert done.code == 0, done.err[-3000:]
     found = json.loads(done.out.strip().splitlines()[-1])
@@ -26,9 +30,18 @@ def test_an_embedded_cluster_has_only_what_trains(tmp_path: Path, command: Comma
         "SynchronizationActor": 1,
         "RayTrainWorker": 1,
     }
-    # What `ray list actors --detail` and the dashboard show for them, and which trial a worker had.
+    # What `ray list actors --detail` and the dashboard show for them, and which trial a
+    # worker had.
     lane = ["sweep, lane 0, controller", "sweep, lane 0, worker"]
-    assert [name for name in found["shown"] if name] == [*lane, "sweep, mailbox", "sweep, trials"]
-    assert sorted(found["said"]) == [f"sweep, lane 0: trial {trial}" for trial in sorted(found["statuses"])]
+    assert [name for name in found["shown"] if name] == [
+        *lane,
+        "sweep, mailbox",
+        "sweep, trials",
+    ]
+    assert sorted(found["said"]) == [
+        f"sweep, lane 0: trial {trial}" for trial in sorted(found["statuses"])
+    ]
     assert set(found["ports"]) == {"127.0.0.1"}, found["ports"]
-    assert {"raylet", "gcs_server", "ray::DashboardAgent"} <= set(found["ports"]["127.0.0.1"])
+    assert {"raylet", "gcs_server", "ray::DashboardAgent"} <= set(
+        found["ports"]["127.0.0.1"]
+    )

@@ -16,9 +16,14 @@ pytestmark = pytest.mark.ray
 
 
 def stranger(home: Path, *command: str) -> str:
-    """Run Python with nothing in its environment but PATH and a new HOME; returns what it printed."""
-    # Of its own: Ray joins whatever cluster it finds in the one of the suite, where other scripts run beside this.
-    with tempfile.TemporaryDirectory(prefix="s", dir=os.environ["TMPDIR"], ignore_cleanup_errors=True) as temporary:
+    """Run Python with nothing in its environment but PATH and a new HOME; returns what
+    it printed.
+    """
+    # Of its own: Ray joins whatever cluster it finds in the one of the suite, where
+    # other scripts run beside this.
+    with tempfile.TemporaryDirectory(
+        prefix="s", dir=os.environ["TMPDIR"], ignore_cleanup_errors=True
+    ) as temporary:
         done = subprocess.run(
             [sys.executable, *command],
             cwd=REPOSITORY,
@@ -39,7 +44,9 @@ def stranger(home: Path, *command: str) -> str:
 MARKS = {"ours-first": pytest.mark.full, "init-first": pytest.mark.campaign}
 
 
-@pytest.mark.parametrize("how", [*(pytest.param(how, marks=mark) for how, mark in MARKS.items()), "no-init"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=mark) for how, mark in MARKS.items()), "no-init"]
+)
 def test_the_drop_in_runs_whatever_comes_first(how: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("first_script.py")
     assert "DOUBLES [2, 4] []" in stranger(tmp_path, str(script), how)
@@ -71,7 +78,11 @@ print(json.dumps([is_protected, ray.get(ray.remote(lambda: 1).remote())]))
 """
 
 
-def test_neither_imports_nor_a_cluster_of_ours_change_the_environment(tmp_path: Path) -> None:
-    by_import, after_cluster, ray_beside = stranger(tmp_path, "-c", _BESIDE_RAY).strip().split("\n")[-3:]
+def test_neither_imports_nor_a_cluster_of_ours_change_the_environment(
+    tmp_path: Path,
+) -> None:
+    by_import, after_cluster, ray_beside = (
+        stranger(tmp_path, "-c", _BESIDE_RAY).strip().split("\n")[-3:]
+    )
     assert json.loads(by_import) == json.loads(after_cluster) == []
     assert json.loads(ray_beside) == [True, 1]

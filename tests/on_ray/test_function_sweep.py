@@ -27,8 +27,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 def write(directory: Path, train: dict[str, Any], **keys: Any) -> str:
     """A sweep's file."""
-    function = {"train_func": "tests.lane_functions:train", "task_dir": str(REPOSITORY), **train}
-    tree = {"name": "sweep", "storage_path": str(directory), "train": function, "lanes": 1, **keys}
+    function = {
+        "train_func": "tests.lane_functions:train",
+        "task_dir": str(REPOSITORY),
+        **train,
+    }
+    tree = {
+        "name": "sweep",
+        "storage_path": str(directory),
+        "train": function,
+        "lanes": 1,
+        **keys,
+    }
     file = directory / "sweep.yaml"
     file.write_text(yaml.safe_dump(tree))
     return str(file)
@@ -41,7 +51,9 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One rank of two runs out of memory in a place; the driver is killed amid that, and `resume` goes on."""
+    """One rank of two runs out of memory in a place; the driver is killed amid that,
+    and `resume` goes on.
+    """
     note = tmp_path / "note"
     file = write(
         tmp_path,
@@ -61,22 +73,40 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     # A record that is being written lies beside its place.
     until(lambda: [*trials.glob("*.json")], "a record", process=killed, every_s=0.01)
     kill(killed)
-    before, begun = {path.name: path.read_text() for path in trials.glob("*.json")}, note.read_text()
-    monkeypatch.setattr("trainers.on_ray.connect.disconnect", lambda: None)  # this process stays in the cluster
+    before = {path.name: path.read_text() for path in trials.glob("*.json")}
+    begun = note.read_text()
+    monkeypatch.setattr(
+        "trainers.on_ray.connect.disconnect", lambda: None
+    )  # this process stays in the cluster
     assert tune(["resume", str(tmp_path / "sweep")]) == 0
     said = capsys.readouterr().out
 
     spec = read_sweep(file, {})
-    records = {(r.config["batch_size_per_worker"], r.config["train_loop_config.place"]): r for r in journal(spec)}
+    records = {
+        (r.config["batch_size_per_worker"], r.config["train_loop_config.place"]): r
+        for r in journal(spec)
+    }
     assert len(records) == 6
-    assert before.items() <= {path.name: path.read_text() for path in trials.iterdir()}.items()
+    assert (
+        before.items()
+        <= {path.name: path.read_text() for path in trials.iterdir()}.items()
+    )
     for place in ("backward", "optimizer"):
-        assert records[64, place].message.startswith("rank 1: OutOfMemoryError: CUDA out of memory")
-        assert records[128, place].message.startswith("a batch of 128 is not tried: one of 64 ran out of memory")
-        assert [records[size, place].status for size in (64, 128, 32)] == ["out_of_memory"] * 2 + ["done"]
+        assert records[64, place].message.startswith(
+            "rank 1: OutOfMemoryError: CUDA out of memory"
+        )
+        assert records[128, place].message.startswith(
+            "a batch of 128 is not tried: one of 64 ran out of memory"
+        )
+        assert [records[size, place].status for size in (64, 128, 32)] == [
+            "out_of_memory"
+        ] * 2 + ["done"]
     assert "128" not in note.read_text()
     ended = [json.loads(text)["config"] for text in before.values()]
-    ended_names = {f"{one['batch_size_per_worker']}-{one['train_loop_config.place']}" for one in ended}
+    ended_names = {
+        f"{one['batch_size_per_worker']}-{one['train_loop_config.place']}"
+        for one in ended
+    }
     again = note.read_text().removeprefix(begun).split()
     assert not ended_names.intersection(again), "only what had not finished runs"
     assert "Batch 32 a worker, place backward: loss" in said
@@ -84,9 +114,15 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
 
     interrupted = signal.getsignal(signal.SIGINT)
     assert train([str(tmp_path / "sweep" / "best.yaml")]) == 0
-    assert signal.getsignal(signal.SIGINT) is interrupted, "Ray's handler would keep its controller"
+    assert signal.getsignal(signal.SIGINT) is interrupted, (
+        "Ray's handler would keep its controller"
+    )
     said = capsys.readouterr().out
-    found = re.search(r"^done\n  loss (\S+)  epoch 2  words no number\n  checkpoint ", said, re.MULTILINE)
+    found = re.search(
+        r"^done\n  loss (\S+)  epoch 2  words no number\n  checkpoint ",
+        said,
+        re.MULTILINE,
+    )
     assert found, said
     # Ray's own TorchTrainer has trained that: to the bit what the lane has.
     assert float(found[1]) == records[32, "backward"].metrics["loss"]
@@ -118,7 +154,9 @@ def journal(spec: SweepSpec) -> list[Any]:
 
 
 def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> None:
-    """One lane of one worker: a trial that failed goes on from its checkpoint, and one at its target ends there."""
+    """One lane of one worker: a trial that failed goes on from its checkpoint, and one
+    at its target ends there.
+    """
     file = write(
         tmp_path,
         {
@@ -128,7 +166,10 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
         space={
             "train_loop_config.fails": [-1, 1],
             "train_loop_config.lr": [0.01, 0.1],
-            "train_func": ["tests.lane_functions:train", "tests.lane_functions:by_tune"],
+            "train_func": [
+                "tests.lane_functions:train",
+                "tests.lane_functions:by_tune",
+            ],
         },
         objective={"metric": "time_to_target", "target": {"loss": 0.5}},
     )
@@ -136,9 +177,16 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
     records = run(spec)
     shown = ("train_loop_config.fails", "train_loop_config.lr", "train_func")
     by_key = {tuple(record.config[key] for key in shown): record for record in records}
-    assert {record.status for record in records} == {"done"}, [record.message for record in records]
-    assert all(record.spent and 0 < record.spent.training_s < record.spent.total_s for record in records)
-    whole, retried = (rows(by_key[fails, 0.01, "tests.lane_functions:train"]) for fails in (-1, 1))
+    assert {record.status for record in records} == {"done"}, [
+        record.message for record in records
+    ]
+    assert all(
+        record.spent and 0 < record.spent.training_s < record.spent.total_s
+        for record in records
+    )
+    whole, retried = (
+        rows(by_key[fails, 0.01, "tests.lane_functions:train"]) for fails in (-1, 1)
+    )
     assert [row["epoch"] for row in whole] == [0, 1, 2]
     assert retried == whole
     at_target = by_key[-1, 0.1, "tests.lane_functions:train"]
@@ -146,9 +194,15 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
     assert at_target.metrics["loss"] <= 0.5
     assert at_target.time_to_target_s == at_target.curve[-1]["train_time_s"]
     of_tune = [record for record in records if "by_tune" in record.config["train_func"]]
-    assert all(len(record.curve) == 1 for record in of_tune), "the first report is at the target"
-    assert len({record.metrics["drawn"] for record in of_tune}) == 4, "random draws are those of new processes"
+    assert all(len(record.curve) == 1 for record in of_tune), (
+        "the first report is at the target"
+    )
+    assert len({record.metrics["drawn"] for record in of_tune}) == 4, (
+        "random draws are those of new processes"
+    )
 
 
 def rows(record: Any) -> list[dict[str, float]]:
-    return [{key: row[key] for key in ("step", "epoch", "loss")} for row in record.curve]
+    return [
+        {key: row[key] for key in ("step", "epoch", "loss")} for row in record.curve
+    ]

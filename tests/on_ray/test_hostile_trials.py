@@ -1,4 +1,6 @@
-"""What a trial does to its process ends with it: the next has the losses that it has alone."""
+"""What a trial does to its process ends with it: the next has the losses that it has
+alone.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,17 @@ ENDED = {
     "stop": ("hung", ""),
 }
 """The status of each, and what its message names."""
-METHODS = [name[1:] for name in vars(Poison) if name.startswith("_") and not name.startswith("__")]
-TRAIN = {"task": "tests.lane_tasks:Poison", "max_steps": 6, "evaluate": {"every_steps": 3}, "log_every_steps": 3}
+METHODS = [
+    name[1:]
+    for name in vars(Poison)
+    if name.startswith("_") and not name.startswith("__")
+]
+TRAIN = {
+    "task": "tests.lane_tasks:Poison",
+    "max_steps": 6,
+    "evaluate": {"every_steps": 3},
+    "log_every_steps": 3,
+}
 TRAIN |= {"failure": {"hang_timeout_s": 20.0}}
 
 
@@ -42,10 +53,22 @@ def of(records: list[TrialRecord], args: dict[str, Any]) -> TrialRecord:
 
 
 def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
-    """The evaluations of the same run in a process of its own, by the command that trains."""
+    """The evaluations of the same run in a process of its own, by the command that
+    trains.
+    """
     file = tmp_path / "alone.yaml"
-    keys = {key: value for key, value in BASE.items() if key not in ("checkpoint", "evaluate")}
-    tree = {**keys, **TRAIN, "task_args": args, "storage_path": str(tmp_path / "runs"), "name": "alone"}
+    keys = {
+        key: value
+        for key, value in BASE.items()
+        if key not in ("checkpoint", "evaluate")
+    }
+    tree = {
+        **keys,
+        **TRAIN,
+        "task_args": args,
+        "storage_path": str(tmp_path / "runs"),
+        "name": "alone",
+    }
     file.write_text(json.dumps(tree))
     done = subprocess.run(
         [sys.executable, "-m", "trainers", str(file)],
@@ -56,7 +79,13 @@ def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
         env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return rows([record for record in read_log(Storage(str(tmp_path / "runs" / "alone"))) if "val_loss" in record])
+    return rows(
+        [
+            record
+            for record in read_log(Storage(str(tmp_path / "runs" / "alone")))
+            if "val_loss" in record
+        ]
+    )
 
 
 @pytest.mark.full

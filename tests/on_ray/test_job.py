@@ -25,12 +25,22 @@ def test_as_a_ray_job(cluster: Cluster, tmp_path: Path, command: Command) -> Non
     assert done.code == 0, done.out + done.err
     assert "digits-sweep: 2 trials" in done.out
     assert "trial 2/2" in done.out
-    assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())["best"]["id"]
+    assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())["best"][
+        "id"
+    ]
 
-    packages = list(cluster.directory.glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*"))
+    packages = list(
+        cluster.directory.glob(
+            "session_*/runtime_resources/working_dir_files/_ray_pkg_*"
+        )
+    )
     directories = [path for path in packages if path.is_dir()]
     assert directories
-    sizes = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in directories]
+    sizes = [
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        for path in directories
+    ]
     assert max(sizes) < 5 * 2**20
-    # best.yaml of a job names its task's directory relative to the job's package, so that the next job finds it.
+    # best.yaml of a job names its task's directory relative to the job's package, so
+    # that the next job finds it.
     assert "task_dir: ." in (tmp_path / "digits-sweep/best.yaml").read_text()

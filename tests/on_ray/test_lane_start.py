@@ -12,15 +12,27 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: Any) -> None:
-    """Tune drops an actor that still starts where another is free: it would do so at the end of every such trial."""
+def test_trials_shorter_than_a_start_keep_their_actors(
+    tmp_path: Path, driver: Any
+) -> None:
+    """Tune drops an actor that still starts where another is free: it would do so at
+    the end of every such trial.
+    """
 
     def trial_actors() -> set[str]:
-        return {actor.actor_id for actor in actors() if actor.class_name.endswith("ResourceTrainable")}
+        return {
+            actor.actor_id
+            for actor in actors()
+            if actor.class_name.endswith("ResourceTrainable")
+        }
 
-    before, pids = trial_actors(), tmp_path / "pids"
+    before = trial_actors()
+    pids = tmp_path / "pids"
     # However long the second lane takes to start, there are trials left for it.
-    train = {"max_steps": 5, "task_args": {"pids": str(pids), "pause_s": 0.1, "company_from": 6}}
+    train = {
+        "max_steps": 5,
+        "task_args": {"pids": str(pids), "pause_s": 0.1, "company_from": 6},
+    }
     records = run(sweep(tmp_path, {"seed": list(range(20))}, train, lanes=2))
     assert {record.status for record in records} == {"done"}
     assert {record.lane for record in records} == {0, 1}

@@ -14,10 +14,17 @@ from tune.trials.record import TrialRecord
 
 pytestmark = pytest.mark.ray
 
-TRAIN = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
+TRAIN = {
+    key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")
+}
 
 
-def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = None, **keys: Any) -> SweepSpec:
+def sweep(
+    tmp_path: Path,
+    space: dict[str, Any],
+    train: dict[str, Any] | None = None,
+    **keys: Any,
+) -> SweepSpec:
     tree = {
         "name": "sweep",
         "storage_path": str(tmp_path),
@@ -40,7 +47,10 @@ def run(spec: SweepSpec) -> list[TrialRecord]:
 
 def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
     """What must be equal: everything but times."""
-    return [{key: row[key] for key in ("step", "epoch", "val_loss", "val_accuracy")} for row in curve]
+    return [
+        {key: row[key] for key in ("step", "epoch", "val_loss", "val_accuracy")}
+        for row in curve
+    ]
 
 
 @pytest.mark.full
@@ -51,13 +61,30 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "diverges": {"fail_at": 5, "failure": "nan"},
         "fits eight": {"fits": 8},
         "fits none": {"fits": 0},
-        "killed once": {"fail_at": 20, "failure": "kill", "marker": str(tmp_path / "killed")},
+        "killed once": {
+            "fail_at": 20,
+            "failure": "kill",
+            "marker": str(tmp_path / "killed"),
+        },
         "hangs": {"fail_at": 20, "failure": "sleep"},
-        "runs out in mid-training": {"fail_at": 12, "failure": "oom", "marker": str(tmp_path / "ran out")},
+        "runs out in mid-training": {
+            "fail_at": 12,
+            "failure": "oom",
+            "marker": str(tmp_path / "ran out"),
+        },
         "last, same as first": {"samples": 203},
     }
-    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 10.0}}))
-    by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
+    records = run(
+        sweep(
+            tmp_path,
+            {"task_args": list(trials.values())},
+            {"failure": {"hang_timeout_s": 10.0}},
+        )
+    )
+    by_name = {
+        name: next(r for r in records if r.config["task_args"] == args)
+        for name, args in trials.items()
+    }
 
     assert {name: record.status for name, record in by_name.items()} == {
         "first": "done",
@@ -70,36 +97,53 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "runs out in mid-training": "done",
         "last, same as first": "done",
     }
-    assert by_name["raises"].message.startswith("rank 0: ValueError: injected: the task fails here (tasks.py:")
+    assert by_name["raises"].message.startswith(
+        "rank 0: ValueError: injected: the task fails here (tasks.py:"
+    )
     assert "in _fail" in by_name["raises"].traceback
     assert "made no step for" in by_name["hangs"].message
     assert "injected: 1 samples, 0 fit" in by_name["fits none"].message
-    # Warm equals fresh: the last trial of the lane, after all of the above, has the first one's curve, and both have
-    # the one that a process of its own gives.
+    # Warm equals fresh: the last trial of the lane, after all of the above, has the
+    # first one's curve, and both have the one that a process of its own gives.
     assert rows(by_name["last, same as first"].curve) == rows(by_name["first"].curve)
     assert rows(by_name["killed once"].curve) == rows(by_name["first"].curve)
     assert (tmp_path / "ran out").exists()
     for halved, whole in zip(
-        rows(by_name["runs out in mid-training"].curve), rows(by_name["first"].curve), strict=True
+        rows(by_name["runs out in mid-training"].curve),
+        rows(by_name["first"].curve),
+        strict=True,
     ):
-        assert halved == pytest.approx(whole, rel=1e-5)  # sums of halves round as the processor's kernels have it
+        assert halved == pytest.approx(
+            whole, rel=1e-5
+        )  # sums of halves round as the processor's kernels have it
     alone = make(tmp_path)
     run_local(alone)
     assert rows(by_name["first"].curve) == rows(evaluations(alone))
 
 
 @pytest.mark.campaign
-def test_fresh_isolation_gives_every_trial_its_own_process(tmp_path: Path, driver: Any) -> None:
+def test_fresh_isolation_gives_every_trial_its_own_process(
+    tmp_path: Path, driver: Any
+) -> None:
     ran = tmp_path / "pids"
-    spec = sweep(tmp_path, {"precision": ["fp32", "bf16"]}, {"task_args": {"pids": str(ran)}}, isolation="fresh")
+    spec = sweep(
+        tmp_path,
+        {"precision": ["fp32", "bf16"]},
+        {"task_args": {"pids": str(ran)}},
+        isolation="fresh",
+    )
     records = run(spec)
     assert [record.status for record in records] == ["done", "done"]
     assert len(set(ran.read_text().split())) == 2
 
 
 @pytest.mark.full
-def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, driver: Any) -> None:
-    """The other one's broken collective is heard of sooner, and says nothing of the cause; no rank waits for long."""
+def test_in_a_lane_of_two_the_rank_that_failed_first_decides(
+    tmp_path: Path, driver: Any
+) -> None:
+    """The other one's broken collective is heard of sooner, and says nothing of the
+    cause; no rank waits for long.
+    """
     at = {"place": "training 20", "on_rank": 1}
     trials = {
         "healthy": {"place": ""},
@@ -108,10 +152,19 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "runs out": {**at, "failure": "oom"},
         "hangs in setup": {"place": "setup", "failure": "sleep", "short_phases": True},
     }
-    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"hang_timeout_s": 10.0}}
-    train["global_batch_size"] = 4  # two groups, not four, until no microbatch is left that could fit
+    train = {
+        "task": "tests.tasks:Stuck",
+        "scaling": {"num_workers": 2},
+        "failure": {"hang_timeout_s": 10.0},
+    }
+    train["global_batch_size"] = (
+        4  # two groups, not four, until no microbatch is left that could fit
+    )
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
-    by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
+    by_name = {
+        name: next(r for r in records if r.config["task_args"] == args)
+        for name, args in trials.items()
+    }
     assert {name: record.status for name, record in by_name.items()} == {
         "healthy": "done",
         "killed always": "error",
@@ -120,7 +173,9 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "hangs in setup": "hung",
     }
     assert by_name["killed always"].message == "rank 1 died by SIGKILL, 3 times"
-    assert by_name["raises"].message.startswith("rank 1: ValueError: injected: the task fails here (tasks.py:")
+    assert by_name["raises"].message.startswith(
+        "rank 1: ValueError: injected: the task fails here (tasks.py:"
+    )
     assert "on one rank" in by_name["runs out"].message
     culprit, waits = by_name["hangs in setup"].message.split("; rank 1")
     assert " s in setup (at tasks.py:" in culprit
@@ -129,11 +184,16 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
 
 
 @pytest.mark.full
-def test_trials_that_asha_stops_are_recorded_with_their_curves(tmp_path: Path, driver: Any) -> None:
+def test_trials_that_asha_stops_are_recorded_with_their_curves(
+    tmp_path: Path, driver: Any
+) -> None:
     train = {"max_steps": 60, "evaluate": {"every_steps": 5}}
     spec = sweep(
         tmp_path,
-        {"optimizer.lr": [1e-2, 1e-9, 1e-8], "task_args": [{}, {"fail_at": 30, "failure": "raise"}]},
+        {
+            "optimizer.lr": [1e-2, 1e-9, 1e-8],
+            "task_args": [{}, {"fail_at": 30, "failure": "raise"}],
+        },
         train,
         scheduler="asha",
         lanes="auto",
@@ -144,7 +204,10 @@ def test_trials_that_asha_stops_are_recorded_with_their_curves(tmp_path: Path, d
     assert len(records) == 6
     assert {record.status for record in failing} <= {"error", "stopped"}
     assert "error" in {record.status for record in failing}
-    best = min((record for record in healthy if record.status == "done"), key=lambda r: r.metrics["val_loss"])
+    best = min(
+        (record for record in healthy if record.status == "done"),
+        key=lambda r: r.metrics["val_loss"],
+    )
     assert best.config["optimizer.lr"] == 1e-2
     for record in healthy:
         assert record.status in ("done", "stopped")

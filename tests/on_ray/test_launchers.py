@@ -1,4 +1,6 @@
-"""One loop: the launchers agree, bit for bit at equal world size, and with one process to rounding."""
+"""One loop: the launchers agree, bit for bit at equal world size, and with one process
+to rounding.
+"""
 
 import sys
 from pathlib import Path
@@ -36,14 +38,19 @@ def test_launchers_agree(tmp_path: Path, command: Command, driver: Any) -> None:
     assert result.checkpoint.endswith(f"step-{STEPS:012d}")
 
     file = tmp_path / "torchrun.yaml"
-    file.write_text(dump_yaml(tree(tmp_path, name="torchrun", task_args=args, max_steps=STEPS)))
+    file.write_text(
+        dump_yaml(tree(tmp_path, name="torchrun", task_args=args, max_steps=STEPS))
+    )
     torchrun = str(Path(sys.executable).parent / "torchrun")
     # fmt: off
     done = command("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                    "-m", "trainers", str(file), program=(torchrun,))
     # fmt: on
     assert done.code == 0, done.err
-    assert "global batch 24 = microbatch 12 x accumulation 1 x 2 workers (torchrun" in done.out
+    assert (
+        "global batch 24 = microbatch 12 x accumulation 1 x 2 workers (torchrun"
+        in done.out
+    )
     torchrunned = make(tmp_path, name="torchrun", task_args=args, max_steps=STEPS)
 
     alone = make(tmp_path, name="local", task_args=args, max_steps=STEPS)
@@ -52,4 +59,6 @@ def test_launchers_agree(tmp_path: Path, command: Command, driver: Any) -> None:
     assert losses(spawned) == losses(rayed) == losses(torchrunned)
     assert evaluations(spawned) == evaluations(rayed) == evaluations(torchrunned)
     assert losses(alone) == pytest.approx(losses(spawned), rel=1e-12, abs=1e-12)
-    assert losses(alone)[-1] < 0.8 * losses(alone)[0], "nothing was learned: the curves prove nothing"
+    assert losses(alone)[-1] < 0.8 * losses(alone)[0], (
+        "nothing was learned: the curves prove nothing"
+    )

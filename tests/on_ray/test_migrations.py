@@ -1,4 +1,6 @@
-"""docs/migrate.md on Ray: what its diffs make sweeps, and gives what the script before it did."""
+"""docs/migrate.md on Ray: what its diffs make sweeps, and gives what the script before
+it did.
+"""
 
 import ast
 import runpy
@@ -14,7 +16,9 @@ from tune.sweeps.spec import prepare, read_sweep
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def as_user(directory: Path, section: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def as_user(
+    directory: Path, section: str, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
     """Run a section's sweep.py in its directory, as Ray has it by itself; its globals."""
     migrations.after(section, directory)
     monkeypatch.chdir(directory)
@@ -24,28 +28,45 @@ def as_user(directory: Path, section: str, monkeypatch: pytest.MonkeyPatch) -> d
 def reported(globals_: dict[str, Any], metric: str) -> dict[float, float]:
     """A metric as ResultGrid has it, by learning rate."""
     results = globals_["tuner"].get_results()
-    assert all(len(result.metrics_dataframe) == 3 for result in results), "one line an epoch"
+    assert all(len(result.metrics_dataframe) == 3 for result in results), (
+        "one line an epoch"
+    )
     return {result.config["lr"]: result.metrics[metric] for result in results}
 
 
-def test_ray_train(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_train(
+    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray.train
     from ray.train.torch import TorchTrainer
 
     found = reported(as_user(tmp_path, "Ray Train and Tune", monkeypatch), "loss")
-    train = runpy.run_path(str(tmp_path / migrations.before("Ray Train and Tune", tmp_path)))["train"]
+    train = runpy.run_path(
+        str(tmp_path / migrations.before("Ray Train and Tune", tmp_path))
+    )["train"]
     local = ray.train.ScalingConfig(num_workers=0)  # in this process
-    runs = {lr: TorchTrainer(train, train_loop_config={"lr": lr}, scaling_config=local) for lr in (0.001, 0.01)}
+    runs = {
+        lr: TorchTrainer(train, train_loop_config={"lr": lr}, scaling_config=local)
+        for lr in (0.001, 0.01)
+    }
     assert found == {lr: (run.fit().metrics or {})["loss"] for lr, run in runs.items()}
 
 
 def test_accelerate(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = reported(as_user(tmp_path, "Accelerate", monkeypatch), "loss")
     capsys.readouterr()
-    runpy.run_path(str(tmp_path / migrations.before("Accelerate", tmp_path)), run_name="__main__")
-    assert found[0.01] == ast.literal_eval(capsys.readouterr().out.splitlines()[-1])["loss"]
+    runpy.run_path(
+        str(tmp_path / migrations.before("Accelerate", tmp_path)), run_name="__main__"
+    )
+    assert (
+        found[0.01]
+        == ast.literal_eval(capsys.readouterr().out.splitlines()[-1])["loss"]
+    )
 
 
 def test_optuna(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +76,23 @@ def test_optuna(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) ->
     migrations.after("Optuna", tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "task", raising=False)
-    spec = read_sweep(str(tmp_path / "sweep.yaml"), {"storage_path": str(tmp_path), "lanes": 1})
+    spec = read_sweep(
+        str(tmp_path / "sweep.yaml"), {"storage_path": str(tmp_path), "lanes": 1}
+    )
     prepare(spec, fresh=False)
     records = run_sweep(spec)
     monkeypatch.delitem(sys.modules, "task", raising=False)
     assert len(records) == 6
-    objective = runpy.run_path(str(tmp_path / migrations.before("Optuna", tmp_path)))["objective"]
+    objective = runpy.run_path(str(tmp_path / migrations.before("Optuna", tmp_path)))[
+        "objective"
+    ]
     for record in (record for record in records if record.status == "done"):
-        names = {"lr": "optimizer.lr", "batch_size": "global_batch_size", "width": "task_args.width"}
+        names = {
+            "lr": "optimizer.lr",
+            "batch_size": "global_batch_size",
+            "width": "task_args.width",
+        }
         drawn = {name: record.config[key] for name, key in names.items()}
-        assert record.metrics["val_loss"] == pytest.approx(objective(optuna.trial.FixedTrial(drawn)), rel=1e-3)
+        assert record.metrics["val_loss"] == pytest.approx(
+            objective(optuna.trial.FixedTrial(drawn)), rel=1e-3
+        )

@@ -1,4 +1,6 @@
-"""docs/python.md in a notebook: its examples run as they are, the view is live, and an interrupt loses nothing."""
+"""docs/python.md in a notebook: its examples run as they are, the view is live, and an
+interrupt loses nothing.
+"""
 
 import json
 import re
@@ -75,12 +77,16 @@ class Recorder(NotebookClient):
 
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         if msg["msg_type"] == "update_display_data":
-            self.shown.setdefault(cell_index, []).append(msg["content"]["data"]["text/html"])
+            self.shown.setdefault(cell_index, []).append(
+                msg["content"]["data"]["text/html"]
+            )
         return super().process_message(msg, cell, cell_index)
 
 
 def printed(cell: Any) -> str:
-    return "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
+    return "".join(
+        output["text"] for output in cell["outputs"] if output.get("name") == "stdout"
+    )
 
 
 def test_the_page_s_examples_run_in_a_notebook(
@@ -93,11 +99,18 @@ def test_the_page_s_examples_run_in_a_notebook(
         monkeypatch.setenv(name, str(tmp_path / name))
     page = (REPOSITORY / "docs/python.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    sources = (*examples, RESULT, INTERRUPTED.replace("ADDRESS", repr(cluster.address)), RESUMED)
+    sources = (
+        *examples,
+        RESULT,
+        INTERRUPTED.replace("ADDRESS", repr(cluster.address)),
+        RESUMED,
+    )
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     cells[-2].metadata["tags"] = ["raises-exception"]
     client = Recorder(
-        nbformat.v4.new_notebook(cells=cells), timeout=int(HANG_S), resources={"metadata": {"path": str(tmp_path)}}
+        nbformat.v4.new_notebook(cells=cells),
+        timeout=int(HANG_S),
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.shown = {}
     client.execute()
@@ -106,7 +119,11 @@ def test_the_page_s_examples_run_in_a_notebook(
     assert any(re.search("0/4 trials", html) for html in view)
     assert any("lanes busy" in html for html in view)
     assert client.shown[0][-1] == "", "it is taken away"
-    [table] = [output["data"]["text/html"] for output in cells[0].outputs if output.output_type == "execute_result"]
+    [table] = [
+        output["data"]["text/html"]
+        for output in cells[0].outputs
+        if output.output_type == "execute_result"
+    ]
     for words in ("sums-sweep: 4 trials", "val_loss", "report.html"):
         assert words in table
     assert "trial 4/4" in printed(cells[0])
@@ -116,12 +133,17 @@ def test_the_page_s_examples_run_in_a_notebook(
     assert found["best"]["optimizer.lr"] == 0.1
     assert (found["rows"], found["status"], found["outputs"]) == (4, "done", [2, 1])
     assert Path(found["report"]).read_text().startswith("<!")
-    assert "task: notebook_tasks.Sums_" in (tmp_path / "results/sums-sweep/best.yaml").read_text()
+    assert (
+        "task: notebook_tasks.Sums_"
+        in (tmp_path / "results/sums-sweep/best.yaml").read_text()
+    )
 
     [error] = [output for output in cells[-2].outputs if output.output_type == "error"]
     assert error["ename"] == "SweepInterrupted"
     after = json.loads(printed(cells[-1]).splitlines()[-1])
-    assert re.match(rf"{after['kept']} trials? kept; the same call goes on", error["evalue"])
+    assert re.match(
+        rf"{after['kept']} trials? kept; the same call goes on", error["evalue"]
+    )
     assert 1 <= after["kept"] < 4
     assert (after["untouched"], after["all"], after["statuses"]) == (True, 4, ["done"])
     assert after["connected"], "the connection is the notebook's own"

@@ -1,4 +1,6 @@
-"""What commands show whose workers are Ray's: the driver draws, and tells, what rank 0 has sent it."""
+"""What commands show whose workers are Ray's: the driver draws, and tells, what rank 0
+has sent it.
+"""
 
 from pathlib import Path
 
@@ -12,33 +14,73 @@ pytestmark = [pytest.mark.ray, pytest.mark.full]
 TWO = {"launcher": "ray", "scaling": {"num_workers": 2}, "max_steps": 120}
 
 
-def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path: Path, cluster: Cluster) -> None:
-    seen = on_terminal("-m", "trainers", write(tmp_path, **TWO), ray_address=cluster.address)
+def test_the_driver_draws_the_line_of_a_run_on_ray(
+    tmp_path: Path, cluster: Cluster
+) -> None:
+    seen = on_terminal(
+        "-m", "trainers", write(tmp_path, **TWO), ray_address=cluster.address
+    )
     assert seen.code == 0, seen.text
     assert DRAWN.search(seen.text)
     is_clean(seen)
-    assert sum(line.endswith("own words at step 20: " + "x" * 150) for line in seen.lines) == 2
+    assert (
+        sum(line.endswith("own words at step 20: " + "x" * 150) for line in seen.lines)
+        == 2
+    )
     assert not [line for line in seen.lines if "step 60/120" in line]
 
 
-def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Command, cluster: Cluster) -> None:
+def test_a_run_on_ray_and_a_sweep_tell_in_json(
+    tmp_path: Path, command: Command, cluster: Cluster
+) -> None:
     file = write(tmp_path, **TWO)
-    done = command("-m", "trainers", file, "--json", ray_address=cluster.address, forked=True)
+    done = command(
+        "-m", "trainers", file, "--json", ray_address=cluster.address, forked=True
+    )
     assert done.code == 0, done.err
     found = records_of(done)
-    assert [one["step"] for one in found if one["record"] == "train"] == list(range(1, 121))
-    assert [found[0]["record"], found[-1]["record"], found[-1]["status"]] == ["start", "result", "done"]
-    train = {"task": "tests.tasks:Blobs", "task_dir": str(REPOSITORY), "max_steps": 10, "optimizer": {"lr": 0.1}}
-    tree = {"name": "sweep", "storage_path": str(tmp_path), "train": train, "space": {"global_batch_size": [12, 24]}}
+    assert [one["step"] for one in found if one["record"] == "train"] == list(
+        range(1, 121)
+    )
+    assert [found[0]["record"], found[-1]["record"], found[-1]["status"]] == [
+        "start",
+        "result",
+        "done",
+    ]
+    train = {
+        "task": "tests.tasks:Blobs",
+        "task_dir": str(REPOSITORY),
+        "max_steps": 10,
+        "optimizer": {"lr": 0.1},
+    }
+    tree = {
+        "name": "sweep",
+        "storage_path": str(tmp_path),
+        "train": train,
+        "space": {"global_batch_size": [12, 24]},
+    }
     (tmp_path / "sweep.yaml").write_text(dump_yaml(tree))
-    swept = command("-m", "tune", str(tmp_path / "sweep.yaml"), "--json", ray_address=cluster.address, forked=True)
+    swept = command(
+        "-m",
+        "tune",
+        str(tmp_path / "sweep.yaml"),
+        "--json",
+        ray_address=cluster.address,
+        forked=True,
+    )
     assert swept.code == 0, swept.err
     *trials, result = records_of(swept)
     assert [one["record"] for one in trials] == ["trial"] * 2
     assert {one["config"]["global_batch_size"] for one in trials} == {12, 24}
     assert (result["status"], result["trials"]) == ("done", {"done": 2})
     quiet = command(
-        "-m", "tune", "report", str(tmp_path / "sweep"), "--quiet", ray_address=cluster.address, forked=True
+        "-m",
+        "tune",
+        "report",
+        str(tmp_path / "sweep"),
+        "--quiet",
+        ray_address=cluster.address,
+        forked=True,
     )
     assert quiet.code == 0, quiet.err
     (line,) = quiet.out.splitlines()

@@ -1,4 +1,6 @@
-"""Scripts in the form of Ray's documentation, before and after the one import: the same results."""
+"""Scripts in the form of Ray's documentation, before and after the one import: the same
+results.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ IMPORTS = "from ray.train.torch import TorchTrainer\nfrom ray.tune import Tuner\
 def write(directory: Path, changed: bool) -> Path:
     assert PLAIN.count(IMPORTS) == 1
     script = directory / "script.py"
-    script.write_text(PLAIN.replace(IMPORTS, "from tune.ray import TorchTrainer, Tuner\n") if changed else PLAIN)
+    script.write_text(
+        PLAIN.replace(IMPORTS, "from tune.ray import TorchTrainer, Tuner\n")
+        if changed
+        else PLAIN
+    )
     return script
 
 
 def trials(out: str) -> dict[str, list[dict[str, Any]]]:
-    lines = [line.split(" ", 2) for line in out.splitlines() if line.startswith("TRIALS ")]
+    lines = [
+        line.split(" ", 2) for line in out.splitlines() if line.startswith("TRIALS ")
+    ]
     return {kind: json.loads(text) for _, kind, text in lines}
 
 
@@ -36,8 +44,14 @@ def test_one_import_changes_no_result(kind: str, tmp_path: Path) -> None:
     for how in ("before", "after"):
         (directory := tmp_path / how).mkdir()
         script = write(directory, changed=how == "after")
-        found.append(trials(stranger(directory, str(script), str(directory / "storage"), kind))[kind])
+        found.append(
+            trials(stranger(directory, str(script), str(directory / "storage"), kind))[
+                kind
+            ]
+        )
     before, after = found
     for trial in [*before, *after] if kind == "pbt" else []:
-        del trial["rows"]  # Ray loses those of trials that it lets pause: more of them, the sooner they go on
+        del trial[
+            "rows"
+        ]  # Ray loses those of trials that it lets pause: more of them, the sooner they go on
     assert before == after

@@ -1,4 +1,6 @@
-"""Sweeps in their users' hands: extended, stopped, cloned, in another order; nothing is trained twice."""
+"""Sweeps in their users' hands: extended, stopped, cloned, in another order; nothing is
+trained twice.
+"""
 
 import logging
 from pathlib import Path
@@ -29,7 +31,12 @@ def count(file: Path) -> int:
 def train(steps: Path, gate: Path, waits_in: int = 5) -> dict[str, Any]:
     args = {"steps": str(steps), "gate": str(gate), "waits_in": waits_in}
     checkpoint = {"every_steps": 5, "keep": 1}
-    return {"task": "tests.lane_tasks:Counted", "task_args": args, "max_steps": 25, "checkpoint": checkpoint}
+    return {
+        "task": "tests.lane_tasks:Counted",
+        "task_args": args,
+        "max_steps": 25,
+        "checkpoint": checkpoint,
+    }
 
 
 def unbroken(tmp_path: Path, seed: int, **changes: Any) -> list[dict[str, float]]:
@@ -39,12 +46,20 @@ def unbroken(tmp_path: Path, seed: int, **changes: Any) -> list[dict[str, float]
     return rows(evaluations(spec))
 
 
-def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(tmp_path: Path, driver: Any) -> None:
+def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
+    tmp_path: Path, driver: Any
+) -> None:
     from tune.sweeps.run import run_sweep
 
-    steps, gate = tmp_path / "steps", tmp_path / "gate"
+    steps = tmp_path / "steps"
+    gate = tmp_path / "gate"
     gate.touch()  # for the first trial; the second waits in its twelfth step
-    spec = sweep(tmp_path, {"seed": [1, 2, 3]}, train(steps, gate, waits_in=12), budget={"trials": 2})
+    spec = sweep(
+        tmp_path,
+        {"seed": [1, 2, 3]},
+        train(steps, gate, waits_in=12),
+        budget={"trials": 2},
+    )
     thread = when(lambda: count(steps) >= 37, lambda: kill("Mailbox"))
     with pytest.raises(PacelineError):
         run(spec)
@@ -56,13 +71,21 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(tmp
     longer = order_extension(spec.uri, keys)
     assert apply_extension(longer) == 0, "the only one that had ended is to be longer"
     assert {record.status for record in run_sweep(longer)} == {"done"}
-    assert 200 <= count(steps) <= 200 + 7, "of the second's twelve steps its checkpoints had five at least"
-    records = {record.config["seed"]: record for record in Journal(spec.storage).records()}
+    assert 200 <= count(steps) <= 200 + 7, (
+        "of the second's twelve steps its checkpoints had five at least"
+    )
+    records = {
+        record.config["seed"]: record for record in Journal(spec.storage).records()
+    }
     assert records.keys() == {1, 2, 3, 4}
     for seed in (1, 2, 3):  # which was done, which was cut off, which is new
         assert rows(records[seed].curve) == unbroken(tmp_path, seed, max_steps=50)
 
-    target = {"objective.metric": "time_to_target", "objective.target": {"val_accuracy": 0.5}, "finalists": 0}
+    target = {
+        "objective.metric": "time_to_target",
+        "objective.target": {"val_accuracy": 0.5},
+        "finalists": 0,
+    }
     result = run_to_answer(order_extension(spec.uri, target), False, False)
     assert count(steps) <= 207
     assert all(record.time_to_target_s is not None for record in result.records)
@@ -72,7 +95,8 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(tmp
 def test_a_running_sweep_does_what_its_user_wants(
     tmp_path: Path, driver: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps, gate = tmp_path / "steps", tmp_path / "gate"
+    steps = tmp_path / "steps"
+    gate = tmp_path / "gate"
     spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, train(steps, gate))
     ids = {seed: trial_id({"seed": seed}) for seed in (1, 2, 3, 4)}
 
@@ -82,7 +106,12 @@ def test_a_running_sweep_does_what_its_user_wants(
             steer(spec.uri, "stop", ids[seed][:8])
         steer(spec.uri, "first", ids[4])
         order_extension(spec.uri, {"train.max_steps": 30})
-        until(lambda: any(message.startswith("extended by") for message in caplog.messages), "the driver's word")
+        until(
+            lambda: any(
+                message.startswith("extended by") for message in caplog.messages
+            ),
+            "the driver's word",
+        )
         gate.mkdir()
         until(lambda: Journal(spec.storage).find(ids[1]), "the end of the first")
         steer(spec.uri, "clone", ids[1])
@@ -99,17 +128,22 @@ def test_a_running_sweep_does_what_its_user_wants(
     by_id = {record.id: record for record in result.records}
     first, never, third, fourth = (by_id[ids[seed]] for seed in (1, 2, 3, 4))
     clone = by_id[trial_id({"seed": 1}, "clone")]
-    assert [(first.status, first.message), (never.status, never.message)] == [("stopped", BY_HAND)] * 2
+    assert [(first.status, first.message), (never.status, never.message)] == [
+        ("stopped", BY_HAND)
+    ] * 2
     assert (len(first.curve), never.curve) == (1, [])
     assert fourth.spent is not None
     assert third.spent is not None
     assert fourth.spent.began < third.spent.began
-    assert "- seed 2 was stopped by hand: how good it would have been is open." in result.answer.text, (
-        "of seed 1 the clone tells"
-    )
+    assert (
+        "- seed 2 was stopped by hand: how good it would have been is open."
+        in result.answer.text
+    ), "of seed 1 the clone tells"
     for record in (clone, third, fourth):
         assert record.status == "done"
     assert clone.purpose == "clone"
     assert rows(clone.curve) == unbroken(tmp_path, 1, max_steps=30)
     assert rows(third.curve) == unbroken(tmp_path, 3, max_steps=30)
-    assert count(steps) == 3 * 30, "the clone went on from the checkpoint of the trial that was stopped"
+    assert count(steps) == 3 * 30, (
+        "the clone went on from the checkpoint of the trial that was stopped"
+    )

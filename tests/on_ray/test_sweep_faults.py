@@ -1,4 +1,6 @@
-"""What befalls a sweep's own processes and its storage: no trial is lost, none runs twice, none is called stopped."""
+"""What befalls a sweep's own processes and its storage: no trial is lost, none runs
+twice, none is called stopped.
+"""
 
 import os
 import shutil
@@ -25,7 +27,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 def kill(class_name: str, how: int = signal.SIGKILL) -> None:
     """A signal to the actors of a class."""
-    found = [actor for actor in actors(("state", "=", "ALIVE")) if actor.class_name.rpartition(".")[2] == class_name]
+    found = [
+        actor
+        for actor in actors(("state", "=", "ALIVE"))
+        if actor.class_name.rpartition(".")[2] == class_name
+    ]
     assert found
     for actor in found:
         os.kill(actor.pid, how)
@@ -37,28 +43,42 @@ def lines(file: Path) -> int:
 
 def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any) -> None:
     pids = tmp_path / "pids"
-    train = {"task_args": {"pids": str(pids), "pause_s": 0.1}, "evaluate": {"every_steps": 4}}
+    train = {
+        "task_args": {"pids": str(pids), "pause_s": 0.1},
+        "evaluate": {"every_steps": 4},
+    }
     spec = sweep(tmp_path, {"seed": [1, 2, 3]}, train)
     thread = when(lambda: lines(pids) == 2, lambda: kill("ResourceTrainable"))
     records = run(spec)
     thread.join()
     assert {record.status for record in records} == {"done"}
-    assert len(records) == lines(pids) == 3, "what the dead actor had submitted was heard to its end, not run again"
+    assert len(records) == lines(pids) == 3, (
+        "what the dead actor had submitted was heard to its end, not run again"
+    )
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.campaign)]
+)
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int
 ) -> None:
     monkeypatch.setattr(vital_signs, "_LOOKS", 3)
     pids = tmp_path / "pids"
-    spec = sweep(tmp_path, {"seed": [1, 2, 3]}, {"task_args": {"pids": str(pids), "pause_s": 0.1}})
+    spec = sweep(
+        tmp_path,
+        {"seed": [1, 2, 3]},
+        {"task_args": {"pids": str(pids), "pause_s": 0.1}},
+    )
     thread = when(lambda: lines(pids) == 2, lambda: kill("Mailbox", how))
     with pytest.raises(PacelineError, match="mailbox, an actor, has died") as error:
         run(spec)
     thread.join()
-    # Of those that still call Ray any would end the process, without the sentence, once it has left the cluster.
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("lane-")]
+    # Of those that still call Ray any would end the process, without the sentence, once
+    # it has left the cluster.
+    assert not [
+        one.name for one in threading.enumerate() if one.name.startswith("lane-")
+    ]
     assert error.value.exit_code == 1
     assert "\n" not in str(error.value)
     assert str(error.value).endswith(f"`python -m tune resume {spec.uri}` goes on")
@@ -76,9 +96,11 @@ def test_a_sweep_whose_directory_is_deleted_says_so(
     monkeypatch.setattr(lease, "BEAT_S", 0.2)
     spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, {"task_args": {"pause_s": 0.02}})
     thread = when(
-        lambda: len(spec.storage.names("trials")) == 2, lambda: shutil.rmtree(spec.storage.path, ignore_errors=True)
+        lambda: len(spec.storage.names("trials")) == 2,
+        lambda: shutil.rmtree(spec.storage.path, ignore_errors=True),
     )
-    with pytest.raises(LeaseError, match=r"is gone: the directory was deleted"), held(spec.storage, SAVED) as token:  # noqa: PT012
-        prepare(spec, fresh=False)
-        run_sweep(replace(spec, token=token))
+    with pytest.raises(LeaseError, match=r"is gone: the directory was deleted"):  # noqa: PT012, SIM117
+        with held(spec.storage, SAVED) as token:
+            prepare(spec, fresh=False)
+            run_sweep(replace(spec, token=token))
     thread.join()

@@ -1,4 +1,6 @@
-"""The TorchTrainer around the loop: failures by kind, each with its own budget, and what Ray is told."""
+"""The TorchTrainer around the loop: failures by kind, each with its own budget, and
+what Ray is told.
+"""
 
 import json
 import os
@@ -27,24 +29,35 @@ def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> Non
 
     spec = make(tmp_path, launcher="ray", task_args={"fail_at": 3, "failure": "raise"})
     with pytest.raises(
-        RunFailedError, match=r"rank 0: ValueError: injected: the task fails here \(tasks.py:\d+\)"
+        RunFailedError,
+        match=r"rank 0: ValueError: injected: the task fails here \(tasks.py:\d+\)",
     ) as met:
         run_on_ray(spec)
     assert met.value.status == "error"
 
 
 @pytest.mark.full
-def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
-    """Ray believes for 180 s that a run whose driver was killed still needs what it had."""
+def test_elastic_workers_though_a_killed_driver_had_them(
+    tmp_path: Path, cluster: Cluster, driver: Any
+) -> None:
+    """Ray believes for 180 s that a run whose driver was killed still needs what it
+    had.
+    """
     from trainers.on_ray.trainer import run_on_ray
 
-    options = {"launcher": "ray", "scaling__num_workers": [1, 2], "task_args": {"pause_s": 0.02}}
+    options = {
+        "launcher": "ray",
+        "scaling__num_workers": [1, 2],
+        "task_args": {"pause_s": 0.02},
+    }
     endless = tree(tmp_path, **options, max_steps=1_000_000)
     spec = make(tmp_path, **options)
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(endless))
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
-    killed = subprocess.Popen([sys.executable, "-m", "trainers", str(file)], cwd=REPOSITORY, env=environment)
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "trainers", str(file)], cwd=REPOSITORY, env=environment
+    )
     kept = "checkpoints/step-000000000020/manifest.json"
     try:
         until(lambda: spec.storage.exists(kept), "a checkpoint", process=killed)
@@ -53,7 +66,9 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster
         killed.wait()
     result = run_on_ray(spec)
     assert result.status == "done"
-    assert result.world_size == 2, "as many as the cluster holds, without a wait for those 180 s"
+    assert result.world_size == 2, (
+        "as many as the cluster holds, without a wait for those 180 s"
+    )
     assert len(losses(spec)) == result.steps == 30
     kept = json.loads(spec.storage.read("environment.json"))
     assert kept["device"] == "cpu"
@@ -63,11 +78,16 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.connect import check_cluster
 
-    with pytest.raises(ConfigError, match=r"scaling.num_workers` is 3, but must fit on .* 2 CPUs .* at most 2\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"scaling.num_workers` is 3, but must fit on .* 2 CPUs .* at most 2\.",
+    ):
         check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=3))
     with pytest.raises(ConfigError, match="add nodes with a GPU"):
         check_cluster(make(tmp_path, launcher="ray", scaling__use_gpu=True))
-    assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=2)) == "cpu"
+    assert (
+        check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=2)) == "cpu"
+    )
 
 
 def test_what_the_cluster_file_allows_counts_before_it_is_up(
@@ -82,11 +102,17 @@ def test_what_the_cluster_file_allows_counts_before_it_is_up(
         "spot": {"resources": {"CPU": 8, "GPU": 1}, "max_workers": 3},
     }
     file = tmp_path / "ray_bootstrap_config.yaml"
-    file.write_text(json.dumps({"available_node_types": types, "head_node_type": "head", "max_workers": 2}))
+    file.write_text(
+        json.dumps(
+            {"available_node_types": types, "head_node_type": "head", "max_workers": 2}
+        )
+    )
     monkeypatch.setattr(growth, "BOOTSTRAP", file)
     growth._file.cache_clear()
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert capacity().get("GPU") is None, "an embedded cluster is not the one of the file"
+    assert capacity().get("GPU") is None, (
+        "an embedded cluster is not the one of the file"
+    )
     growth._file.cache_clear()
     monkeypatch.setenv("RAY_ADDRESS", driver.get_runtime_context().gcs_address)
     assert (capacity()["CPU"], capacity()["GPU"]) == (16, 2)
@@ -94,7 +120,10 @@ def test_what_the_cluster_file_allows_counts_before_it_is_up(
 
 
 def has_checkpoint(spec: RunSpec) -> bool:
-    return any(spec.storage.exists(f"checkpoints/{name}/manifest.json") for name in spec.storage.names("checkpoints"))
+    return any(
+        spec.storage.exists(f"checkpoints/{name}/manifest.json")
+        for name in spec.storage.names("checkpoints")
+    )
 
 
 def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
@@ -107,29 +136,49 @@ def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.full
-def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: Any) -> None:
+def test_asked_to_stop_it_keeps_its_state_and_goes_on(
+    tmp_path: Path, driver: Any
+) -> None:
     """SIGTERM is what `ray job stop` sends to the driver."""
     from trainers.on_ray.trainer import run_on_ray
 
-    endless = make(tmp_path, name="stopped", launcher="ray", max_steps=1_000_000, log_every_steps=10)
+    endless = make(
+        tmp_path,
+        name="stopped",
+        launcher="ray",
+        max_steps=1_000_000,
+        log_every_steps=10,
+    )
     when(lambda: has_checkpoint(endless), lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = run_on_ray(endless)
     assert result.status == "stopped"
-    assert result.checkpoint.endswith(f"step-{result.steps:012d}"), "nothing before the stop is done again"
+    assert result.checkpoint.endswith(f"step-{result.steps:012d}"), (
+        "nothing before the stop is done again"
+    )
 
     steps = result.steps + 20 - result.steps % 10
-    rest = make(tmp_path, name="stopped", launcher="ray", max_steps=steps, log_every_steps=10)
+    rest = make(
+        tmp_path, name="stopped", launcher="ray", max_steps=steps, log_every_steps=10
+    )
     assert run_on_ray(rest).status == "done"
     assert_equal_curves(rest, tmp_path, max_steps=steps, log_every_steps=10)
 
 
 def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) -> None:
-    """The group starts again with half the microbatch; the result is that of the same global batch."""
+    """The group starts again with half the microbatch; the result is that of the same
+    global batch.
+    """
     from trainers.on_ray.trainer import run_on_ray
 
     args = {"fail_at": 17, "failure": "oom on rank 1", "marker": str(tmp_path / "oom")}
-    spec = make(tmp_path, name="oom", launcher="ray", task_args=args, scaling__num_workers=2)
+    spec = make(
+        tmp_path, name="oom", launcher="ray", task_args=args, scaling__num_workers=2
+    )
     result = run_on_ray(spec)
     assert (tmp_path / "oom").exists()
-    assert (result.status, result.microbatch_size, result.accumulation) == ("done", 6, 2)
+    assert (result.status, result.microbatch_size, result.accumulation) == (
+        "done",
+        6,
+        2,
+    )
     assert_equal_curves(spec, tmp_path)

@@ -1,4 +1,6 @@
-"""Changes to cluster files: the tests make broken variants of the shipped ones with these."""
+"""Changes to cluster files: the tests make broken variants of the shipped ones with
+these.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +14,16 @@ from tests.specs import REPOSITORY
 
 Tree = Any
 Change = Callable[[Tree], object]
-HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
+HEAD = "head_start_ray_commands"
+WORKER = "worker_start_ray_commands"
 TYPES = "available_node_types"
 LOCAL = {
     "cluster_name": "lab",
-    "provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]},
+    "provider": {
+        "type": "local",
+        "head_ip": "10.0.0.1",
+        "worker_ips": ["10.0.0.2", "10.0.0.3"],
+    },
     "auth": {"ssh_user": "root"},
     "file_mounts": {"/root/.ray/auth_token": "~/.ray/auth_token"},
     "head_start_ray_commands": [
@@ -27,7 +34,9 @@ LOCAL = {
             "ray start --head --autoscaling-config=x"
         ),
     ],
-    "worker_start_ray_commands": ["RAY_AUTH_MODE=token PACELINE_STORAGE='/nfs' ray start --address=$RAY_HEAD_IP:6379"],
+    "worker_start_ray_commands": [
+        "RAY_AUTH_MODE=token PACELINE_STORAGE='/nfs' ray start --address=$RAY_HEAD_IP:6379"
+    ],
 }
 
 
@@ -37,15 +46,25 @@ class _NoAliases(yaml.SafeDumper):
 
 
 def shipped(name: str, document: int = 0) -> Tree:
-    """A document of a shipped file, without YAML's aliases: a change is of one place, not of all its aliases."""
+    """A document of a shipped file, without YAML's aliases: a change is of one place,
+    not of all its aliases.
+    """
     text = (REPOSITORY / "cluster" / f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(yaml.dump(list(yaml.safe_load_all(text))[document], Dumper=_NoAliases, sort_keys=False))
+    return yaml.safe_load(
+        yaml.dump(
+            list(yaml.safe_load_all(text))[document], Dumper=_NoAliases, sort_keys=False
+        )
+    )
 
 
 def write(tmp_path: Path, tree: object) -> str:
     """The path of a file with this text, or this tree as YAML."""
     path = tmp_path / "cluster.yaml"
-    text = tree if isinstance(tree, str) else yaml.dump(tree, Dumper=_NoAliases, sort_keys=False)
+    text = (
+        tree
+        if isinstance(tree, str)
+        else yaml.dump(tree, Dumper=_NoAliases, sort_keys=False)
+    )
     path.write_text(text, encoding="utf-8")
     return str(path)
 

@@ -17,6 +17,12 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("PACELINE_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS", "RANK", "WORLD_SIZE"):
+    for name in (
+        "PACELINE_STORAGE",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR",
+        "RAY_ADDRESS",
+        "RANK",
+        "WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "user"

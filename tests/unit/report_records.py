@@ -1,4 +1,6 @@
-"""Hand-made records of a sweep over batch size and precision, for the tests of its answer, report and figures."""
+"""Hand-made records of a sweep over batch size and precision, for the tests of its
+answer, report and figures.
+"""
 
 import math
 from typing import Any
@@ -15,12 +17,18 @@ TRAIN = {
     "epochs": 30,
     "optimizer": {"name": "adamw", "lr": 0.002},
 }
-ENVIRONMENT = {"paceline": "0.1.0", "torch": "2.15.0", "device": "1 x NVIDIA H200, 139 GiB", "host": SCRIPT}
+ENVIRONMENT = {
+    "paceline": "0.1.0",
+    "torch": "2.15.0",
+    "device": "1 x NVIDIA H200, 139 GiB",
+    "host": SCRIPT,
+}
 SPACE = {
     "global_batch_size": [32, 64, 128, 256, 512],
     "precision": ["fp32", "bf16", "fp16"],
 }
-# batch size, precision, samples/s, MiB, val_accuracy, val_loss, s to the target (None: not reached)
+# batch size, precision, samples/s, MiB, val_accuracy, val_loss, s to the target (None:
+# not reached)
 DONE = [
     (32, "fp32", 4120.0, 310, 0.9791, 0.071, 4.31),
     (32, "bf16", 4890.0, 246, 0.9777, 0.074, 4.02),
@@ -34,18 +42,33 @@ DONE = [
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:
-    objective = {"metric": metric, "target": {"val_accuracy": 0.97}} | changes.pop("objective", {})
+    objective = {"metric": metric, "target": {"val_accuracy": 0.97}} | changes.pop(
+        "objective", {}
+    )
     return SweepConfig.model_validate(
-        {"name": "digits-sweep", "train": TRAIN, "space": SPACE, "objective": objective} | changes
+        {"name": "digits-sweep", "train": TRAIN, "space": SPACE, "objective": objective}
+        | changes
     )
 
 
-def trial(number: int, status: Status, settings: dict[str, Any], **result: Any) -> TrialRecord:
+def trial(
+    number: int, status: Status, settings: dict[str, Any], **result: Any
+) -> TrialRecord:
     start = 1_760_000_000.25 + 12 * number
-    return TrialRecord(trial_id(settings), settings, status, start, start + 10.5, lane=number % 2, **result)
+    return TrialRecord(
+        trial_id(settings),
+        settings,
+        status,
+        start,
+        start + 10.5,
+        lane=number % 2,
+        **result,
+    )
 
 
-def curve(accuracy: float, loss: float, duration_s: float, bend: float) -> list[dict[str, float]]:
+def curve(
+    accuracy: float, loss: float, duration_s: float, bend: float
+) -> list[dict[str, float]]:
     return [
         {
             "step": 40.0 * epoch,
@@ -68,10 +91,16 @@ def done() -> list[TrialRecord]:
             step_time_s=batch / rate,
             peak_memory_bytes=mib * 2**20,
             time_to_target_s=time_s,
-            metrics={"train_loss": loss / 2, "val_loss": loss, "val_accuracy": accuracy},
+            metrics={
+                "train_loss": loss / 2,
+                "val_loss": loss,
+                "val_accuracy": accuracy,
+            },
             curve=curve(accuracy, loss, 43110 / rate, 2 + batch / 64),
         )
-        for number, (batch, precision, rate, mib, accuracy, loss, time_s) in enumerate(DONE)
+        for number, (batch, precision, rate, mib, accuracy, loss, time_s) in enumerate(
+            DONE
+        )
     ]
 
 
@@ -99,7 +128,10 @@ def failed() -> list[TrialRecord]:
             peak_memory_bytes=300 * 2**20,
             time_to_target_s=0.1,
             metrics={"train_loss": math.nan, "val_loss": math.nan, "val_accuracy": 1.0},
-            curve=[*curve(0.95, 0.2, 5.0, 3)[:8], {"train_time_s": 1.5, "val_accuracy": math.nan}],
+            curve=[
+                *curve(0.95, 0.2, 5.0, 3)[:8],
+                {"train_time_s": 1.5, "val_accuracy": math.nan},
+            ],
             message="the loss is not finite since step 310",
         ),
     ]

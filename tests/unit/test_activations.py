@@ -1,4 +1,6 @@
-"""Activation checkpointing: less is kept, and losses, gradients and buffers are those of keeping everything."""
+"""Activation checkpointing: less is kept, and losses, gradients and buffers are those
+of keeping everything.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """Products, a nonlinearity, what is drawn, statistics, and a buffer that a forward reads and changes."""
+    """Products, a nonlinearity, what is drawn, statistics, and a buffer that a forward
+    reads and changes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.into = nn.Linear(WIDTH, 4 * WIDTH)
+        self.out = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.3)
         self.register_buffer("direction", torch.ones(WIDTH))
         self.calls = 0
 
@@ -38,7 +44,11 @@ class Block(nn.Module):
 
 def model(block: type[Block] = Block) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, WIDTH), nn.Sequential(*(block() for _ in range(3))), nn.Linear(WIDTH, 1)).double()
+    return nn.Sequential(
+        nn.Linear(4, WIDTH),
+        nn.Sequential(*(block() for _ in range(3))),
+        nn.Linear(WIDTH, 1),
+    ).double()
 
 
 def data(samples: int = 24) -> tuple[Tensor, Tensor]:
@@ -67,19 +77,25 @@ def trained(
 
 @pytest.mark.parametrize("sizes", [[24], [12, 12]], ids=str)
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_training_is_that_of_keeping_everything_to_the_last_bit(mode: str, sizes: list[int]) -> None:
+def test_training_is_that_of_keeping_everything_to_the_last_bit(
+    mode: str, sizes: list[int]
+) -> None:
     curve, state = trained("none", sizes)
     again, other = trained(mode, sizes)
     assert again == curve
     assert other.keys() == state.keys()
-    assert all(torch.equal(other[name], state[name]) for name in state), "buffers change once a step"
+    assert all(torch.equal(other[name], state[name]) for name in state), (
+        "buffers change once a step"
+    )
 
 
 class Calm(Block):
     """The same without a buffer that a forward changes and reads."""
 
     def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
-        return rows + self.dropout(self.norm(self.out(nn.functional.gelu(self.into(rows)))))
+        return rows + self.dropout(
+            self.norm(self.out(nn.functional.gelu(self.into(rows))))
+        )
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
@@ -96,7 +112,10 @@ def test_a_buffer_that_a_graph_would_read_changed_is_refused(mode: str) -> None:
     """torch computes again with what the first pass has left, and says nothing."""
     net = model()
     checkpoint_activations(net, mode, compiled=True)
-    with pytest.raises(ConfigError, match="its buffer `direction` as it is then, and forward\\(\\) has changed that"):
+    with pytest.raises(
+        ConfigError,
+        match="its buffer `direction` as it is then, and forward\\(\\) has changed that",
+    ):
         net(data()[0])
 
 
@@ -111,11 +130,14 @@ def test_a_block_runs_once_more_and_not_where_no_gradient_is_wanted() -> None:
 
 
 def test_what_is_computed_again_is_no_flop_of_the_model() -> None:
-    task, dataset = Regression(), torch.utils.data.TensorDataset(*data())
+    task = Regression()
+    dataset = torch.utils.data.TensorDataset(*data())
 
     def count(mode: str) -> float | None:
         net = model()
         checkpoint_activations(net, mode, compiled=False)
-        return count_flops(ForwardPass(net, task, TABLE["fp32"], CPU), dataset, torch.arange(8))
+        return count_flops(
+            ForwardPass(net, task, TABLE["fp32"], CPU), dataset, torch.arange(8)
+        )
 
     assert count("full") == count("none") is not None

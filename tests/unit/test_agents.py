@@ -1,4 +1,6 @@
-"""What users' coding agents read: AGENTS.md, whose commands tests/commands/test_documents.py runs, and llms.txt."""
+"""What users' coding agents read: AGENTS.md, whose commands
+tests/commands/test_documents.py runs, and llms.txt.
+"""
 
 import re
 
@@ -23,19 +25,30 @@ def test_it_is_short_and_its_links_are_there(name: str) -> None:
 
 
 def test_llms_txt_has_the_form_that_its_readers_expect() -> None:
-    """llmstxt.org: a title, a summary in quotes, and sections of links with a few words each."""
+    """llmstxt.org: a title, a summary in quotes, and sections of links with a few words
+    each.
+    """
     title, summary, *_ = TEXTS["llms.txt"].split("\n\n")
     assert title.startswith("# ")
     assert all(line.startswith("> ") for line in summary.splitlines())
     _, *sections = re.split(r"^## .+\n\n", TEXTS["llms.txt"], flags=re.MULTILINE)
     for section in sections:
-        assert all(re.fullmatch(r"- \[[^]]+\]\([^)]+\): .+", line) for line in section.strip().splitlines())
+        assert all(
+            re.fullmatch(r"- \[[^]]+\]\([^)]+\): .+", line)
+            for line in section.strip().splitlines()
+        )
 
 
 def test_every_command_of_the_agents_page_is_run() -> None:
     found = blocks("AGENTS.md")
-    assert all(block.fate(command) is None for block in found for command in block.commands)
-    assert [block.name for block in found if block.name] == ["task.py", "train.yaml", "sweep.yaml"]
+    assert all(
+        block.fate(command) is None for block in found for command in block.commands
+    )
+    assert [block.name for block in found if block.name] == [
+        "task.py",
+        "train.yaml",
+        "sweep.yaml",
+    ]
 
 
 def test_the_words_of_the_agents_page_are_those_of_the_product() -> None:

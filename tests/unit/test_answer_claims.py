@@ -1,4 +1,6 @@
-"""How often a sweep's answer claims what is not so, where the truth and the noise are known: no more than it says."""
+"""How often a sweep's answer claims what is not so, where the truth and the noise are
+known: no more than it says.
+"""
 
 import dataclasses
 import math
@@ -19,25 +21,39 @@ LEVEL = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What measures a configuration: seeds differ, other work takes processors, evaluations are some time apart."""
+    """What measures a configuration: seeds differ, other work takes processors,
+    evaluations are some time apart.
+    """
 
     spread: float
     """Standard deviation of the logarithm, of runs that differ in their seed."""
     pressure: float
     """The largest share of a run's time that other work may take."""
     between: float
-    """Time between two evaluations, as a share of the fastest configuration's time to the target."""
+    """Time between two evaluations, as a share of the fastest configuration's time to
+    the target.
+    """
 
     def run(self, number: int, true_s: float, rng: random.Random) -> TrialRecord:
         alone_s = true_s * math.exp(rng.gauss(0, self.spread))
         slower = 1 / (1 - rng.uniform(0, self.pressure))
         curve = [
-            {"step": 10.0 * row, "train_time_s": row * self.between * slower, "val_accuracy": 0.9}
+            {
+                "step": 10.0 * row,
+                "train_time_s": row * self.between * slower,
+                "val_accuracy": 0.9,
+            }
             for row in range(1, math.ceil(alone_s / self.between) + 1)
         ]
         settings = {"global_batch_size": SIZES[number], "precision": "fp32"}
-        record = trial(number, "done", settings, metrics={"val_accuracy": 0.98}, curve=curve)
-        return dataclasses.replace(record, time_to_target_s=curve[-1]["train_time_s"], cpu_pressure=self.pressure)
+        record = trial(
+            number, "done", settings, metrics={"val_accuracy": 0.98}, curve=curve
+        )
+        return dataclasses.replace(
+            record,
+            time_to_target_s=curve[-1]["train_time_s"],
+            cpu_pressure=self.pressure,
+        )
 
 
 def worlds(seed: int, count: int) -> Iterator[tuple[list[float], random.Random]]:
@@ -45,18 +61,35 @@ def worlds(seed: int, count: int) -> Iterator[tuple[list[float], random.Random]]
     rng = random.Random(seed)
     for _ in range(count):
         width = rng.choice([0.0, 0.05, 0.2, 0.5])
-        yield [math.exp(rng.uniform(0, width)) for _ in range(rng.randint(2, len(SIZES)))], rng
+        yield (
+            [
+                math.exp(rng.uniform(0, width))
+                for _ in range(rng.randint(2, len(SIZES)))
+            ],
+            rng,
+        )
 
 
 @pytest.mark.parametrize("pressure", [0.0, 0.82])
 @pytest.mark.parametrize("between", [0.02, 2.0])
-def test_one_run_each_claims_no_more_than_it_shows(pressure: float, between: float) -> None:
-    """Who is first and who is next, by measured times: that the first is the faster of them is claimed or not."""
-    machine, claims, wrong, made = Machine(0.15, pressure, between), 0, 0, 400
+def test_one_run_each_claims_no_more_than_it_shows(
+    pressure: float, between: float
+) -> None:
+    """Who is first and who is next, by measured times: that the first is the faster of
+    them is claimed or not.
+    """
+    machine = Machine(0.15, pressure, between)
+    claims = 0
+    wrong = 0
+    made = 400
     for true_s, rng in worlds(1, made):
-        records = [machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)]
+        records = [
+            machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)
+        ]
         found = answer(config(), records)
-        truth = {record.id: time_s for record, time_s in zip(records, true_s, strict=True)}
+        truth = {
+            record.id: time_s for record, time_s in zip(records, true_s, strict=True)
+        }
         first, second = found.ranking[:2]
         if second not in found.equal:
             claims += 1
@@ -65,41 +98,69 @@ def test_one_run_each_claims_no_more_than_it_shows(pressure: float, between: flo
 
 
 def test_a_difference_that_is_there_is_claimed() -> None:
-    machine, rng = Machine(0.15, 0.1, 0.02), random.Random(2)
-    claims = sum(not answer(config(), [machine.run(0, 1.0, rng), machine.run(1, 4.0, rng)]).equal for _ in range(100))
+    machine = Machine(0.15, 0.1, 0.02)
+    rng = random.Random(2)
+    claims = sum(
+        not answer(config(), [machine.run(0, 1.0, rng), machine.run(1, 4.0, rng)]).equal
+        for _ in range(100)
+    )
     assert claims > 90
 
 
 def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time() -> None:
     rng = random.Random(4)
-    [first, second] = [Machine(0.0, 0.0, 1.0).run(number, time_s, rng) for number, time_s in enumerate([0.9, 3.5])]
+    [first, second] = [
+        Machine(0.0, 0.0, 1.0).run(number, time_s, rng)
+        for number, time_s in enumerate([0.9, 3.5])
+    ]
     assert (time_alone(first).low, time_alone(second).low) == (0.0, 3.0)
     found = answer(config(), [first, second])
     assert not found.equal
-    assert found.line.startswith("Batch 32: up to 1 s to val_accuracy 0.97 (one run), 4 times faster than")
-    assert answer(config(), [second]).line.startswith("Batch 64 in fp32: 3 to 4 s to val_accuracy 0.97")
+    assert found.line.startswith(
+        "Batch 32: up to 1 s to val_accuracy 0.97 (one run), 4 times faster than"
+    )
+    assert answer(config(), [second]).line.startswith(
+        "Batch 64 in fp32: 3 to 4 s to val_accuracy 0.97"
+    )
     slow = dataclasses.replace(second, curve=[dict(second.curve[-1])])
     assert answer(config(), [first, slow]).equal == [slow]
 
 
 @pytest.mark.full
 def test_a_race_of_repeats_claims_no_more_than_it_shows() -> None:
-    """Who is called slower than the first, how much faster another may be, and whether a sweep that is run again
-    contradicts this one: names another as the fastest, where neither calls both equal.
+    """Who is called slower than the first, how much faster another may be, and whether
+    a sweep that is run again contradicts this one: names another as the fastest, where
+    neither calls both equal.
     """
-    machine, asked = Machine(0.2, 0.0, 0.02), config(finalists=4)
-    claims, wrong, ahead, contradicted, made = 0, 0, 0, 0, 120
+    machine = Machine(0.2, 0.0, 0.02)
+    asked = config(finalists=4)
+    claims = 0
+    wrong = 0
+    ahead = 0
+    contradicted = 0
+    made = 120
     for true_s, rng in worlds(5, made):
         sweeps = []
         for _ in range(2):
-            records = [machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)]
-            truth = {record.id: (number, true_s[number]) for number, record in enumerate(records)}
+            records = [
+                machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)
+            ]
+            truth = {
+                record.id: (number, true_s[number])
+                for number, record in enumerate(records)
+            }
             while wanted := repeats_to_run(asked, {}, records):
                 for finalist, seed in wanted:
                     again = machine.run(*truth[finalist.id], rng)
                     name = trial_id(finalist.config, "repeat", seed)
                     records.append(
-                        dataclasses.replace(again, id=name, purpose="repeat", seed=seed, end_time=again.start_time)
+                        dataclasses.replace(
+                            again,
+                            id=name,
+                            purpose="repeat",
+                            seed=seed,
+                            end_time=again.start_time,
+                        )
                     )
             found = answer(asked, records)
             best_s = truth[found.ranking[0].id][1]

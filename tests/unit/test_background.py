@@ -1,4 +1,6 @@
-"""Copies of the state in host memory, which a checkpoint in the background is written from."""
+"""Copies of the state in host memory, which a checkpoint in the background is written
+from.
+"""
 
 import io
 
@@ -11,8 +13,12 @@ torch.set_num_threads(1)
 
 
 def test_a_copy_is_saved_as_the_original_would_be() -> None:
-    """Ties, views, layouts, dtypes and the versions of modules: a file from the copy is the file of the original."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    """Ties, views, layouts, dtypes and the versions of modules: a file from the copy is
+    the file of the original.
+    """
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
+        memory_format=torch.channels_last
+    )  # type: ignore[call-overload]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(2, 3, 5, 5)).sum().backward()
     optimizer.step()
@@ -20,7 +26,11 @@ def test_a_copy_is_saved_as_the_original_would_be() -> None:
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
-        "task": {"tied": [tied, tied], "half": torch.ones(2, dtype=torch.bfloat16), "words": ("a", None, 1.5, True)},
+        "task": {
+            "tied": [tied, tied],
+            "half": torch.ones(2, dtype=torch.bfloat16),
+            "words": ("a", None, 1.5, True),
+        },
         "empty": torch.empty(0),
     }
     files = [io.BytesIO(), io.BytesIO()]
@@ -31,7 +41,9 @@ def test_a_copy_is_saved_as_the_original_would_be() -> None:
     original, copied = (torch.load(file, weights_only=True) for file in files)
     assert str(original) == str(copied)
     assert copied["model"]._metadata == original["model"]._metadata
-    assert copied["model"]["0.weight"].stride() == original["model"]["0.weight"].stride()
+    assert (
+        copied["model"]["0.weight"].stride() == original["model"]["0.weight"].stride()
+    )
     ours, theirs = copied["task"]["tied"]
     assert ours.data_ptr() == theirs.data_ptr()
 
@@ -42,7 +54,9 @@ def test_a_copy_is_not_touched_by_what_training_does_next() -> None:
     task = {"seen": [1, {"deep": 2}]}
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    copied = HostCopy().take({"model": layer.state_dict(), "optimizer": optimizer.state_dict(), "task": task})
+    copied = HostCopy().take(
+        {"model": layer.state_dict(), "optimizer": optimizer.state_dict(), "task": task}
+    )
     before = str(copied)
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 7.0

@@ -1,4 +1,6 @@
-"""Which step has how many samples where the batch size changes: against a plain count, and on any number of workers."""
+"""Which step has how many samples where the batch size changes: against a plain count,
+and on any number of workers.
+"""
 
 import random
 from collections.abc import Iterator
@@ -27,30 +29,47 @@ Counted = tuple[int, int, int, int, int, int]
 """Epoch, number in it, first sample of the run, start and stop in the epoch, size."""
 
 
-def counted(sizes: Sizes, length: int, drop_last: bool, steps: int) -> Iterator[Counted]:
+def counted(
+    sizes: Sizes, length: int, drop_last: bool, steps: int
+) -> Iterator[Counted]:
     """The steps of a run, one after another."""
     epoch = number = start = sample = 0
     while steps:
         size = next(size for until, size in sizes if until is None or sample < until)
         stop = min(start + size, length)
         if drop_last and stop - start < size:
-            epoch, number, start = epoch + 1, 0, 0
+            epoch = epoch + 1
+            number = 0
+            start = 0
             continue
-        until = next((until for until, _ in sizes if until is not None and sample < until), None)
+        until = next(
+            (until for until, _ in sizes if until is not None and sample < until), None
+        )
         if not drop_last and until is not None:
             stop = min(stop, start + until - sample)
         yield epoch, number, sample, start, stop, size
-        sample, number, steps = sample + stop - start, number + 1, steps - 1
-        epoch, number, start = (epoch, number, stop) if stop < length else (epoch + 1, 0, 0)
+        sample = sample + stop - start
+        number = number + 1
+        steps = steps - 1
+        epoch, number, start = (
+            (epoch, number, stop) if stop < length else (epoch + 1, 0, 0)
+        )
 
 
 def drawn(seed: int) -> tuple[Sizes, int, bool]:
-    """A schedule of up to five sizes, growing or not, over epochs that are shorter or longer than it."""
+    """A schedule of up to five sizes, growing or not, over epochs that are shorter or
+    longer than it.
+    """
     draw = random.Random(seed)
     length = draw.randint(1, 200)
-    most, drop_last = (length if seed % 2 else 300), bool(seed % 2)
+    most = length if seed % 2 else 300
+    drop_last = bool(seed % 2)
     ends = sorted(draw.sample(range(1, 12 * length + 12), draw.randint(0, 4)))
-    return [(until, draw.randint(1, most)) for until in [*ends, None]], length, drop_last
+    return (
+        [(until, draw.randint(1, most)) for until in [*ends, None]],
+        length,
+        drop_last,
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -58,7 +77,11 @@ def test_every_step_is_where_counting_one_after_another_finds_it(seed: int) -> N
     sizes, length, drop_last = drawn(seed)
     batches = BatchSchedule(sizes, length, drop_last)
     steps = list(counted(sizes, length, drop_last, 400))
-    first_of = {epoch: step for step, (epoch, number, *_) in reversed(list(enumerate(steps))) if number == 0}
+    first_of = {
+        epoch: step
+        for step, (epoch, number, *_) in reversed(list(enumerate(steps)))
+        if number == 0
+    }
     for step, (epoch, number, sample, start, stop, size) in enumerate(steps):
         assert batches.place(step) == (epoch, number)
         assert batches.bounds(epoch, number) == (start, stop)
@@ -67,7 +90,9 @@ def test_every_step_is_where_counting_one_after_another_finds_it(seed: int) -> N
         assert batches.step_at(sample) == step
         if stop - start > 1:
             assert batches.step_at(sample + 1) == step + 1
-        assert batches.epochs(step) == pytest.approx(epoch + number / batches.steps_in(epoch))
+        assert batches.epochs(step) == pytest.approx(
+            epoch + number / batches.steps_in(epoch)
+        )
 
 
 def config(**changes: object) -> TrainConfig:
@@ -84,12 +109,21 @@ SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
         ([], "at least 1"),
         ([{"until_samples": 80, "size": 8}], "holds to the end"),
         ([{"size": 8}, {"size": 16}], "required in every entry but the last"),
-        ([{"until_samples": 80, "size": 8}, {"until_samples": 80, "size": 16}, {"size": 32}], "counts from the start"),
+        (
+            [
+                {"until_samples": 80, "size": 8},
+                {"until_samples": 80, "size": 16},
+                {"size": 32},
+            ],
+            "counts from the start",
+        ),
         ([{"until_samples": 80, "size": 0}, {"size": 32}], "at least 1"),
         ([{"samples": 80, "size": 8}, {"size": 32}], "no such key"),
     ],
 )
-def test_a_schedule_that_could_be_misread_is_refused(schedule: list[object], words: str) -> None:
+def test_a_schedule_that_could_be_misread_is_refused(
+    schedule: list[object], words: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         config(batch_schedule=schedule)
     assert raised.value.field.startswith("batch_schedule")
@@ -103,17 +137,30 @@ def test_learning_rate_and_course_follow() -> None:
     batches = BatchSchedule(made.batch_sizes, 96)
     total = batches.first_step(2)
     assert total == 10 + 1 + 3
-    course = [lr_factor(ScheduleConfig(name="linear"), step, total, batches) for step in range(total)]
-    assert course == pytest.approx([1 - batches.samples(step) / 192 for step in range(total)])
+    course = [
+        lr_factor(ScheduleConfig(name="linear"), step, total, batches)
+        for step in range(total)
+    ]
+    assert course == pytest.approx(
+        [1 - batches.samples(step) / 192 for step in range(total)]
+    )
     warm = ScheduleConfig(name="linear", warmup=0.25)
     course = [lr_factor(warm, step, total, batches) for step in range(total)]
-    assert course[:6] == pytest.approx([(step + 1) / 6 for step in range(6)])  # 48 of 192 samples
-    assert course[6:] == pytest.approx([1 - (batches.samples(step) - 48) / 144 for step in range(6, total)])
+    assert course[:6] == pytest.approx(
+        [(step + 1) / 6 for step in range(6)]
+    )  # 48 of 192 samples
+    assert course[6:] == pytest.approx(
+        [1 - (batches.samples(step) - 48) / 144 for step in range(6, total)]
+    )
 
 
 CHANGING = {
     "global_batch_size": None,
-    "batch_schedule": [{"until_samples": 12, "size": 3}, {"until_samples": 41, "size": 8}, {"size": 5}],
+    "batch_schedule": [
+        {"until_samples": 12, "size": 3},
+        {"until_samples": 41, "size": 8},
+        {"size": 5},
+    ],
     "lr_scaling": {"rule": "sqrt", "base_batch_size": 5},
 }
 SDE = {
@@ -133,17 +180,29 @@ def run(path: Path, **changes: Any) -> None:
     fit(Tiny(), tiny_config(**CHANGING | changes), Context(path))
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=["cosine", "sde", "linear", "drop_last"])
+@pytest.mark.parametrize(
+    "changes", VARIANTS, ids=["cosine", "sde", "linear", "drop_last"]
+)
 def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     changes = CHANGING | changes
-    check_resume(tmp_path, Tiny, 2, 4, 6, 9, **changes)  # within each size, and where the first ends
+    check_resume(
+        tmp_path, Tiny, 2, 4, 6, 9, **changes
+    )  # within each size, and where the first ends
     result = RunResult.from_json((tmp_path / "whole/result.json").read_bytes())
-    rows = [row for row in read_log(Storage(str(tmp_path / "cut"))) if "train_loss" in row]
-    batches = BatchSchedule(tiny_config(**CHANGING).batch_sizes, 22, bool(changes.get("drop_last")))
-    assert [row["samples"] for row in rows] == [batches.samples(step + 1) for step in range(result.steps)]
-    assert [row["global_batch_size"] for row in rows] == [batches.size(step) for step in range(result.steps)]
+    rows = [
+        row for row in read_log(Storage(str(tmp_path / "cut"))) if "train_loss" in row
+    ]
+    batches = BatchSchedule(
+        tiny_config(**CHANGING).batch_sizes, 22, bool(changes.get("drop_last"))
+    )
+    assert [row["samples"] for row in rows] == [
+        batches.samples(step + 1) for step in range(result.steps)
+    ]
+    assert [row["global_batch_size"] for row in rows] == [
+        batches.size(step) for step in range(result.steps)
+    ]
     assert result.samples == rows[-1]["samples"]
 
 
@@ -163,12 +222,16 @@ class Watching(Tiny):
         (group,) = made.param_groups
         self.weights = [model.state_dict()["0.weight"].clone()]
         made.register_step_pre_hook(
-            lambda *_: self.seen.append(tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay")))
+            lambda *_: self.seen.append(
+                tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+            )
         )
         return made
 
 
-def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path: Path) -> None:
+def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(
+    tmp_path: Path,
+) -> None:
     task = Watching()
     made = tiny_config(**CHANGING | SDE | {"lr_schedule": {"name": "constant"}})
     result = fit(task, made, Context(tmp_path))
@@ -177,7 +240,9 @@ def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path: Path
     for size in (3, 8, 5):
         fixed = tiny_config(**SDE | {"global_batch_size": size})
         (group,) = build_optimizer(nn.Linear(1, 1), fixed).param_groups
-        alone[size] = tuple(group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        alone[size] = tuple(
+            group[name] for name in ("lr", "betas", "eps", "weight_decay")
+        )
     expected = [alone[batches.size(step)] for step in range(result.steps)]
     assert task.seen[-result.steps :] == expected, "before them the probe's"
     assert len(set(expected)) == 3

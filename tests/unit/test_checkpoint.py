@@ -1,4 +1,6 @@
-"""Checkpoints on real files: round trip, retention, damage of every kind, strangers, and storage that fails."""
+"""Checkpoints on real files: round trip, retention, damage of every kind, strangers,
+and storage that fails.
+"""
 
 import contextlib
 import hashlib
@@ -33,7 +35,10 @@ def make(path: Path, keep: int = 2) -> Checkpoints:
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((100,), float(step))}, "position": {"step": step}}
+    return {
+        "model": {"weight": torch.full((100,), float(step))},
+        "position": {"step": step},
+    }
 
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
@@ -46,7 +51,10 @@ def folder(path: Path, step: int) -> Path:
 
 
 def kept(path: Path) -> list[int]:
-    return sorted(int(entry.name.removeprefix("step-")) for entry in (path / "checkpoints").iterdir())
+    return sorted(
+        int(entry.name.removeprefix("step-"))
+        for entry in (path / "checkpoints").iterdir()
+    )
 
 
 def loaded_step(checkpoints: Checkpoints) -> int | None:
@@ -60,7 +68,11 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     rank_state = get_rng_state(CPU)
-    given = {"model": layer.state_dict(), "optimizer": optimizer.state_dict(), "task": {"words": ["a", None, 1.5]}}
+    given = {
+        "model": layer.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "task": {"words": ["a", None, 1.5]},
+    }
     where = make(tmp_path).save(7, given, rank_state)
 
     assert where == str(folder(tmp_path, 7))
@@ -80,7 +92,9 @@ def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_one_just_written_is_never_deleted(tmp_path: Path, keep: int) -> None:
-    """A damaged one of a later step may lie there: a run that was killed while it wrote it, then resumed earlier."""
+    """A damaged one of a later step may lie there: a run that was killed while it wrote
+    it, then resumed earlier.
+    """
     save(make(tmp_path, 2), 10, 20)
     (folder(tmp_path, 20) / "manifest.json").unlink()
     assert loaded_step(make(tmp_path, keep)) == 10
@@ -107,14 +121,26 @@ DAMAGES = {
     "manifest of another format": lambda where: edit_manifest(where, format=FORMAT + 1),
     "manifest without its seal": lambda where: edit_manifest(where, seal=False),
     "manifest of a billion ranks": lambda where: edit_manifest(where, world_size=10**9),
-    "manifest of more ranks than there are files": lambda where: edit_manifest(where, world_size=2),
+    "manifest of more ranks than there are files": lambda where: edit_manifest(
+        where, world_size=2
+    ),
     "manifest of another step": lambda where: edit_manifest(where, step=3),
-    "manifest with a file elsewhere": lambda where: rename_in_manifest(where, "../../../../dev/zero"),
-    "manifest of endlessly deep lists": lambda where: (where / "manifest.json").write_text("[" * 100_000),
-    "manifest that is larger than any": lambda where: os.truncate(where / "manifest.json", 1 << 34),
+    "manifest with a file elsewhere": lambda where: rename_in_manifest(
+        where, "../../../../dev/zero"
+    ),
+    "manifest of endlessly deep lists": lambda where: (
+        where / "manifest.json"
+    ).write_text("[" * 100_000),
+    "manifest that is larger than any": lambda where: os.truncate(
+        where / "manifest.json", 1 << 34
+    ),
     "state that is a FIFO": lambda where: replace_by_fifo(where / "state.pt"),
-    "state that is a link to a device": lambda where: replace_by_link(where / "state.pt", "/dev/zero"),
-    "state that is larger than its entry": lambda where: os.truncate(where / "state.pt", 1 << 34),
+    "state that is a link to a device": lambda where: replace_by_link(
+        where / "state.pt", "/dev/zero"
+    ),
+    "state that is larger than its entry": lambda where: os.truncate(
+        where / "state.pt", 1 << 34
+    ),
     "truncated state": lambda where: truncate(where / "state.pt"),
     "flipped bit in the state": lambda where: flip_a_bit(where / "state.pt"),
     "flipped bit in a rank's state": lambda where: flip_a_bit(where / "rank-00000.pt"),
@@ -124,16 +150,26 @@ DAMAGES = {
 
 
 def edit_manifest(where: Path, **changes: Any) -> None:
-    """Change keys of a manifest, None takes one away, and seal it again as whoever changed it on purpose would."""
+    """Change keys of a manifest, None takes one away, and seal it again as whoever
+    changed it on purpose would.
+    """
     manifest = json.loads((where / "manifest.json").read_text())
     is_sealed = changes.pop("seal", True)
-    manifest = {key: value for key, value in (manifest | changes).items() if value is not None and key != "seal"}
-    (where / "manifest.json").write_bytes(seal(manifest) if is_sealed else json.dumps(manifest, indent=2).encode())
+    manifest = {
+        key: value
+        for key, value in (manifest | changes).items()
+        if value is not None and key != "seal"
+    }
+    (where / "manifest.json").write_bytes(
+        seal(manifest) if is_sealed else json.dumps(manifest, indent=2).encode()
+    )
 
 
 def rename_in_manifest(where: Path, name: str) -> None:
     files = json.loads((where / "manifest.json").read_text())["files"]
-    edit_manifest(where, files={"state.pt": files["state.pt"], name: files["rank-00000.pt"]})
+    edit_manifest(
+        where, files={"state.pt": files["state.pt"], name: files["rank-00000.pt"]}
+    )
 
 
 def replace_by_fifo(path: Path) -> None:
@@ -148,7 +184,10 @@ def replace_by_link(path: Path, target: str) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr("time.sleep", lambda _: None)
@@ -176,8 +215,12 @@ def test_what_was_cut_off_at_the_first_checkpoint_begins_anew(tmp_path: Path) ->
     assert make(tmp_path).load() is None
 
 
-def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed at every write in turn: whatever is there then is either whole or not used."""
+def test_a_save_that_is_cut_off_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at every write in turn: whatever is there then is either whole or not
+    used.
+    """
     writes = 3  # state, rank, manifest
     for cut in range(writes):
         run = tmp_path / str(cut)
@@ -185,7 +228,9 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatc
         left = [cut]
         original = Storage.writer
 
-        def writer(self: Storage, name: str, left: list[int] = left, original: Any = original) -> Any:
+        def writer(
+            self: Storage, name: str, left: list[int] = left, original: Any = original
+        ) -> Any:
             if left[0] == 0:
                 raise KeyboardInterrupt
             left[0] -= 1
@@ -279,7 +324,12 @@ def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path: Path) ->
     with pytest.raises(StorageError), small_disk(4096):
         checkpoints.save(2, big, {})
     assert loaded_step(checkpoints) == 1
-    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
+    assert not [
+        name
+        for _, _, names in os.walk(tmp_path)
+        for name in names
+        if name.endswith(".tmp")
+    ]
 
 
 def test_storage_that_workers_do_not_share_is_noticed(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints written while training goes on: equal to those written at once, whole or absent, and never in silence."""
+"""Checkpoints written while training goes on: equal to those written at once, whole or
+absent, and never in silence.
+"""
 
 import threading
 from pathlib import Path
@@ -22,11 +24,17 @@ class Gate:
     """Holds the background's writes of `state.pt` until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.open = threading.Event()
         write = Archive.write
 
-        def gated(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
-            if file == "state.pt" and threading.current_thread() is not threading.main_thread():
+        def gated(
+            archive: Archive, name: str, file: str, state: dict[str, Any]
+        ) -> dict[str, Any]:
+            if (
+                file == "state.pt"
+                and threading.current_thread() is not threading.main_thread()
+            ):
                 self.reached.set()
                 assert self.open.wait(HANG_S)
             return write(archive, name, file, state)
@@ -35,10 +43,16 @@ class Gate:
 
 
 def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> None:
-    """The end of a run writes at once: here that one is lost, so that what is resumed was written in the background."""
+    """The end of a run writes at once: here that one is lost, so that what is resumed
+    was written in the background.
+    """
     stop_after = 7
     train(tmp_path / "unbroken")
-    train(tmp_path / "broken", max_steps=15, **ASYNC | {"checkpoint": {"every_steps": 1, "async": True, "keep": 99}})
+    train(
+        tmp_path / "broken",
+        max_steps=15,
+        **ASYNC | {"checkpoint": {"every_steps": 1, "async": True, "keep": 99}},
+    )
     for place in (tmp_path / "broken/checkpoints").iterdir():
         if int(place.name.removeprefix("step-")) > stop_after:
             (place / "manifest.json").unlink()
@@ -47,8 +61,12 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> 
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
 
 
-def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step in which a checkpoint is told lies after the step that it holds, and every one is told once."""
+def test_training_goes_on_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in which a checkpoint is told lies after the step that it holds, and
+    every one is told once.
+    """
     gate = Gate(monkeypatch)
     steps = []
 
@@ -60,26 +78,47 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
             return super().transform(batch, training)
 
     context = Context(tmp_path)
-    changes = {"checkpoint": {"every_steps": 5, "async": True}, "evaluate": {"every_steps": 99}, "max_steps": 40}
+    changes = {
+        "checkpoint": {"every_steps": 5, "async": True},
+        "evaluate": {"every_steps": 99},
+        "max_steps": 40,
+    }
     changes |= {"microbatch_size": 5}
     # One checkpoint, at step 5: a second would wait for it.
     once = "trainers.loop.attempt.Attempt.due"
     monkeypatch.setattr(once, lambda self, every, epochs: every == 5 and self.step == 5)
     fit(Watched(), config(**changes), context)
-    told = [(metrics["step"], checkpoint) for metrics, checkpoint in context.reports if checkpoint]
-    assert [checkpoint.rpartition("-")[2] for _, checkpoint in told] == ["000000000005", "000000000040"]
+    told = [
+        (metrics["step"], checkpoint)
+        for metrics, checkpoint in context.reports
+        if checkpoint
+    ]
+    assert [checkpoint.rpartition("-")[2] for _, checkpoint in told] == [
+        "000000000005",
+        "000000000040",
+    ]
     assert told[0][0] >= 20
 
 
-def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_ends_the_run_at_the_next_agreed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = Archive.write
 
-    def failing(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+    def failing(
+        archive: Archive, name: str, file: str, state: dict[str, Any]
+    ) -> dict[str, Any]:
         if name.endswith("5"):
             raise StorageError("injected: no room")
         return write(archive, name, file, state)
 
     monkeypatch.setattr(Archive, "write", failing)
-    with pytest.raises(StorageError, match="step-000000000005 could not be written: injected: no room"):
-        train(tmp_path, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
+    with pytest.raises(
+        StorageError, match="step-000000000005 could not be written: injected: no room"
+    ):
+        train(
+            tmp_path,
+            checkpoint={"every_steps": 1, "async": True},
+            evaluate={"every_steps": 99},
+        )
     assert loaded_step(make(tmp_path)) == 4

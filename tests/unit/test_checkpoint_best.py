@@ -1,4 +1,6 @@
-"""The best checkpoint: which one it is, that it outlives pruning and resume, and that it is written when it is met."""
+"""The best checkpoint: which one it is, that it outlives pruning and resume, and that
+it is written when it is met.
+"""
 
 import json
 import logging
@@ -27,10 +29,13 @@ CPU = torch.device("cpu")
 
 
 class Scripted(Task):
-    """`val_score` is what the script says, evaluation by evaluation; the script is the task's own state."""
+    """`val_score` is what the script says, evaluation by evaluation; the script is the
+    task's own state.
+    """
 
     def __init__(self, scores: list[float]) -> None:
-        self.scores, self.evaluations = scores, 0
+        self.scores = scores
+        self.evaluations = 0
 
     def model(self) -> nn.Module:
         return nn.Linear(2, 1)
@@ -61,19 +66,32 @@ def config(steps: int, **checkpoint: Any) -> TrainConfig:
         "microbatch_size": 4,
         "optimizer": {"name": "sgd", "lr": 0.1},
         "evaluate": {"every_steps": 2},
-        "checkpoint": {"every_steps": 1000, "keep": 1, "best": "val_score", **checkpoint},
+        "checkpoint": {
+            "every_steps": 1000,
+            "keep": 1,
+            "best": "val_score",
+            **checkpoint,
+        },
         "device": "cpu",
     }
     return build(TrainConfig, tree, "test")
 
 
-def train(path: Path, scores: list[float], steps: int | None = None, **checkpoint: Any) -> None:
+def train(
+    path: Path, scores: list[float], steps: int | None = None, **checkpoint: Any
+) -> None:
     steps = 2 * len(scores) if steps is None else steps
-    fit(Scripted(scores), config(steps, **checkpoint), LocalContext(Storage(str(path)), "local"))
+    fit(
+        Scripted(scores),
+        config(steps, **checkpoint),
+        LocalContext(Storage(str(path)), "local"),
+    )
 
 
 def saved(path: Path, step: int) -> dict[str, Any]:
-    return json.loads((path / f"checkpoints/step-{step:012d}/manifest.json").read_text())
+    return json.loads(
+        (path / f"checkpoints/step-{step:012d}/manifest.json").read_text()
+    )
 
 
 def opened(path: Path, metric: str = "val_score", smaller: bool = False) -> Checkpoints:
@@ -102,7 +120,9 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
 
 
 def test_only_an_evaluated_step_can_be_the_best(tmp_path: Path) -> None:
-    """Checkpoints fall between evaluations, with metrics of an earlier step at hand: they must not count."""
+    """Checkpoints fall between evaluations, with metrics of an earlier step at hand:
+    they must not count.
+    """
     train(tmp_path, [0.5, 0.1, 0.1], every_steps=3)
     assert kept(tmp_path) == [2, 6]
     train(tmp_path / "all", [0.5, 0.1, 0.1], every_steps=3, keep=9)

@@ -21,7 +21,12 @@ FOUR_GPUS = {"CPU": 48, "GPU": 4}
     [
         ([], 1, 0, 0),
         ([{"CPU": 8}], 3, 0, 2),
-        ([{"CPU": 2}, {"CPU": 2}], 3, 0, 0),  # 4 CPUs in all, but no node holds a whole worker
+        (
+            [{"CPU": 2}, {"CPU": 2}],
+            3,
+            0,
+            0,
+        ),  # 4 CPUs in all, but no node holds a whole worker
         ([{"CPU": 8}], 1, 1, 0),  # no GPU
         ([GPU_NODE], 9, 1, 0),
         ([FOUR_GPUS], 13, 1, 3),  # CPUs are what is short
@@ -31,14 +36,18 @@ FOUR_GPUS = {"CPU": 48, "GPU": 4}
         ([{"CPU": 0, "GPU": 0}], 1, 0, 0),
     ],
 )
-def test_worker_slots(nodes: list[Mapping[str, float]], cpus: float, gpus: float, slots: int) -> None:
+def test_worker_slots(
+    nodes: list[Mapping[str, float]], cpus: float, gpus: float, slots: int
+) -> None:
     assert worker_slots(nodes, cpus, gpus) == slots
 
 
 HEAD = NodeType("head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2xlarge")
 SMALL = NodeType("small", GPU_NODE, 1, 8, instance_type="g5.2xlarge")
 LARGE = NodeType("large", FOUR_GPUS, 0, 2, instance_type="g5.12xlarge")
-SPOT = NodeType("spot", GPU_NODE, 0, 8, instance_type="g5.2xlarge", spot=True, priority=10)
+SPOT = NodeType(
+    "spot", GPU_NODE, 0, 8, instance_type="g5.2xlarge", spot=True, priority=10
+)
 
 
 def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone() -> None:
@@ -49,7 +58,9 @@ def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone() -> No
 
 
 def test_grow_is_exact() -> None:
-    """Against trying every choice of nodes: the most workers, and the fewest nodes for a number of them."""
+    """Against trying every choice of nodes: the most workers, and the fewest nodes for
+    a number of them.
+    """
     types = [
         NodeType("a", {"CPU": 7, "GPU": 2}, 1, 3),
         NodeType("b", {"CPU": 20, "GPU": 3}, 0, 2),
@@ -61,12 +72,18 @@ def test_grow_is_exact() -> None:
             for numbers in itertools.product(range(1, 4), range(3), range(5))
             if sum(numbers) <= limit
         ]
-        slots = [worker_slots(nodes_of(types, choice), cpus, gpus) for choice in choices]
+        slots = [
+            worker_slots(nodes_of(types, choice), cpus, gpus) for choice in choices
+        ]
         most = grow(types, limit, cpus, gpus)
         assert worker_slots(nodes_of(types, most), cpus, gpus) == max(slots)
         for workers in range(1, max(slots) + 1):
             counts = grow(types, limit, cpus, gpus, workers)
-            fewest = min(sum(c.values()) for c, s in zip(choices, slots, strict=True) if s >= workers)
+            fewest = min(
+                sum(c.values())
+                for c, s in zip(choices, slots, strict=True)
+                if s >= workers
+            )
             assert worker_slots(nodes_of(types, counts), cpus, gpus) >= workers
             assert sum(counts.values()) == fewest
 
@@ -75,10 +92,19 @@ def test_cost_counts_the_head_and_names_what_has_no_price() -> None:
     prices = {"m5.2xlarge": 0.5, "g5.2xlarge": 1.25}
     counts = {"small": 2, "large": 0}
     assert cost([HEAD, SMALL, LARGE], counts, prices).usd_per_hour == 3.0
-    assert cost([HEAD, SMALL, LARGE], counts, prices).missing == ()  # no node of the type without a price
+    assert (
+        cost([HEAD, SMALL, LARGE], counts, prices).missing == ()
+    )  # no node of the type without a price
     on_spot = replace(SMALL, spot=True)
-    assert cost([HEAD, on_spot, LARGE], counts, prices, {"g5.2xlarge": 0.25}).spot_usd_per_hour == 1.0
-    assert cost([HEAD, on_spot, LARGE], counts, prices).spot_usd_per_hour is None  # not known
+    assert (
+        cost(
+            [HEAD, on_spot, LARGE], counts, prices, {"g5.2xlarge": 0.25}
+        ).spot_usd_per_hour
+        == 1.0
+    )
+    assert (
+        cost([HEAD, on_spot, LARGE], counts, prices).spot_usd_per_hour is None
+    )  # not known
     with_large = cost([HEAD, SMALL, LARGE], {"small": 1, "large": 1}, prices)
     assert (with_large.usd_per_hour, with_large.missing) == (1.75, ("large",))
     assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)
@@ -86,19 +112,26 @@ def test_cost_counts_the_head_and_names_what_has_no_price() -> None:
 
 def test_every_row_has_a_source_that_nobody_changes_and_a_date() -> None:
     prices = read_prices()
-    assert len({(price.provider, price.instance_type, price.region) for price in prices}) == len(prices)
+    assert len(
+        {(price.provider, price.instance_type, price.region) for price in prices}
+    ) == len(prices)
     for price in prices:
         assert len(price.source.split("/")[5]) == 40, "a commit"
         assert price.date <= dt.datetime.now(dt.UTC).date()
         assert 0 < price.usd_per_hour < 100
-        assert price.spot_usd_per_hour is None or 0 < price.spot_usd_per_hour <= price.usd_per_hour
+        assert (
+            price.spot_usd_per_hour is None
+            or 0 < price.spot_usd_per_hour <= price.usd_per_hour
+        )
 
 
 @pytest.mark.parametrize(
     ("region", "usd"),
     [("us-east4", 0.85083), ("us-west1", 0.85362), ("mars", 0.85362), (None, 0.85362)],
 )
-def test_a_region_has_its_own_prices_and_an_unknown_one_those_of_the_dearest(region: str | None, usd: float) -> None:
+def test_a_region_has_its_own_prices_and_an_unknown_one_those_of_the_dearest(
+    region: str | None, usd: float
+) -> None:
     price = load_prices("gcp", region)["g2-standard-8"]
     assert (price.usd_per_hour, price.vcpus, price.gpus) == (usd, 8, 1)
 
@@ -121,9 +154,13 @@ def test_a_price_that_is_half_a_year_old_is_stale() -> None:
 def test_a_sweep_on_each_shipped_file_costs_what_a_calculation_by_hand_says(
     name: str, on_demand: float, spot: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep, cluster = REPOSITORY / "examples/digits/sweep.yaml", REPOSITORY / f"cluster/{name}.yaml"
+    sweep = REPOSITORY / "examples/digits/sweep.yaml"
+    cluster = REPOSITORY / f"cluster/{name}.yaml"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == 0
     out = capsys.readouterr().out
     assert f"{on_demand:.2f} USD/hour\n" in out
-    assert f"USD/hour     {on_demand:.2f} (on-demand list prices; {spot:.2f} with spot nodes" in out
+    assert (
+        f"USD/hour     {on_demand:.2f} (on-demand list prices; {spot:.2f} with spot nodes"
+        in out
+    )
     assert out.count("price of ") == 2

@@ -1,4 +1,6 @@
-"""Cluster files: broken variants of the shipped ones, each with its one finding or its refusal."""
+"""Cluster files: broken variants of the shipped ones, each with its one finding or its
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,28 @@ from trainers.errors import ConfigError
 SPOT = f"{TYPES}.gpu_spot"
 CONSTRAINTS = "~/paceline-src/constraints.txt"
 PORTS = "provider.security_group.IpPermissions"
-ON_HEAD, GROUP = "spec.headGroupSpec", "spec.workerGroupSpecs.0"
+ON_HEAD = "spec.headGroupSpec"
+GROUP = "spec.workerGroupSpecs.0"
 POD = "template.spec"
 CONTAINER = f"{POD}.containers.0"
 
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for provider local."""
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for
+    provider local.
+    """
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
 
 def opened(port: int, addresses: str) -> Change:
-    entry = {"FromPort": port, "ToPort": port, "IpProtocol": "tcp", "IpRanges": [{"CidrIp": addresses}]}
+    entry = {
+        "FromPort": port,
+        "ToPort": port,
+        "IpProtocol": "tcp",
+        "IpRanges": [{"CidrIp": addresses}],
+    }
     return put("provider.security_group", {"GroupName": "g", "IpPermissions": [entry]})
 
 
@@ -88,29 +98,109 @@ def no_gpu_limit(tree: Tree) -> None:
 
 # The file, the change, and the level and field of what is found.
 FOUND = {
-    "token_off": ("aws", replace(WORKER, "MODE=token", "MODE=disabled"), "error", WORKER),
-    "no_token": ("azure", replace(WORKER, "export RAY_AUTH_MODE=token;"), "error", WORKER),
-    "token_in_the_file": ("aws", replace(HEAD, "export RAY_AUTH", "RAY_AUTH_TOKEN=a export RAY_AUTH"), "error", HEAD),
-    "token_stays_at_home": ("aws", unmounted("~/.ray/auth_token"), "error", "file_mounts"),
-    "open_dashboard": ("onprem", replace(HEAD, "host=127.0.0.1", "host=0.0.0.0"), "warning", HEAD),
+    "token_off": (
+        "aws",
+        replace(WORKER, "MODE=token", "MODE=disabled"),
+        "error",
+        WORKER,
+    ),
+    "no_token": (
+        "azure",
+        replace(WORKER, "export RAY_AUTH_MODE=token;"),
+        "error",
+        WORKER,
+    ),
+    "token_in_the_file": (
+        "aws",
+        replace(HEAD, "export RAY_AUTH", "RAY_AUTH_TOKEN=a export RAY_AUTH"),
+        "error",
+        HEAD,
+    ),
+    "token_stays_at_home": (
+        "aws",
+        unmounted("~/.ray/auth_token"),
+        "error",
+        "file_mounts",
+    ),
+    "open_dashboard": (
+        "onprem",
+        replace(HEAD, "host=127.0.0.1", "host=0.0.0.0"),
+        "warning",
+        HEAD,
+    ),
     "open_port": ("aws", opened(8265, "0.0.0.0/0"), "error", PORTS),
-    "cloud_key": ("aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), "error", "a cloud key"),
-    "password": ("azure", put("rsync_filter", ["https://me:hunter2@x.org"]), "error", "a cloud key"),
-    "ray_older": ("gcp", replace("setup_commands", "==2.60.0", "==2.55.0"), "error", "setup_commands"),
-    "torch_older": ("aws", replace("setup_commands", "torch==2.15.0", "torch==2.11.0"), "warning", "setup_commands"),
-    "ray_not_pinned": ("aws", unpinned("tune]==2.60.0", "tune]"), "warning", "setup_commands"),
+    "cloud_key": (
+        "aws",
+        put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]),
+        "error",
+        "a cloud key",
+    ),
+    "password": (
+        "azure",
+        put("rsync_filter", ["https://me:hunter2@x.org"]),
+        "error",
+        "a cloud key",
+    ),
+    "ray_older": (
+        "gcp",
+        replace("setup_commands", "==2.60.0", "==2.55.0"),
+        "error",
+        "setup_commands",
+    ),
+    "torch_older": (
+        "aws",
+        replace("setup_commands", "torch==2.15.0", "torch==2.11.0"),
+        "warning",
+        "setup_commands",
+    ),
+    "ray_not_pinned": (
+        "aws",
+        unpinned("tune]==2.60.0", "tune]"),
+        "warning",
+        "setup_commands",
+    ),
     "ray_older_in_a_type": (
         "aws",
         put(f"{SPOT}.worker_setup_commands", ["pip install ray==2.1.0"]),
         "error",
         f"{SPOT}.worker_setup_commands",
     ),
-    "constraints_stay_at_home": ("aws", unmounted(CONSTRAINTS), "error", "setup_commands"),
-    "image_older": ("aws", image("rayproject/ray:2.59.0-py312-gpu"), "error", "docker.image"),
-    "more_gpus": ("azure", put(f"{SPOT}.resources.GPU", 4), "error", f"{SPOT}.resources.GPU"),
-    "more_cpus": ("azure", put(f"{SPOT}.resources.CPU", 32), "error", f"{SPOT}.resources.CPU"),
-    "idle_gpus": ("aws", put(f"{SPOT}.resources.GPU", 0), "warning", f"{SPOT}.resources.GPU"),
-    "head_works": ("gcp", put(f"{TYPES}.head.resources.CPU", 8), "warning", f"{TYPES}.head.resources.CPU"),
+    "constraints_stay_at_home": (
+        "aws",
+        unmounted(CONSTRAINTS),
+        "error",
+        "setup_commands",
+    ),
+    "image_older": (
+        "aws",
+        image("rayproject/ray:2.59.0-py312-gpu"),
+        "error",
+        "docker.image",
+    ),
+    "more_gpus": (
+        "azure",
+        put(f"{SPOT}.resources.GPU", 4),
+        "error",
+        f"{SPOT}.resources.GPU",
+    ),
+    "more_cpus": (
+        "azure",
+        put(f"{SPOT}.resources.CPU", 32),
+        "error",
+        f"{SPOT}.resources.CPU",
+    ),
+    "idle_gpus": (
+        "aws",
+        put(f"{SPOT}.resources.GPU", 0),
+        "warning",
+        f"{SPOT}.resources.GPU",
+    ),
+    "head_works": (
+        "gcp",
+        put(f"{TYPES}.head.resources.CPU", 8),
+        "warning",
+        f"{TYPES}.head.resources.CPU",
+    ),
     "gpu_that_cannot_start": (
         "gcp",
         drop(f"{SPOT}.node_config.scheduling"),
@@ -136,22 +226,67 @@ FOUND = {
         f"{SPOT}.node_config.InstanceType",
     ),
     "no_identity": ("azure", drop("provider.msi_name"), "warning", "provider.msi_name"),
-    "no_storage": ("azure", replace(HEAD, "export PACELINE_STORAGE=", "echo "), "warning", HEAD),
-    "two_storages": ("onprem", replace(WORKER, "=/nfs/paceline", "=/nfs2"), "error", WORKER),
+    "no_storage": (
+        "azure",
+        replace(HEAD, "export PACELINE_STORAGE=", "echo "),
+        "warning",
+        HEAD,
+    ),
+    "two_storages": (
+        "onprem",
+        replace(WORKER, "=/nfs/paceline", "=/nfs2"),
+        "error",
+        WORKER,
+    ),
     "own_disk": ("gcp", everywhere("gs://MY-BUCKET", "/tmp"), "error", HEAD),
-    "slow_to_notice": ("azure", replace(HEAD, "export RAY_health_check_timeout_ms=1000;"), "warning", HEAD),
-    "no_time_to_stop": ("azure", replace(HEAD, "export RAY_JOB_STOP_WAIT_TIME_S=120;"), "warning", HEAD),
-    "no_autoscaler": ("aws", replace(HEAD, "--autoscaling-config=~/ray_bootstrap_config.yaml"), "error", HEAD),
-    "autoscaler_v2": ("onprem", replace(HEAD, "export RAY_enable_autoscaler_v2=0;"), "warning", "provider.type"),
+    "slow_to_notice": (
+        "azure",
+        replace(HEAD, "export RAY_health_check_timeout_ms=1000;"),
+        "warning",
+        HEAD,
+    ),
+    "no_time_to_stop": (
+        "azure",
+        replace(HEAD, "export RAY_JOB_STOP_WAIT_TIME_S=120;"),
+        "warning",
+        HEAD,
+    ),
+    "no_autoscaler": (
+        "aws",
+        replace(HEAD, "--autoscaling-config=~/ray_bootstrap_config.yaml"),
+        "error",
+        HEAD,
+    ),
+    "autoscaler_v2": (
+        "onprem",
+        replace(HEAD, "export RAY_enable_autoscaler_v2=0;"),
+        "warning",
+        "provider.type",
+    ),
     "head_is_a_worker": (
         "onprem",
         put("provider.worker_ips", ["192.168.0.10", "192.168.0.11"]),
         "error",
         "provider.worker_ips",
     ),
-    "loopback": ("onprem", put("provider.head_ip", "127.0.0.1"), "error", "provider.head_ip"),
-    "k8s_ray_older": ("kuberay", put("spec.rayVersion", "2.55.0"), "error", "spec.rayVersion"),
-    "k8s_ray_not_said": ("kuberay", drop("spec.rayVersion"), "error", "spec.rayVersion"),
+    "loopback": (
+        "onprem",
+        put("provider.head_ip", "127.0.0.1"),
+        "error",
+        "provider.head_ip",
+    ),
+    "k8s_ray_older": (
+        "kuberay",
+        put("spec.rayVersion", "2.55.0"),
+        "error",
+        "spec.rayVersion",
+    ),
+    "k8s_ray_not_said": (
+        "kuberay",
+        drop("spec.rayVersion"),
+        "error",
+        "spec.rayVersion",
+    ),
     "k8s_token_in_the_file": (
         "kuberay",
         env(ON_HEAD, "RAY_AUTH_TOKEN", value="secret"),
@@ -170,9 +305,24 @@ FOUND = {
         "warning",
         "spec.enableInTreeAutoscaling",
     ),
-    "k8s_image": ("kuberay", put(f"{GROUP}.{CONTAINER}.image", "a:5000/b"), "warning", f"{GROUP}.{CONTAINER}.image"),
-    "k8s_gpus_not_asked_for": ("kuberay", no_gpu_limit, "error", f"{GROUP}.rayStartParams.num-gpus"),
-    "k8s_no_toleration": ("kuberay", put(f"{GROUP}.{POD}.tolerations", []), "warning", f"{GROUP}.{POD}.tolerations"),
+    "k8s_image": (
+        "kuberay",
+        put(f"{GROUP}.{CONTAINER}.image", "a:5000/b"),
+        "warning",
+        f"{GROUP}.{CONTAINER}.image",
+    ),
+    "k8s_gpus_not_asked_for": (
+        "kuberay",
+        no_gpu_limit,
+        "error",
+        f"{GROUP}.rayStartParams.num-gpus",
+    ),
+    "k8s_no_toleration": (
+        "kuberay",
+        put(f"{GROUP}.{POD}.tolerations", []),
+        "warning",
+        f"{GROUP}.{POD}.tolerations",
+    ),
     "k8s_head_works": (
         "kuberay",
         drop(f"{ON_HEAD}.rayStartParams.num-cpus"),
@@ -182,8 +332,12 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize(("name", "change", "level", "field"), FOUND.values(), ids=FOUND)
-def test_found(name: str, change: Change, level: str, field: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "level", "field"), FOUND.values(), ids=FOUND
+)
+def test_found(
+    name: str, change: Change, level: str, field: str, tmp_path: Path
+) -> None:
     file = broken(name, change, tmp_path)
     assert remarks(file) == [(level, field)]
     assert main(["validate", file]) == (2 if level == "error" else 0)
@@ -192,8 +346,12 @@ def test_found(name: str, change: Change, level: str, field: str, tmp_path: Path
 
 IN_ORDER = {
     "local_build": replace("setup_commands", "torch==2.15.0", "torch==2.15.0+cu130"),
-    "pinned_on_the_web": put("worker_setup_commands", ["pip install -c https://x/c.txt ray torch"]),
-    "other_packages": put("worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"]),
+    "pinned_on_the_web": put(
+        "worker_setup_commands", ["pip install -c https://x/c.txt ray torch"]
+    ),
+    "other_packages": put(
+        "worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"]
+    ),
     "no_install": put("worker_setup_commands", ["echo ray torch==1.0", "ray stop"]),
     "image": image("rayproject/ray:2.60.0-py312-gpu"),
     "unknown_machine": put(f"{SPOT}.node_config.InstanceType", "z9.huge"),
@@ -208,7 +366,9 @@ def test_in_order(change: Change, tmp_path: Path) -> None:
     assert remarks(broken("aws", change, tmp_path)) == []
 
 
-def test_settings_in_a_profile_count_and_those_of_another_command_do_not(tmp_path: Path) -> None:
+def test_settings_in_a_profile_count_and_those_of_another_command_do_not(
+    tmp_path: Path,
+) -> None:
     storage = "export PACELINE_STORAGE=s3://MY-BUCKET/paceline;"
     tree = shipped("aws")
     replace(HEAD, storage)(tree)
@@ -220,8 +380,18 @@ def test_settings_in_a_profile_count_and_those_of_another_command_do_not(tmp_pat
 
 def test_rays_defaults_are_remarked_on(tmp_path: Path) -> None:
     """Ray's own commands: an open dashboard, no token, a wheel from a branch, ..."""
-    found = remarks(write(tmp_path, {"cluster_name": "a", "provider": {"type": "aws", "region": "us-east-1"}}))
-    assert {("error", HEAD), ("error", WORKER), ("warning", HEAD), ("warning", "setup_commands")} <= set(found)
+    found = remarks(
+        write(
+            tmp_path,
+            {"cluster_name": "a", "provider": {"type": "aws", "region": "us-east-1"}},
+        )
+    )
+    assert {
+        ("error", HEAD),
+        ("error", WORKER),
+        ("warning", HEAD),
+        ("warning", "setup_commands"),
+    } <= set(found)
 
 
 def test_a_token_by_hand_in_every_container(tmp_path: Path) -> None:
@@ -230,7 +400,11 @@ def test_a_token_by_hand_in_every_container(tmp_path: Path) -> None:
     assert [level for level, _ in remarks(write(tmp_path, tree))] == ["error", "error"]
     for group in (ON_HEAD, GROUP):
         env(group, "RAY_AUTH_MODE", value="token")(tree)
-        env(group, "RAY_AUTH_TOKEN", valueFrom={"secretKeyRef": {"name": "n", "key": "k"}})(tree)
+        env(
+            group,
+            "RAY_AUTH_TOKEN",
+            valueFrom={"secretKeyRef": {"name": "n", "key": "k"}},
+        )(tree)
     assert remarks(write(tmp_path, tree)) == []
 
 
@@ -242,7 +416,9 @@ def test_a_token_by_hand_in_every_container(tmp_path: Path) -> None:
     ],
     ids=["cluster_stays", "no_queue"],
 )
-def test_a_job_that_waits_or_costs_for_ever(document: int, change: Change, field: str, tmp_path: Path) -> None:
+def test_a_job_that_waits_or_costs_for_ever(
+    document: int, change: Change, field: str, tmp_path: Path
+) -> None:
     tree = shipped("kuberay", document)
     change(tree)
     assert ("warning", field) in remarks(write(tmp_path, tree))
@@ -251,7 +427,12 @@ def test_a_job_that_waits_or_costs_for_ever(document: int, change: Change, field
 # The file, the change, the field, and a word of the fix.
 REFUSED = {
     "typo": ("aws", put("setup_comands", []), "setup_comands", "`setup_commands`"),
-    "typo_in_a_type": ("aws", put(f"{SPOT}.min_worker", 1), f"{SPOT}.min_worker", "`min_workers`"),
+    "typo_in_a_type": (
+        "aws",
+        put(f"{SPOT}.min_worker", 1),
+        f"{SPOT}.min_worker",
+        "`min_workers`",
+    ),
     "head_typo": ("aws", put("head_node_type", "haed"), "head_node_type", "`head`"),
     "no_head": ("aws", drop("head_node_type"), "head_node_type", "gpu_spot"),
     "provider_unknown": ("aws", put("provider.type", "amazon"), "provider.type", ""),
@@ -263,14 +444,44 @@ REFUSED = {
         f"{TYPES}.gpu_on_demand.min_workers",
         "4",
     ),
-    "half_a_gpu": ("aws", put(f"{SPOT}.resources.GPU", 0.5), f"{SPOT}.resources.GPU", ""),
-    "no_resources": ("aws", drop(f"{SPOT}.resources"), f"{SPOT}.resources", "`resources`"),
+    "half_a_gpu": (
+        "aws",
+        put(f"{SPOT}.resources.GPU", 0.5),
+        f"{SPOT}.resources.GPU",
+        "",
+    ),
+    "no_resources": (
+        "aws",
+        drop(f"{SPOT}.resources"),
+        f"{SPOT}.resources",
+        "`resources`",
+    ),
     "no_head_ip": ("onprem", drop("provider.head_ip"), "provider.head_ip", "`head_ip`"),
     "types_of_hosts": ("onprem", put(TYPES, {}), TYPES, ""),
-    "k8s_typo": ("kuberay", put("spec.enableIntreeAutoscaling", True), "spec.enableIntreeAutoscaling", "InTree"),
-    "k8s_typo_in_a_group": ("kuberay", put(f"{GROUP}.minReplica", 1), f"{GROUP}.minReplica", "`minReplicas`"),
-    "k8s_no_limit": ("kuberay", drop(f"{GROUP}.maxReplicas"), f"{GROUP}.maxReplicas", "`maxReplicas`"),
-    "k8s_min_above_max": ("kuberay", put(f"{GROUP}.minReplicas", 9), f"{GROUP}.minReplicas", "8"),
+    "k8s_typo": (
+        "kuberay",
+        put("spec.enableIntreeAutoscaling", True),
+        "spec.enableIntreeAutoscaling",
+        "InTree",
+    ),
+    "k8s_typo_in_a_group": (
+        "kuberay",
+        put(f"{GROUP}.minReplica", 1),
+        f"{GROUP}.minReplica",
+        "`minReplicas`",
+    ),
+    "k8s_no_limit": (
+        "kuberay",
+        drop(f"{GROUP}.maxReplicas"),
+        f"{GROUP}.maxReplicas",
+        "`maxReplicas`",
+    ),
+    "k8s_min_above_max": (
+        "kuberay",
+        put(f"{GROUP}.minReplicas", 9),
+        f"{GROUP}.minReplicas",
+        "8",
+    ),
     "k8s_quantity": (
         "kuberay",
         put(f"{GROUP}.rayStartParams.num-cpus", "8Gi"),
@@ -280,12 +491,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("name", "change", "field", "fix"), REFUSED.values(), ids=REFUSED)
-def test_refused(name: str, change: Change, field: str, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "field", "fix"), REFUSED.values(), ids=REFUSED
+)
+def test_refused(
+    name: str, change: Change, field: str, fix: str, tmp_path: Path
+) -> None:
     file = broken(name, change, tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_cluster(file)
-    assert (caught.value.field, str(caught.value.source).startswith(file)) == (field, True)
+    assert (caught.value.field, str(caught.value.source).startswith(file)) == (
+        field,
+        True,
+    )
     assert caught.value.rule
     assert fix in caught.value.fix
 
@@ -307,13 +525,20 @@ def test_what_is_no_cluster_file(text: str, field: str, tmp_path: Path) -> None:
     assert caught.value.field == field
 
 
-def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(tmp_path: Path) -> None:
+def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(
+    tmp_path: Path,
+) -> None:
     cluster = load_cluster(write(tmp_path, LOCAL))
-    assert [(node_type.min_workers, node_type.max_workers) for node_type in cluster.node_types] == [(0, 0), (2, 2)]
+    assert [
+        (node_type.min_workers, node_type.max_workers)
+        for node_type in cluster.node_types
+    ] == [(0, 0), (2, 2)]
     assert findings(cluster, {"RAY_UP_enable_autoscaler_v2": "0"}) == []
 
 
-def test_each_file_is_judged_by_itself_and_no_key_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_file_is_judged_by_itself_and_no_key_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = broken("aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), tmp_path)
     good = str(REPOSITORY / "cluster" / "gcp.yaml")
     assert main(["validate", file, good]) == 2

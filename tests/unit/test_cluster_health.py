@@ -1,4 +1,6 @@
-"""The verdict on each node of a cluster: every planted fault is named, and clean clusters raise no alarm."""
+"""The verdict on each node of a cluster: every planted fault is named, and clean
+clusters raise no alarm.
+"""
 
 import json
 import random
@@ -22,20 +24,39 @@ from cluster.health.verdicts import (
     unshared,
 )
 
-VERSIONS = {"python": "3.11.7", "torch": "2.15.0", "ray": "2.60.0", "paceline": "0123456789ab"}
+VERSIONS = {
+    "python": "3.11.7",
+    "torch": "2.15.0",
+    "ray": "2.60.0",
+    "paceline": "0123456789ab",
+}
 
 
-def cluster(num_nodes: int, seed: int = 0, num_gpus: int = 0, **facts: Any) -> ClusterFacts:
-    """A head that does not train, and nodes whose figures scatter as those of sound ones do."""
+def cluster(
+    num_nodes: int, seed: int = 0, num_gpus: int = 0, **facts: Any
+) -> ClusterFacts:
+    """A head that does not train, and nodes whose figures scatter as those of sound
+    ones do.
+    """
     chance = random.Random(seed)
-    head = NodeFacts("id-head", "head", "10.0.0.1", trains=False, versions=VERSIONS, clock_offset_s=0.0)
+    head = NodeFacts(
+        "id-head",
+        "head",
+        "10.0.0.1",
+        trains=False,
+        versions=VERSIONS,
+        clock_offset_s=0.0,
+    )
     nodes = [node(index, chance, num_gpus) for index in range(num_nodes)]
     return ClusterFacts((head, *nodes), all_reduce=AllReduce(num_nodes, 900.0), **facts)
 
 
 def node(index: int, chance: random.Random, num_gpus: int) -> NodeFacts:
     devices = [f"cuda:{gpu}" for gpu in range(num_gpus)] or ["one core"]
-    products = [Rate("matmul", f"matmul of {name}", 600 * chance.gauss(1, 0.03), "GFLOP/s") for name in devices]
+    products = [
+        Rate("matmul", f"matmul of {name}", 600 * chance.gauss(1, 0.03), "GFLOP/s")
+        for name in devices
+    ]
     return NodeFacts(
         f"id-{index}",
         f"h{index}",
@@ -47,18 +68,26 @@ def node(index: int, chance: random.Random, num_gpus: int) -> NodeFacts:
         device="H200" if num_gpus else "EPYC",
         num_gpus=num_gpus,
         gpus=tuple(GpuHealth(gpu) for gpu in range(num_gpus)) or None,
-        rates=(*products, Rate("network", "network", 1100 * chance.gauss(1, 0.1), "MB/s")),
+        rates=(
+            *products,
+            Rate("network", "network", 1100 * chance.gauss(1, 0.1), "MB/s"),
+        ),
     )
 
 
 def planted(facts: ClusterFacts, host: str, **changes: Any) -> ClusterFacts:
-    nodes = tuple(replace(each, **changes) if each.host == host else each for each in facts.nodes)
+    nodes = tuple(
+        replace(each, **changes) if each.host == host else each for each in facts.nodes
+    )
     return replace(facts, nodes=nodes)
 
 
 def slowed(facts: ClusterFacts, host: str, what: str, share: float) -> ClusterFacts:
     [own] = [each for each in facts.nodes if each.host == host]
-    rates = tuple(replace(rate, value=rate.value * share) if rate.what == what else rate for rate in own.rates)
+    rates = tuple(
+        replace(rate, value=rate.value * share) if rate.what == what else rate
+        for rate in own.rates
+    )
     return planted(facts, host, rates=rates)
 
 
@@ -82,8 +111,24 @@ def test_a_clean_cluster_raises_no_alarm(num_nodes: int, num_gpus: int) -> None:
         ({"clock_offset_s": 2.5}, "clock"),
         ({"clock_offset_s": -90.0}, "clock"),
         ({"storage": "/nfs: cannot be written"}, "storage"),
-        ({"silent_in": "its start", "versions": {}, "rates": (), "clock_offset_s": None}, "node"),
-        ({"lost": "missed too many heartbeats", "versions": {}, "rates": (), "clock_offset_s": None}, "node"),
+        (
+            {
+                "silent_in": "its start",
+                "versions": {},
+                "rates": (),
+                "clock_offset_s": None,
+            },
+            "node",
+        ),
+        (
+            {
+                "lost": "missed too many heartbeats",
+                "versions": {},
+                "rates": (),
+                "clock_offset_s": None,
+            },
+            "node",
+        ),
         ({"failure": "ModuleNotFoundError: No module named 'cluster'"}, "node"),
         ({"wrong_sum": True}, "all-reduce"),
         ({"num_gpus": 2, "gpus": (GpuHealth(0),)}, "GPUs"),
@@ -102,8 +147,12 @@ def test_a_fault_is_named_with_its_node_and_nothing_else_is(
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 8, 40])
-@pytest.mark.parametrize(("what", "share"), [("matmul of cuda:3", 0.55), ("network", 0.2)])
-def test_a_node_that_falls_behind_is_named(what: str, share: float, num_nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "share"), [("matmul of cuda:3", 0.55), ("network", 0.2)]
+)
+def test_a_node_that_falls_behind_is_named(
+    what: str, share: float, num_nodes: int
+) -> None:
     for seed in range(20):
         facts = slowed(cluster(num_nodes, seed, num_gpus=8), "h1", what, share)
         assert named(facts) == {("h1", what)}
@@ -127,25 +176,39 @@ def test_the_cluster_as_a_whole() -> None:
         ({}, []),
     ],
 )
-def test_storage_is_what_more_than_half_of_the_nodes_share(seen: dict[str, str], apart: list[str]) -> None:
+def test_storage_is_what_more_than_half_of_the_nodes_share(
+    seen: dict[str, str], apart: list[str]
+) -> None:
     assert unshared(seen) == apart
 
 
 class Replayed(Checkup):
-    """A checkup whose nodes answer with what is prepared, a figure for each measurement; asked again, with the last."""
+    """A checkup whose nodes answer with what is prepared, a figure for each
+    measurement; asked again, with the last.
+    """
 
     def __init__(self, prepared: dict[str, Sequence[float]]) -> None:
         super().__init__()
-        self.facts = {name: NodeFacts(name, name, name, trains=True, device="EPYC") for name in prepared}
-        self.prepared, self.asked = prepared, 0
+        self.facts = {
+            name: NodeFacts(name, name, name, trains=True, device="EPYC")
+            for name in prepared
+        }
+        self.prepared = prepared
+        self.asked = 0
 
     def ask(self, part: str, timeout_s: float, calls: Any) -> dict[str, Any]:
         if part != "multiplying":
             return {}
         figures = {name: self.prepared[name] for name in calls}
-        values = {name: every[min(self.asked, len(every) - 1)] for name, every in figures.items()}
+        values = {
+            name: every[min(self.asked, len(every) - 1)]
+            for name, every in figures.items()
+        }
         self.asked += 1
-        return {name: (Rate("matmul", "matmul", value, "GFLOP/s"),) for name, value in values.items()}
+        return {
+            name: (Rate("matmul", "matmul", value, "GFLOP/s"),)
+            for name, value in values.items()
+        }
 
     def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
         return [AllReduce(len(group), 1000.0) for group in groups]
@@ -167,15 +230,27 @@ def test_a_slow_node_is_slow_in_every_measurement(
 ) -> None:
     checkup = Replayed(prepared)
     checkup.full()
-    assert ({each.host for each in slow(list(checkup.facts.values()))}, checkup.asked) == (named, asked)
+    assert (
+        {each.host for each in slow(list(checkup.facts.values()))},
+        checkup.asked,
+    ) == (named, asked)
 
 
 def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back() -> None:
     def row(name: str, address: str, alive: bool, reason: int = 2) -> dict[str, Any]:
-        names = {"NodeID": name, "NodeManagerAddress": address, "NodeManagerHostname": name}
+        names = {
+            "NodeID": name,
+            "NodeManagerAddress": address,
+            "NodeManagerHostname": name,
+        }
         return names | {"Alive": alive, "DeathReason": reason, "DeathReasonMessage": ""}
 
-    rows = [row("up", "1", True), row("before", "1", False), row("drained", "2", False, 1), row("gone", "3", False)]
+    rows = [
+        row("up", "1", True),
+        row("before", "1", False),
+        row("drained", "2", False, 1),
+        row("gone", "3", False),
+    ]
     assert [lost.host for lost in lost_nodes(rows, {"up"})] == ["gone"]
     assert lost_nodes(rows, {"gone"}) == []
 
@@ -185,18 +260,32 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     found = judge(facts)
 
     def said(**options: bool) -> tuple[int, str, str]:
-        code = print_report(facts, found, "/nfs", 12.3, **{"as_json": False, "exclude_bad": False, **options})
+        code = print_report(
+            facts,
+            found,
+            "/nfs",
+            12.3,
+            **{"as_json": False, "exclude_bad": False, **options},
+        )
         return (code, *capsys.readouterr())
 
     code, out, err = said()
     assert (code, err) == (1, "")
-    assert [line.split()[0] for line in out.splitlines()[:5]] == ["node", "head", "h0", "h1", "h2"]
+    assert [line.split()[0] for line in out.splitlines()[:5]] == [
+        "node",
+        "head",
+        "h0",
+        "h1",
+        "h2",
+    ]
     assert "3 of 4 nodes in order, in 12.3 s" in out
     code, out, err = said(exclude_bad=True)
     assert (code, json.loads(out)) == (0, {"ray.io/node-id": "!in(id-1)"})
     assert "h1: `storage` is" in err
     tree = json.loads(said(as_json=True)[1])
     assert [each["verdict"] for each in tree["nodes"]] == ["ok", "ok", "bad", "ok"]
-    assert [(each["host"], each["field"]) for each in tree["findings"]] == [("h1", "storage")]
+    assert [(each["host"], each["field"]) for each in tree["findings"]] == [
+        ("h1", "storage")
+    ]
     facts = replace(facts, workers_wanted=3)
     assert said(exclude_bad=True)[0] == 1, "two are left"

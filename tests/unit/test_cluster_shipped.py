@@ -1,4 +1,6 @@
-"""The cluster files that Paceline ships: accepted by Ray and Kubernetes, in order, pinned, and planned."""
+"""The cluster files that Paceline ships: accepted by Ray and Kubernetes, in order,
+pinned, and planned.
+"""
 
 import copy
 import re
@@ -22,7 +24,9 @@ START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for provider local."""
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for
+    provider local.
+    """
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
@@ -40,7 +44,9 @@ def documents() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_validate_strict_finds_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_strict_finds_nothing(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["validate", str(path_of(name)), "--strict"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -52,7 +58,9 @@ def test_the_jobs_have_the_clusters_spec() -> None:
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
     fixed = copy.deepcopy(cluster["spec"])
     del fixed["enableInTreeAutoscaling"], fixed["autoscalerOptions"]
-    fixed["workerGroupSpecs"][0] |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), 2)
+    fixed["workerGroupSpecs"][0] |= dict.fromkeys(
+        ("replicas", "minReplicas", "maxReplicas"), 2
+    )
     assert queued["spec"]["rayClusterSpec"] == fixed, "what Kueue admits has a size"
     assert queued["spec"] | {"suspend": True} == queued["spec"], "it waits for Kueue"
     assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "MY-QUEUE"
@@ -61,28 +69,52 @@ def test_the_jobs_have_the_clusters_spec() -> None:
 
 def test_only_rays_own_pods_reach_what_asks_for_no_token() -> None:
     *clusters, policy = documents()
-    assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+    assert (policy["apiVersion"], policy["kind"]) == (
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+    )
     rays = {"matchLabels": {"ray.io/is-ray-node": "yes"}}
-    assert (policy["spec"]["podSelector"], policy["spec"]["policyTypes"]) == (rays, ["Ingress"])
+    assert (policy["spec"]["podSelector"], policy["spec"]["policyTypes"]) == (
+        rays,
+        ["Ingress"],
+    )
     within, everybody = policy["spec"]["ingress"]
     assert within == {"from": [{"podSelector": rays}]}
-    assert everybody == {"ports": [{"protocol": "TCP", "port": 8265}]}, "the port that the token guards"
-    labels = [document["metadata"]["labels"]["paceline"] for document in (*clusters, policy)]
+    assert everybody == {"ports": [{"protocol": "TCP", "port": 8265}]}, (
+        "the port that the token guards"
+    )
+    labels = [
+        document["metadata"]["labels"]["paceline"] for document in (*clusters, policy)
+    ]
     assert len(set(labels)) == 4, "each is applied by a label of its own"
 
 
 @pytest.mark.parametrize("name", RAY_UP)
 def test_nodes_get_paceline_and_all_that_it_needs(name: str) -> None:
-    """From a mounted copy of the sources, so that a job of any directory runs, at the versions of constraints.txt."""
+    """From a mounted copy of the sources, so that a job of any directory runs, at the
+    versions of constraints.txt.
+    """
     tree = tree_of(name)
     mounts = tree["file_mounts"]
     for local in mounts.values():
         assert local.startswith("~") or (REPOSITORY / local).exists(), local
-    needed = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "cluster", "trainers", "tune"}
+    needed = {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "constraints.txt",
+        "cluster",
+        "trainers",
+        "tune",
+    }
     assert needed <= set(mounts.values())
     for local in needed:
         assert mounts[f"~/paceline-src/{local}"] == local
-    (install,) = [shlex.split(command) for command in tree["setup_commands"] if "pip install" in command]
+    (install,) = [
+        shlex.split(command)
+        for command in tree["setup_commands"]
+        if "pip install" in command
+    ]
     assert install[install.index("-c") + 1] == "~/paceline-src/constraints.txt"
     assert "$HOME/paceline-src[examples]" in install
     versions = expected_versions()
@@ -104,11 +136,15 @@ def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
     for cluster in load_clusters(path_of(name)):
         [head] = [node_type for node_type in cluster.node_types if node_type.is_head]
         assert head.resources == {"CPU": 0, "GPU": 0}
-        workers = [node_type for node_type in cluster.node_types if not node_type.is_head]
+        workers = [
+            node_type for node_type in cluster.node_types if not node_type.is_head
+        ]
         if name == "onprem":
             assert [worker.min_workers for worker in workers] == [2]
         else:
-            assert {worker.min_workers for worker in workers} == {2 if "paceline-queued" in cluster.source else 0}
+            assert {worker.min_workers for worker in workers} == {
+                2 if "paceline-queued" in cluster.source else 0
+            }
             assert all(worker.resources["GPU"] == 1 for worker in workers)
         if name in ("aws", "gcp", "azure"):
             spot, on_demand = sorted(workers, key=lambda worker: not worker.spot)
@@ -121,12 +157,18 @@ def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
 def test_start_commands_agree(name: str) -> None:
     """Every setting of a worker is the head's."""
     tree = tree_of(name)
-    head, worker = (dict(re.findall(r"export (\w+)=([^;\s]+);", " ".join(tree[field]))) for field in START_FIELDS)
+    head, worker = (
+        dict(re.findall(r"export (\w+)=([^;\s]+);", " ".join(tree[field])))
+        for field in START_FIELDS
+    )
     assert worker.items() <= head.items()
     if name != "onprem":
         head_command, worker_command = (tree[field][-1] for field in START_FIELDS)
         assert "--no-monitor" in head_command
-        assert "(setsid paceline-cluster autoscale ~/ray_bootstrap_config.yaml" in head_command
+        assert (
+            "(setsid paceline-cluster autoscale ~/ray_bootstrap_config.yaml"
+            in head_command
+        )
         assert f"(setsid paceline-cluster watch {name} " in worker_command
 
 
@@ -135,5 +177,11 @@ def test_commands_are_valid_shell(name: str) -> None:
     tree = tree_of(name)
     for field in (field for field in tree if field.endswith("_commands")):
         for command in tree[field]:
-            done = subprocess.run(["bash", "-n"], input=command, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["bash", "-n"],
+                input=command,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             assert done.returncode == 0, done.stderr

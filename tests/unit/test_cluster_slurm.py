@@ -1,4 +1,5 @@
-"""cluster/slurm.sbatch: broken variants, each with its one finding, and the script on a faked Slurm.
+"""cluster/slurm.sbatch: broken variants, each with its one finding, and the script on a
+faked Slurm.
 
 tests/lab/test_slurm.py runs it on a real one.
 """
@@ -21,20 +22,44 @@ from trainers.errors import ConfigError
 
 FILE = REPOSITORY / "cluster" / "slurm.sbatch"
 TEXT = FILE.read_text(encoding="utf-8")
-SIGNAL, STORAGE = "#SBATCH --signal=B:USR1@120", "PACELINE_STORAGE=/shared/MY-GROUP/paceline"
+SIGNAL, STORAGE = (
+    "#SBATCH --signal=B:USR1@120",
+    "PACELINE_STORAGE=/shared/MY-GROUP/paceline",
+)
 CPUS = '--cpus-per-task="$SLURM_CPUS_PER_TASK" \\\n'
 ADDRESS = '--address "$address"'
 
-# The text before, the text in its place, the level and the end of the field of what is found.
+# The text before, the text in its place, the level and the end of the field of what is
+# found.
 BROKEN = {
-    "tasks_on_a_node": ("--ntasks-per-node=1", "--ntasks-per-node=8", "error", "--ntasks-per-node"),
-    "tasks_in_all": ("#SBATCH --ntasks-per-node=1", "#SBATCH -n 16", "error", "--ntasks-per-node"),
+    "tasks_on_a_node": (
+        "--ntasks-per-node=1",
+        "--ntasks-per-node=8",
+        "error",
+        "--ntasks-per-node",
+    ),
+    "tasks_in_all": (
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH -n 16",
+        "error",
+        "--ntasks-per-node",
+    ),
     "shared_nodes": ("#SBATCH --exclusive\n", "", "warning", "--exclusive"),
     "one_cpu": (CPUS, "\\\n", "error", "srun"),
-    "cpus_not_asked_for": ("#SBATCH --cpus-per-task=8\n", "", "error", "--cpus-per-task"),
+    "cpus_not_asked_for": (
+        "#SBATCH --cpus-per-task=8\n",
+        "",
+        "error",
+        "--cpus-per-task",
+    ),
     "not_told": (SIGNAL, "", "warning", "--signal"),
     "tells_ray": (SIGNAL, "#SBATCH --signal=USR1@120", "error", "--signal"),
-    "tells_what_is_not_heeded": (SIGNAL, "#SBATCH --signal=B:TERM@120", "error", "--signal"),
+    "tells_what_is_not_heeded": (
+        SIGNAL,
+        "#SBATCH --signal=B:TERM@120",
+        "error",
+        "--signal",
+    ),
     "not_heeded": ("trap stop USR1", "", "error", "--signal"),
     "in_the_foreground": ('"$@" &\n', '"$@"\n', "error", "srun"),
     "not_waited_for": ("do wait $tasks; done", "do break; done", "error", "srun"),
@@ -43,45 +68,98 @@ BROKEN = {
     "own_disk": (STORAGE, "PACELINE_STORAGE=/tmp/$USER", "error", "the script"),
     "no_storage": (f"export {STORAGE}", "", "warning", "the script"),
     "no_token": ("export RAY_AUTH_MODE=token", "", "error", "the script"),
-    "token_in_the_file": ("AUTH_MODE=token", "AUTH_MODE=token RAY_AUTH_TOKEN=abc", "error", "the script"),
-    "key_in_the_file": ("ulimit", "export AWS_SECRET_ACCESS_KEY=abc; ulimit", "error", "a cloud key"),
-    "shared_tmp": ("export RAY_TMPDIR=/tmp/paceline-$SLURM_JOB_ID", "", "warning", "RAY_TMPDIR"),
-    "not_waited_for_nodes": ('--min-nodes "$SLURM_JOB_NUM_NODES"', "", "error", "symmetric-run"),
+    "token_in_the_file": (
+        "AUTH_MODE=token",
+        "AUTH_MODE=token RAY_AUTH_TOKEN=abc",
+        "error",
+        "the script",
+    ),
+    "key_in_the_file": (
+        "ulimit",
+        "export AWS_SECRET_ACCESS_KEY=abc; ulimit",
+        "error",
+        "a cloud key",
+    ),
+    "shared_tmp": (
+        "export RAY_TMPDIR=/tmp/paceline-$SLURM_JOB_ID",
+        "",
+        "warning",
+        "RAY_TMPDIR",
+    ),
+    "not_waited_for_nodes": (
+        '--min-nodes "$SLURM_JOB_NUM_NODES"',
+        "",
+        "error",
+        "symmetric-run",
+    ),
     "one_head_each": (ADDRESS, '--address "127.0.0.1:$port"', "error", "symmetric-run"),
     "one_port_for_all": (ADDRESS, "--address=$head:6379", "warning", "symmetric-run"),
     "a_ray_of_its_own": ("RAY_ADDRESS=", "ADDRESS=", "error", "RAY_ADDRESS"),
-    "misspelt": ("#SBATCH --gpus-per-node=1", "#SBATCH --gpu-per-node=1", "error", "--gpu-per-node"),
+    "misspelt": (
+        "#SBATCH --gpus-per-node=1",
+        "#SBATCH --gpu-per-node=1",
+        "error",
+        "--gpu-per-node",
+    ),
     "ambiguous": ("#SBATCH --gpus-per-node=1", "#SBATCH --nod=1", "error", "--nod"),
     "no_nodes": ("#SBATCH --nodes=2", "#SBATCH --nodes=two", "error", "--nodes"),
     "no_time": ("#SBATCH --time=04:00:00", "#SBATCH --time=4h", "error", "--time"),
-    "no_count": ("#SBATCH --cpus-per-task=8", "#SBATCH --cpus-per-task=eight", "error", "--cpus-per-task"),
+    "no_count": (
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --cpus-per-task=eight",
+        "error",
+        "--cpus-per-task",
+    ),
     "no_memory": ("#SBATCH --mem=0", "#SBATCH --mem=64Q", "error", "--mem"),
-    "no_gpus": ("#SBATCH --gpus-per-node=1", "#SBATCH --gpus-per-node=h100:x", "error", "--gpus-per-node"),
-    "no_option": ("#SBATCH --requeue", "#SBATCH --requeue\n# SBATCH --mail-type=ALL", "warning", ""),
+    "no_gpus": (
+        "#SBATCH --gpus-per-node=1",
+        "#SBATCH --gpus-per-node=h100:x",
+        "error",
+        "--gpus-per-node",
+    ),
+    "no_option": (
+        "#SBATCH --requeue",
+        "#SBATCH --requeue\n# SBATCH --mail-type=ALL",
+        "warning",
+        "",
+    ),
 }
 
 
 @pytest.mark.parametrize(("old", "new", "level", "field"), BROKEN.values(), ids=BROKEN)
-def test_each_trap_has_its_finding(old: str, new: str, level: str, field: str, tmp_path: Path) -> None:
+def test_each_trap_has_its_finding(
+    old: str, new: str, level: str, field: str, tmp_path: Path
+) -> None:
     file = tmp_path / "job.sbatch"
     assert old in TEXT
     file.write_text(TEXT.replace(old, new), encoding="utf-8")
     [finding] = slurm_findings(load_slurm(file))
     assert (finding.level, finding.field.endswith(field)) == (level, True), finding
     if field and new.startswith("#SBATCH") and field in new:
-        number = next(i for i, line in enumerate(file.read_text().splitlines(), 1) if new.splitlines()[0] in line)
+        number = next(
+            i
+            for i, line in enumerate(file.read_text().splitlines(), 1)
+            if new.splitlines()[0] in line
+        )
         assert finding.field.startswith(f"line {number}, ")
 
 
 def test_an_option_after_a_command_is_none(tmp_path: Path) -> None:
     file = tmp_path / "job.sbatch"
-    file.write_text(TEXT.replace("#SBATCH --open-mode", "cd ..\n#SBATCH --open-mode"), encoding="utf-8")
+    file.write_text(
+        TEXT.replace("#SBATCH --open-mode", "cd ..\n#SBATCH --open-mode"),
+        encoding="utf-8",
+    )
     found = slurm_findings(load_slurm(file))
     assert sum(finding.value == "#SBATCH --open-mode=append" for finding in found) == 1
-    assert ("warning", "--open-mode") in [(finding.level, finding.field) for finding in found]
+    assert ("warning", "--open-mode") in [
+        (finding.level, finding.field) for finding in found
+    ]
 
 
-def test_validate_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_prints_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["validate", str(FILE), "--strict"]) == 0
     assert capsys.readouterr().out == f"{FILE}: in order (slurm, 2 nodes)\n"
     file = tmp_path / "job"  # known by its content
@@ -91,16 +169,25 @@ def test_validate_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["validate", str(tmp_path / "none.sbatch")]) == 2
 
 
-def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(tmp_path: Path) -> None:
+def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "job.sh"
-    srun = "srun -c 8 torchrun --nnodes 2 -m trainers train.yaml --storage_path /nfs/runs"
-    options = "--nodes=2 --exclusive -t 1-12 --requeue --open-mode=append --signal=B:USR1@300"
-    file.write_text(f"#!/bin/bash\n#SBATCH {options}\ntrap 'kill $t' SIGUSR1\n{srun} & t=$!\nwait\n")
+    srun = (
+        "srun -c 8 torchrun --nnodes 2 -m trainers train.yaml --storage_path /nfs/runs"
+    )
+    options = (
+        "--nodes=2 --exclusive -t 1-12 --requeue --open-mode=append --signal=B:USR1@300"
+    )
+    file.write_text(
+        f"#!/bin/bash\n#SBATCH {options}\ntrap 'kill $t' SIGUSR1\n{srun} & t=$!\nwait\n"
+    )
     assert slurm_findings(load_slurm(file)) == [], "`& t=$!` is no `&` at the end"
 
 
 @pytest.mark.parametrize(
-    ("text", "field"), [("", "line 1"), ("sleep 1\n", "line 1"), ('#!/bin/sh\n#SBATCH "\n', "line 2")]
+    ("text", "field"),
+    [("", "line 1"), ("sleep 1\n", "line 1"), ('#!/bin/sh\n#SBATCH "\n', "line 2")],
 )
 def test_what_sbatch_refuses(text: str, field: str, tmp_path: Path) -> None:
     file = tmp_path / "job.sbatch"
@@ -111,7 +198,8 @@ def test_what_sbatch_refuses(text: str, field: str, tmp_path: Path) -> None:
 
 
 FAKES = {
-    # The options, which all have their value after `=`, then the command: on this machine alone.
+    # The options, which all have their value after `=`, then the command: on this
+    # machine alone.
     "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
     "ray": 'echo "$@" >>"$FAKED/rays"; [[ "$1" == symmetric-run && ! -e "$FAKED/no_ray" ]] || exit 0\n'
     'while [ "$1" != -- ]; do shift; done; shift; "$@"; exit "${RAYS_OWN_CODE:-$?}"',
@@ -121,7 +209,9 @@ FAKES = {
 
 @pytest.fixture
 def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in which the fakes write down what they were asked for; the script, with its storage there."""
+    """A directory in which the fakes write down what they were asked for; the script,
+    with its storage there.
+    """
     (tmp_path / "bin").mkdir()
     for name, body in FAKES.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -130,7 +220,11 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "home" / ".ray" / "auth_token").write_text("0" * 64)
     job = str(10**8 + os.getpid())
     sizes = {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "2"}
-    names = {"SLURM_JOB_ID": job, "SLURMD_NODENAME": "localhost", "HOME": str(tmp_path / "home")}
+    names = {
+        "SLURM_JOB_ID": job,
+        "SLURMD_NODENAME": "localhost",
+        "HOME": str(tmp_path / "home"),
+    }
     paths = {"FAKED": str(tmp_path), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     for name, value in (sizes | names | paths).items():
         monkeypatch.setenv(name, value)
@@ -140,16 +234,25 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def start(faked: Path, *command: str) -> subprocess.Popen[str]:
     arguments = ["bash", str(faked / "job.sbatch"), *command]
-    return subprocess.Popen(arguments, cwd=faked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        arguments,
+        cwd=faked,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
-def test_the_commands_exit_code_is_the_jobs(faked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_exit_code_is_the_jobs(
+    faked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = start(faked, "bash", "-c", 'test "$RAY_ADDRESS" && exit 7')
     assert (job.communicate()[0], job.returncode) == ("", 7)
     [asked] = (faked / "rays").read_text().splitlines()
     assert asked.startswith("symmetric-run --address ")
     assert " --min-nodes 1 --num-cpus=2 --num-gpus=0 -- " in asked
-    # Ray itself may end with another code while it stops, and with 0 when it did not start.
+    # Ray itself may end with another code while it stops, and with 0 when it did not
+    # start.
     monkeypatch.setenv("RAYS_OWN_CODE", "1")
     assert start(faked, "true").wait() == 0
     (faked / "no_ray").touch()
@@ -159,9 +262,19 @@ def test_the_commands_exit_code_is_the_jobs(faked: Path, monkeypatch: pytest.Mon
 
 
 def test_a_signal_stops_the_command_and_puts_the_job_back(faked: Path) -> None:
-    heeds = "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
-    job = start(faked, sys.executable, "-c", f"{heeds}pathlib.Path('up').touch(); time.sleep(3600)")
+    heeds = (
+        "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
+    )
+    job = start(
+        faked,
+        sys.executable,
+        "-c",
+        f"{heeds}pathlib.Path('up').touch(); time.sleep(3600)",
+    )
     until((faked / "up").exists, "the command", every_s=0.02)
     job.send_signal(signal.SIGUSR1)
     assert (job.communicate()[0], job.returncode) == ("", 0)
-    assert (faked / "scontrol").read_text().split() == ["requeue", str(10**8 + os.getpid())]
+    assert (faked / "scontrol").read_text().split() == [
+        "requeue",
+        str(10**8 + os.getpid()),
+    ]

@@ -1,4 +1,6 @@
-"""One command line for all doors: the same help, the same options, and one sentence for every mistake."""
+"""One command line for all doors: the same help, the same options, and one sentence for
+every mistake.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,59 @@ from trainers.command_line import Command, run
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError, RunFailedError
 
-DOORS = {"trainers": trainers.__main__.main, "tune": tune.__main__.main, "cluster": cluster.__main__.main}
+DOORS = {
+    "trainers": trainers.__main__.main,
+    "tune": tune.__main__.main,
+    "cluster": cluster.__main__.main,
+}
 COMMANDS = [
-    # door, command, what it needs, an option with a typing error, what it should have been, an option with a value
+    # door, command, what it needs, an option with a typing error, what it should have
+    # been, an option with a value
     ("trainers", [], ["train.yaml"], "--frsh", "--fresh", "--seed"),
     ("trainers", ["evaluate"], ["run"], "--splt", "--split", "--split"),
-    ("trainers", ["predict"], ["run", "--out=x"], "--checkpont", "--checkpoint", "--out"),
-    ("trainers", ["export"], ["run", "--out=x"], "--chekpoint", "--checkpoint", "--checkpoint"),
+    (
+        "trainers",
+        ["predict"],
+        ["run", "--out=x"],
+        "--checkpont",
+        "--checkpoint",
+        "--out",
+    ),
+    (
+        "trainers",
+        ["export"],
+        ["run", "--out=x"],
+        "--chekpoint",
+        "--checkpoint",
+        "--checkpoint",
+    ),
     ("tune", [], ["sweep.yaml"], "--no_chck", "--no-check", "--train.seed"),
     ("tune", ["resume"], ["sweep"], "--no-chek", "--no-check", None),
     ("tune", ["report"], ["sweep"], "--no-check", None, None),
-    ("tune", ["plan"], ["sweep.yaml", "--cluster=c"], "--minuts_per_trial", "--minutes-per-trial", "--cluster"),
+    (
+        "tune",
+        ["plan"],
+        ["sweep.yaml", "--cluster=c"],
+        "--minuts_per_trial",
+        "--minutes-per-trial",
+        "--cluster",
+    ),
     ("cluster", ["validate"], ["a.yaml"], "--stict", "--strict", None),
     ("cluster", ["check"], [], "--storage-pth", "--storage-path", "--wait-s"),
 ]
 each_command = pytest.mark.parametrize(
-    ("door", "command", "needs", "mistyped", "meant", "valued"), COMMANDS, ids=lambda value: str(value)[:24]
+    ("door", "command", "needs", "mistyped", "meant", "valued"),
+    COMMANDS,
+    ids=lambda value: str(value)[:24],
 )
 Told = Callable[..., str]
 
 
 @pytest.fixture
 def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    """What a command that is typed wrong says: one sentence on standard error, with exit code 2."""
+    """What a command that is typed wrong says: one sentence on standard error, with
+    exit code 2.
+    """
 
     def run(door: str, *args: str) -> str:
         assert DOORS[door](list(args)) == 2
@@ -72,23 +104,35 @@ def test_help_and_mistakes(
     assert f"`-x` is not an option of `{call}`" in told(door, *command, *needs, "-x")
     if valued is not None:
         for args in ([valued], [valued, "--help-me"]):
-            assert f"`{valued}` needs a value; write `{valued} VALUE`." in told(door, *command, *needs, *args)
+            assert f"`{valued}` needs a value; write `{valued} VALUE`." in told(
+                door, *command, *needs, *args
+            )
     if command != ["validate"]:
-        assert f"`surplus` is one argument too many for `{call}`" in told(door, *command, *needs, "surplus")
+        assert f"`surplus` is one argument too many for `{call}`" in told(
+            door, *command, *needs, "surplus"
+        )
     if needs:
-        assert "is required" in told(door, *command, *needs[1:], *(["--fresh"] if not command else []))
+        assert "is required" in told(
+            door, *command, *needs[1:], *(["--fresh"] if not command else [])
+        )
 
 
 @pytest.mark.parametrize(
     ("door", "args", "words"),
     [
-        ("cluster", ["validat", "x"], "`validat` is not a command of `python -m cluster`; did you mean `validate`?"),
+        (
+            "cluster",
+            ["validat", "x"],
+            "`validat` is not a command of `python -m cluster`; did you mean `validate`?",
+        ),
         ("cluster", ["--strict"], "its commands are validate, check, watch, autoscale"),
         ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
     ],
 )
-def test_a_command_that_does_not_exist(door: str, args: list[str], words: str, told: Told) -> None:
+def test_a_command_that_does_not_exist(
+    door: str, args: list[str], words: str, told: Told
+) -> None:
     assert words in told(door, *args)
 
 
@@ -162,11 +206,16 @@ def test_options_are_read(args: list[str], expected: dict[str, Any]) -> None:
         (["--scaling.num-workers", "2"], {"scaling.num_workers": 2}),
         (["--task-args.my-key", "2"], {"task_args.my-key": 2}),
         (["--seed", "1", "--seed", "2"], {"seed": 2}),
-        (["--checkpoint.every-s", "1"], {"checkpoint.every_s": 1}),  # beside an option `--checkpoint`
+        (
+            ["--checkpoint.every-s", "1"],
+            {"checkpoint.every_s": 1},
+        ),  # beside an option `--checkpoint`
         (["--sede", "1"], {"sede": 1}),  # TrainConfig says what is near
     ],
 )
-def test_keys_of_the_configuration_are_read(args: list[str], expected: dict[str, Any]) -> None:
+def test_keys_of_the_configuration_are_read(
+    args: list[str], expected: dict[str, Any]
+) -> None:
     assert parse("f", *args)["overrides"] == expected
 
 
@@ -179,9 +228,15 @@ def test_keys_of_the_configuration_are_read(args: list[str], expected: dict[str,
         (["--seed", "1", "stray"], "`stray` is one argument too many"),
         (["--seed", "[1"], "--seed"),
         (["--task_args.x", "!!python/object/apply:os.system [x]"], "python"),
-        (["--count", "2.5"], "`--count` is 2.5, but must be a whole number; write `--count COUNT`."),
+        (
+            ["--count", "2.5"],
+            "`--count` is 2.5, but must be a whole number; write `--count COUNT`.",
+        ),
         (["--wait-s", "soon"], '`--wait-s` is "soon", but must be a number'),
-        (["--strict=perhaps"], '`--strict` is "perhaps", but must be true or false; write `--strict`.'),
+        (
+            ["--strict=perhaps"],
+            '`--strict` is "perhaps", but must be true or false; write `--strict`.',
+        ),
     ],
 )
 def test_what_is_no_option_is_a_config_error(args: list[str], words: str) -> None:
@@ -208,10 +263,14 @@ def test_each_of_torchruns_workers_says_its_own_failure(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(trainers.__main__, "read_run", fails)
     assert trainers.__main__.main(["train.yaml"]) == 1
-    assert capsys.readouterr().err.startswith("error: the run ended as `error`: rank 1: ValueError: it is bad")
+    assert capsys.readouterr().err.startswith(
+        "error: the run ended as `error`: rank 1: ValueError: it is bad"
+    )
 
 
-def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -234,14 +293,18 @@ def test_what_nobody_has_foreseen_ends_in_a_sentence_too(
     assert sentence == "error: LookupError: no such host"
 
 
-def test_a_deleted_working_directory_is_said(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleted_working_directory_is_said(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     for door in DOORS:
         assert "`the working directory`" in told(door, "x.yaml")
 
 
-def test_what_an_encoding_has_not_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_encoding_has_not_ends_no_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def say() -> int:
         """Say it."""
         print("größer", flush=True)

@@ -1,4 +1,6 @@
-"""`compile` with the loss inside: what a user's loss may do stays allowed, and what it computes stays the same."""
+"""`compile` with the loss inside: what a user's loss may do stays allowed, and what it
+computes stays the same.
+"""
 
 import functools
 import logging
@@ -21,7 +23,8 @@ class Counting(Blobs):
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
-        self.calls, self.centre = 0, torch.zeros(4)
+        self.calls = 0
+        self.centre = torch.zeros(4)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         self.calls += 1
@@ -45,7 +48,9 @@ class Named(Blobs):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         self.name = f"{getattr(self, 'name', '')}+"
-        return F.cross_entropy(outputs, batch[1]) * (2 if self.name.endswith("++++") else 1)
+        return F.cross_entropy(outputs, batch[1]) * (
+            2 if self.name.endswith("++++") else 1
+        )
 
 
 class Disabled(Blobs):
@@ -65,31 +70,55 @@ def dynamo() -> Iterator[None]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs as ever, which run as they are: no code is generated."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager")
+    )
 
 
 @pytest.mark.parametrize(
     ("task", "graphs", "recompiles"),
     [
-        (Counting, 5, 3),  # two of the model (training, evaluation), of the loss one for the counter at 0, 1 and any
+        (
+            Counting,
+            5,
+            3,
+        ),  # two of the model (training, evaluation), of the loss one for the counter at 0, 1 and any
         (Talking, 6, 4),
-        pytest.param(Named, 10, 8, marks=pytest.mark.full),  # torch's own limit: from then on as it is
+        pytest.param(
+            Named, 10, 8, marks=pytest.mark.full
+        ),  # torch's own limit: from then on as it is
         (Disabled, 2, 1),
     ],
 )
 def test_what_a_loss_does_in_python_is_allowed(
-    task: type[Blobs], graphs: int, recompiles: int, traced: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    task: type[Blobs],
+    graphs: int,
+    recompiles: int,
+    traced: None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With `fullgraph` too; and torch says once, not in each step, what it cannot compile."""
-    eager, compiled = task(), task()
+    """With `fullgraph` too; and torch says once, not in each step, what it cannot
+    compile.
+    """
+    eager = task()
+    compiled = task()
     settings = {"precision": "bf16"}
     train(tmp_path / "eager", eager, **settings)
     logging.getLogger("torch._dynamo").addHandler(caplog.handler)
     try:
-        result = train(tmp_path / "compiled", compiled, **settings, compile="default", fullgraph=True)
+        result = train(
+            tmp_path / "compiled",
+            compiled,
+            **settings,
+            compile="default",
+            fullgraph=True,
+        )
     finally:
         logging.getLogger("torch._dynamo").removeHandler(caplog.handler)
-    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
+    assert losses(tmp_path / "compiled") == pytest.approx(
+        losses(tmp_path / "eager"), rel=1e-5
+    )
     for name in ("calls", "name"):
         assert vars(compiled).get(name) == vars(eager).get(name)
     assert result.compile["graphs"] <= graphs
@@ -106,8 +135,12 @@ def test_what_a_loss_does_in_python_is_allowed(
         ("max-autotune", "max-autotune-no-cudagraphs"),
     ],
 )
-def test_cuda_graphs_are_left_to_the_model(mode: str, loss_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the loss keeps would be overwritten by the next pass; a graph break in it is no error with `fullgraph`."""
+def test_cuda_graphs_are_left_to_the_model(
+    mode: str, loss_mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the loss keeps would be overwritten by the next pass; a graph break in it is
+    no error with `fullgraph`.
+    """
     asked = compilations(monkeypatch)
     train(None, compile=mode, fullgraph=True, max_steps=2)
     assert asked == [

@@ -1,4 +1,6 @@
-"""TrainConfig: what fits together, what does not, and the plain data that builds it again."""
+"""TrainConfig: what fits together, what does not, and the plain data that builds it
+again.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,21 @@ from trainers.config.model import build
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 
-BASE = {"task": "task:Mine", "epochs": 2, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
+BASE = {
+    "task": "task:Mine",
+    "epochs": 2,
+    "global_batch_size": 64,
+    "optimizer": {"lr": 0.1},
+}
 
 
 def make(**changes: Any) -> TrainConfig:
     """BASE with changes; None removes a key."""
-    return build(TrainConfig, {k: v for k, v in (BASE | changes).items() if v is not None}, "train.yaml")
+    return build(
+        TrainConfig,
+        {k: v for k, v in (BASE | changes).items() if v is not None},
+        "train.yaml",
+    )
 
 
 def sentences(**changes: Any) -> list[str]:
@@ -28,7 +39,12 @@ def sentences(**changes: Any) -> list[str]:
 
 def test_the_defaults_are_a_run() -> None:
     config = make()
-    assert (config.batch_size, config.precision, config.microbatch_size, config.launcher) == (64, "fp32", "auto", "ray")
+    assert (
+        config.batch_size,
+        config.precision,
+        config.microbatch_size,
+        config.launcher,
+    ) == (64, "fp32", "auto", "ray")
     assert config.optimizer.name == "adamw"
 
 
@@ -60,11 +76,20 @@ REFUSED = [
     ({"optimizer": {"lr": 0.1, "name": "sgd", "eps": 1e-8}}, "optimizer.eps"),
     ({"optimizer": {"lr": 0.1, "name": "sgd", "nesterov": True}}, "optimizer.nesterov"),
     ({"optimizer": {"lr": 0.1, "betas": [0.9]}}, "optimizer.betas"),
-    ({"optimizer": {"lr": 0.1, "name": "adamw8bit"}, "strategy": "fsdp"}, "optimizer.name"),
+    (
+        {"optimizer": {"lr": 0.1, "name": "adamw8bit"}, "strategy": "fsdp"},
+        "optimizer.name",
+    ),
     ({"lr_schedule": {"warmup": 1.5}}, "lr_schedule.warmup"),
     ({"lr_scaling": {"rule": "sqrt"}}, "lr_scaling.base_batch_size"),
     ({"lr_scaling": {"rule": "sde"}}, "lr_scaling.base_batch_size"),
-    ({"lr_scaling": {"rule": "sde", "base_batch_size": 8}, "optimizer": {"name": "sgd", "lr": 0.1}}, "lr_scaling.rule"),
+    (
+        {
+            "lr_scaling": {"rule": "sde", "base_batch_size": 8},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+        },
+        "lr_scaling.rule",
+    ),
     ({"ema": {"decay": 1.0}}, "ema.decay"),
     ({"early_stopping": {"metric": "val_loss"}}, "early_stopping.patience"),
     ({"early_stopping": {"patience": 5}}, "early_stopping.patience"),
@@ -78,7 +103,10 @@ REFUSED = [
     ({"strategy": "fsdp", "compile": "max-autotune"}, "compile"),
     ({"strategy": "dp", "compile": "default"}, "compile"),
     ({"strategy": "fsdp", "ddp": {"sync_batchnorm": True}}, "ddp.sync_batchnorm"),
-    ({"strategy": "dp", "activation_checkpointing": "full"}, "activation_checkpointing"),
+    (
+        {"strategy": "dp", "activation_checkpointing": "full"},
+        "activation_checkpointing",
+    ),
     ({"cuda_graphs": True, "device": "cpu"}, "cuda_graphs"),
     ({"cuda_graphs": True, "scaling": {"num_workers": 2}}, "cuda_graphs"),
     ({"cuda_graphs": True, "compile": "reduce-overhead"}, "cuda_graphs"),
@@ -88,16 +116,24 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "field"), REFUSED, ids=str)
-def test_what_cannot_be_is_said_in_one_sentence_about_its_key(changes: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_is_said_in_one_sentence_about_its_key(
+    changes: dict[str, Any], field: str
+) -> None:
     [line] = sentences(**changes)
     assert line.startswith(f"train.yaml: `{field}` ")
 
 
 def test_batch_size_per_worker_becomes_the_global_one() -> None:
-    config = make(global_batch_size=None, batch_size_per_worker=8, scaling={"num_workers": 4})
+    config = make(
+        global_batch_size=None, batch_size_per_worker=8, scaling={"num_workers": 4}
+    )
     assert config.batch_size == 32
     resolved = config.with_global_batch()
-    assert (resolved.global_batch_size, resolved.batch_size_per_worker, resolved.batch_size) == (32, None, 32)
+    assert (
+        resolved.global_batch_size,
+        resolved.batch_size_per_worker,
+        resolved.batch_size,
+    ) == (32, None, 32)
     assert resolved.with_global_batch() == resolved
     assert build(TrainConfig, resolved.tree(), "f") == resolved
 
@@ -115,10 +151,22 @@ def test_elastic_workers_have_a_range() -> None:
         {},
         {"global_batch_size": None, "batch_size_per_worker": 4},
         {"epochs": None, "max_steps": 9, "max_time_s": 1.5},
-        {"task_args": {"width": 3, "nested": {"list": [1, 2.5, "off", None]}, "nothing": None}},
+        {
+            "task_args": {
+                "width": 3,
+                "nested": {"list": [1, 2.5, "off", None]},
+                "nothing": None,
+            }
+        },
         {"optimizer": {"name": "sgd", "lr": 1, "momentum": 0.9, "nesterov": False}},
-        {"lr_schedule": {"name": "cosine", "warmup": 0.05}, "lr_scaling": {"rule": "sqrt", "base_batch_size": 32}},
-        {"scaling": {"num_workers": [1, 4], "use_gpu": False}, "checkpoint": {"every_s": 10}},
+        {
+            "lr_schedule": {"name": "cosine", "warmup": 0.05},
+            "lr_scaling": {"rule": "sqrt", "base_batch_size": 32},
+        },
+        {
+            "scaling": {"num_workers": [1, 4], "use_gpu": False},
+            "checkpoint": {"every_s": 10},
+        },
     ],
 )
 def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
@@ -142,7 +190,9 @@ def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
         ({"scaling": {"placement_strategy": "spread"}}, "SPREAD"),
     ],
 )
-def test_a_value_that_is_almost_one_is_named(changes: dict[str, Any], meant: str) -> None:
+def test_a_value_that_is_almost_one_is_named(
+    changes: dict[str, Any], meant: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         build(TrainConfig, BASE | changes, "train.yaml")
     assert raised.value.fix == f"did you mean `{meant}`?"

@@ -1,4 +1,6 @@
-"""A cluster of a process's own: on the loopback alone, its signals, its end, and who kills what is left of it."""
+"""A cluster of a process's own: on the loopback alone, its signals, its end, and who
+kills what is left of it.
+"""
 
 import os
 import signal
@@ -21,18 +23,28 @@ from trainers.on_ray import reaper
 from trainers.on_ray.connect import connect, disconnect
 
 
-@pytest.mark.parametrize(("address", "several_nodes"), [(None, False), ("local", False), ("10.0.0.7:6379", True)])
+@pytest.mark.parametrize(
+    ("address", "several_nodes"),
+    [(None, False), ("local", False), ("10.0.0.7:6379", True)],
+)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
-    address: str | None, several_nodes: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+    address: str | None,
+    several_nodes: bool,
+    fails: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By Ray's own switch, from which the addresses of all its ports follow; users' settings are put back."""
+    """By Ray's own switch, from which the addresses of all its ports follow; users'
+    settings are put back.
+    """
     seen = []
 
     def init(address: str, **options: Any) -> Any:
         seen.append((address, ray_constants.ENABLE_RAY_CLUSTER))
         if fails:
-            raise Exception("The current node timed out during startup.\nMore of it.")  # as Ray's own
+            raise Exception(
+                "The current node timed out during startup.\nMore of it."
+            )  # as Ray's own
         return SimpleNamespace(dashboard_url=None)
 
     if address is None:
@@ -48,20 +60,33 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     reaped = []
     monkeypatch.setattr(reaper, "start", lambda session, token: reaped.append(session))
     if fails:
-        where = f"joined at RAY_ADDRESS {address}" if several_nodes else "start on this machine"
-        with pytest.raises(ClusterError, match=rf"{where}: The current node timed out during startup\. \("):
+        where = (
+            f"joined at RAY_ADDRESS {address}"
+            if several_nodes
+            else "start on this machine"
+        )
+        with pytest.raises(
+            ClusterError,
+            match=rf"{where}: The current node timed out during startup\. \(",
+        ):
             connect()
     else:
         connect()
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         disconnect()
     assert seen == [(address or "local", several_nodes)]
-    assert reaped == (["/session"] if address != "10.0.0.7:6379" and not fails and sys.platform == "linux" else [])
+    assert reaped == (
+        ["/session"]
+        if address != "10.0.0.7:6379" and not fails and sys.platform == "linux"
+        else []
+    )
     assert ray_constants.ENABLE_RAY_CLUSTER
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_leaving_waits_for_no_process_that_was_stopped(stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_waits_for_no_process_that_was_stopped(
+    stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray waits for the raylet's answer; killed, it needs none."""
     killed = threading.Event()
     process = SimpleNamespace(kill=killed.set)
@@ -74,13 +99,20 @@ def test_leaving_waits_for_no_process_that_was_stopped(stopped: bool, monkeypatc
     assert killed.is_set() == stopped
 
 
-def test_what_a_process_does_at_sigterm_is_not_rays_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost lease ends the command by it, in a sentence, also while the command leaves the cluster, and after."""
+def test_what_a_process_does_at_sigterm_is_not_rays_to_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lost lease ends the command by it, in a sentence, also while the command leaves
+    the cluster, and after.
+    """
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 
     def take(handler: Any) -> Any:
-        return lambda **options: signal.signal(signal.SIGTERM, handler) and SimpleNamespace(dashboard_url=None)
+        return lambda **options: (
+            signal.signal(signal.SIGTERM, handler)
+            and SimpleNamespace(dashboard_url=None)
+        )
 
     def end() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -144,18 +176,31 @@ print("alive")
 ])  # fmt: skip
 def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind], cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S
+        [sys.executable, "-c", SCRIPT, kind],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert done.stderr.endswith(err)
     assert done.stderr.count("error:") == code
 
 
-@pytest.mark.parametrize(("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)])
-def test_a_head_may_be_away_for_less_than_ray_waits(said: str | None, patience_s: float) -> None:
+@pytest.mark.parametrize(
+    ("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)]
+)
+def test_a_head_may_be_away_for_less_than_ray_waits(
+    said: str | None, patience_s: float
+) -> None:
     from trainers.on_ray.cluster_end import _patience_s
 
-    assert _patience_s({} if said is None else {"RAY_gcs_rpc_server_reconnect_timeout_s": said}) == patience_s
+    assert (
+        _patience_s(
+            {} if said is None else {"RAY_gcs_rpc_server_reconnect_timeout_s": said}
+        )
+        == patience_s
+    )
 
 
 def sleeper(file: Path, mode: str = "ab") -> subprocess.Popen[bytes]:
@@ -165,14 +210,21 @@ def sleeper(file: Path, mode: str = "ab") -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sleep", "1000"], pass_fds=[opened.fileno()])
 
 
-def test_what_outlives_the_driver_is_killed_even_if_it_was_stopped(tmp_path: Path) -> None:
+def test_what_outlives_the_driver_is_killed_even_if_it_was_stopped(
+    tmp_path: Path,
+) -> None:
     session = tmp_path / "session_1"
     log = session / "logs" / "raylet.out"
-    agent, worker, reader = sleeper(log), sleeper(log), sleeper(log, "rb")
+    agent = sleeper(log)
+    worker = sleeper(log)
+    reader = sleeper(log, "rb")
     stranger = sleeper(tmp_path / "session_10" / "logs" / "raylet.out")
     psutil.Process(worker.pid).suspend()
     assert set(reaper.processes(str(session))) == {agent.pid, worker.pid}
-    with subprocess.Popen([sys.executable, "-I", "-S", reaper.__file__, str(session)], stdin=subprocess.PIPE) as beside:
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", reaper.__file__, str(session)],
+        stdin=subprocess.PIPE,
+    ) as beside:
         assert (agent.poll(), worker.poll()) == (None, None)
     assert beside.returncode == 0
     assert (agent.wait(60), worker.wait(60)) == (-9, -9)

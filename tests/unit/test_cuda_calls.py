@@ -22,17 +22,26 @@ from trainers.on_ray import process_group
 from trainers.on_ray.process_group import GroupConfig
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("nccl", [("training", 3)]), ("gloo", [])])
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("nccl", [("training", 3)]), ("gloo", [])]
+)
 def test_ray_trains_in_a_thread_that_is_bound(
     monkeypatch: pytest.MonkeyPatch, backend: str, expected: list[tuple[str, int]]
 ) -> None:
     """The current device is each thread's own, and Ray joins the group in another one."""
     bound = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: bound.append((threading.current_thread().name, index)))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda index: bound.append((threading.current_thread().name, index)),
+    )
     monkeypatch.setattr(process_group, "own_gpu", lambda: 3)
     trained = []
     function = construct_train_func(
-        lambda: trained.append(len(bound)), None, GroupConfig(backend).train_func_context, "train_loop_per_worker"
+        lambda: trained.append(len(bound)),
+        None,
+        GroupConfig(backend).train_func_context,
+        "train_loop_per_worker",
     )
     thread = threading.Thread(target=function, name="training")
     thread.start()
@@ -49,15 +58,31 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(
-        ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
+        ray,
+        "get_runtime_context",
+        lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned}),
     )
-    of_worker = dict.fromkeys(("world_rank", "world_size", "local_rank", "local_world_size", "node_rank"), lambda: 1)
-    context_of_worker = SimpleNamespace(**{f"get_{name}": value for name, value in of_worker.items()})
+    of_worker = dict.fromkeys(
+        ("world_rank", "world_size", "local_rank", "local_world_size", "node_rank"),
+        lambda: 1,
+    )
+    context_of_worker = SimpleNamespace(
+        **{f"get_{name}": value for name, value in of_worker.items()}
+    )
     monkeypatch.setattr(ray.train, "get_context", lambda: context_of_worker)
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: None)
     monkeypatch.setattr(process_group, "own_gpu", lambda: 0)
-    monkeypatch.setattr(local, "join_group", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GLOO_SOCKET_IFNAME"):
+    monkeypatch.setattr(
+        local, "join_group", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     process_group._join("127.0.0.1", 1, "gloo")
@@ -69,11 +94,17 @@ def test_a_check_measures_no_gpu_that_something_else_holds(
     monkeypatch: pytest.MonkeyPatch, held: list[str], visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": held}))
+    monkeypatch.setattr(
+        ray,
+        "get_runtime_context",
+        lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": held}),
+    )
     assert Probe().call(os.environ.get, "CUDA_VISIBLE_DEVICES") == visible
 
 
-def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """DDP makes them in its first backward pass, after the probe."""
     config = make(tmp_path, microbatch_size="auto").config
     told = []
@@ -87,7 +118,9 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, mo
 
     context = Context(None, "test")
     replica = build.build_replica(Blobs(), config, context)
-    monkeypatch.setattr(build, "Replicated", torch.nn.Module)  # a single rank's is not wrapped
+    monkeypatch.setattr(
+        build, "Replicated", torch.nn.Module
+    )  # a single rank's is not wrapped
     monkeypatch.setattr(type(replica.step.forward), "loss", full)
     with pytest.raises(TooLargeError):
         build._settle_buckets(replica, config, context)

@@ -1,4 +1,6 @@
-"""The device of a worker on a machine without an accelerator: its flags, figures and seeds."""
+"""The device of a worker on a machine without an accelerator: its flags, figures and
+seeds.
+"""
 
 import mmap
 import random
@@ -25,13 +27,16 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def flags_come_back() -> Iterator[None]:
-    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    threads = torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, False
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = False
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -59,7 +64,9 @@ def test_flags_are_set_whatever_they_were() -> None:
 def test_memory_figures_are_of_this_process() -> None:
     reset_peak_memory(CPU)
     before = peak_memory_bytes(CPU)
-    block = mmap.mmap(-1, 50_000_000)  # pages that no earlier test's freed memory can stand in for
+    block = mmap.mmap(
+        -1, 50_000_000
+    )  # pages that no earlier test's freed memory can stand in for
     block.write(b"1" * 50_000_000)
     after = peak_memory_bytes(CPU)
     assert 10_000_000 < before < total_memory_bytes(CPU)
@@ -70,7 +77,9 @@ def test_memory_figures_are_of_this_process() -> None:
 
 def test_the_environment_says_what_a_figure_depends_on() -> None:
     report = environment(CPU)
-    assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(report)
+    assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(
+        report
+    )
     assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert all(isinstance(value, str) for value in report.values())
 
@@ -81,7 +90,9 @@ def draw() -> tuple[float, float, float, list[float], float]:
         random.gauss(0, 1),
         float(np.random.rand()),
         torch.rand(3).tolist(),
-        float(np.random.randn()),  # an odd number of these: numpy keeps the second of a pair
+        float(
+            np.random.randn()
+        ),  # an odd number of these: numpy keeps the second of a pair
     )
 
 

@@ -1,4 +1,6 @@
-"""Whether less or more of a metric is better: one rule for the best checkpoint, early stopping and objectives."""
+"""Whether less or more of a metric is better: one rule for the best checkpoint, early
+stopping and objectives.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
 from trainers.errors import ConfigError
 from tune.objective import MEASURED, Objective
 
-RUN = {"task": "task:House", "epochs": 1, "global_batch_size": 8, "optimizer": {"lr": 0.1}}
+RUN = {
+    "task": "task:House",
+    "epochs": 1,
+    "global_batch_size": 8,
+    "optimizer": {"lr": 0.1},
+}
 KNOWN = [
     ("val_loss", "min"),
     ("val_error", "min"),
@@ -86,7 +93,9 @@ KNOWN = [
 
 @pytest.mark.parametrize(("metric", "known"), KNOWN)
 @pytest.mark.parametrize("mode", [None, "min", "max"])
-def test_all_that_goes_by_a_metric_goes_in_one_direction(metric: str, known: Mode | None, mode: Mode | None) -> None:
+def test_all_that_goes_by_a_metric_goes_in_one_direction(
+    metric: str, known: Mode | None, mode: Mode | None
+) -> None:
     """A mode that is given is what counts, also against the name."""
     assert direction_of(metric) == known
     expected = mode or known
@@ -122,14 +131,23 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric: str, known: Mod
         ({"target": {"val_loss": 0.3}, "mode": "max"}, "mode"),
         ({"target": {"val_loss": 0.3, "mode": "max"}}, "max"),
         ({"metric": "val_topk", "mode": "max", "target": {"val_topk": 0.3}}, "max"),
-        ({"metric": "val_topk", "mode": "max", "target": {"val_topk": 0.3, "mode": "min"}}, "target"),
+        (
+            {
+                "metric": "val_topk",
+                "mode": "max",
+                "target": {"val_topk": 0.3, "mode": "min"},
+            },
+            "target",
+        ),
         ({"metric": "val_loss", "mode": "max", "target": {"val_loss": 0.3}}, "max"),
         ({"metric": "val_topk", "mode": "max", "target": {"val_loss": 0.3}}, "min"),
         ({"metric": "val_loss", "target": {"mode": "max"}}, "target"),
         ({"metric": "samples_per_s", "mode": "min"}, "mode"),
     ],
 )
-def test_a_target_is_met_in_its_own_direction(objective: dict[str, Any], expected: str) -> None:
+def test_a_target_is_met_in_its_own_direction(
+    objective: dict[str, Any], expected: str
+) -> None:
     """A mode that contradicts, or is not known, is refused."""
     if expected not in ("min", "max"):
         with pytest.raises(ConfigError) as raised:
@@ -138,7 +156,10 @@ def test_a_target_is_met_in_its_own_direction(objective: dict[str, Any], expecte
         return
     judged = build(Objective, objective, "test")
     name = next(iter(objective["target"]))
-    assert [judged.reached({name: value}) for value in (0.2, 0.4)] == [expected == "min", expected == "max"]
+    assert [judged.reached({name: value}) for value in (0.2, 0.4)] == [
+        expected == "min",
+        expected == "max",
+    ]
     assert not judged.reached({"other": 0.3})
 
 
@@ -161,7 +182,10 @@ def test_a_misspelt_name_is_named(typed: str, meant: str) -> None:
 
 def test_one_metric_has_one_direction_in_a_run() -> None:
     best = {"checkpoint": {"best": "val_topk", "best_mode": "max"}}
-    same, other = ({"early_stopping": {"metric": "val_topk", "mode": mode, "patience": 1}} for mode in ("max", "min"))
+    same, other = (
+        {"early_stopping": {"metric": "val_topk", "mode": mode, "patience": 1}}
+        for mode in ("max", "min")
+    )
     build(TrainConfig, RUN | best | same, "test")
     with pytest.raises(ConfigError) as raised:
         build(TrainConfig, RUN | best | other, "test")

@@ -1,4 +1,6 @@
-"""Early stopping: after which evaluation a run ends, that it is done then, and that it stays so."""
+"""Early stopping: after which evaluation a run ends, that it is done then, and that it
+stays so.
+"""
 
 import logging
 import math
@@ -20,11 +22,15 @@ from trainers.measure.result import RunResult
 def config(steps: int, **stopping: Any) -> TrainConfig:
     chosen = EarlyStoppingConfig(**{"metric": "val_score", "patience": 2, **stopping})
     every = {"every_steps": 2, "keep": 9, "best": None}
-    return scripted(steps, **every).model_copy(update={"early_stopping": chosen, "log_every_steps": 1})
+    return scripted(steps, **every).model_copy(
+        update={"early_stopping": chosen, "log_every_steps": 1}
+    )
 
 
 def train(path: Path, scores: list[float], steps: int, **stopping: Any) -> RunResult:
-    return fit(Scripted([*scores, *[0.0] * 9]), config(steps, **stopping), Context(path))
+    return fit(
+        Scripted([*scores, *[0.0] * 9]), config(steps, **stopping), Context(path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +45,9 @@ def train(path: Path, scores: list[float], steps: int, **stopping: Any) -> RunRe
         ({"metric": "val_mae"}, [0.1, 0.2, 0.3], 3),
     ],
 )
-def test_when_a_run_ends(stopping: dict[str, Any], values: list[float], ends_after: int | None) -> None:
+def test_when_a_run_ends(
+    stopping: dict[str, Any], values: list[float], ends_after: int | None
+) -> None:
     chosen = config(9, **stopping).early_stopping
     counted = EarlyStopping(chosen)
     for number, value in enumerate(values, 1):
@@ -47,7 +55,9 @@ def test_when_a_run_ends(stopping: dict[str, Any], values: list[float], ends_aft
         assert (counted.words is not None) is (number == ends_after)
 
 
-def test_it_is_done_with_a_word_and_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_done_with_a_word_and_stays_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         result = train(tmp_path, [0.1, 0.5, 0.4, 0.3, 0.9], 100)
     words = "stopped early: val_score has not improved in 2 evaluations (its best is 0.5 of step 4)"
@@ -56,9 +66,13 @@ def test_it_is_done_with_a_word_and_stays_so(tmp_path: Path, caplog: pytest.LogC
     assert caplog.text.count(words) == 1
     assert sorted((tmp_path / "checkpoints").iterdir())[-1].name == f"step-{8:012d}"
     again = train(tmp_path, [0.1, 0.5, 0.4, 0.3, 0.9], 200)
-    assert (again.status, again.steps, again.message) == ("done", 8, words), "longer, it has stopped as well"
+    assert (again.status, again.steps, again.message) == ("done", 8, words), (
+        "longer, it has stopped as well"
+    )
     patient = train(tmp_path, [0.1, 0.5, 0.4, 0.3, 0.9], 12, patience=3)
-    assert (patient.status, patient.steps, patient.message) == ("done", 12, ""), "with more patience it goes on"
+    assert (patient.status, patient.steps, patient.message) == ("done", 12, ""), (
+        "with more patience it goes on"
+    )
     assert [step for step, _, _ in curve(tmp_path)] == list(range(1, 13))
 
 

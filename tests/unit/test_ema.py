@@ -1,4 +1,6 @@
-"""`ema`: the averages are torch's own, they are evaluated and kept, and training and resume go on as without."""
+"""`ema`: the averages are torch's own, they are evaluated and kept, and training and
+resume go on as without.
+"""
 
 import copy
 from pathlib import Path
@@ -10,7 +12,15 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.test_loop import PER_EPOCH, Context, Tiny, check_resume, config, curve, train
+from tests.unit.test_loop import (
+    PER_EPOCH,
+    Context,
+    Tiny,
+    check_resume,
+    config,
+    curve,
+    train,
+)
 from trainers.devices.device import seed_all
 from trainers.errors import CheckpointError
 from trainers.loop.fit import fit
@@ -31,7 +41,9 @@ def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +58,29 @@ def first_model() -> nn.Module:
     return Tiny().model()
 
 
-def test_it_is_torchs_average_of_what_is_trained_without_it(plain: Path, tmp_path: Path) -> None:
+def test_it_is_torchs_average_of_what_is_trained_without_it(
+    plain: Path, tmp_path: Path
+) -> None:
     train(tmp_path, checkpoint=ALL, ema={"decay": 0.9})
     assert curve(tmp_path) == curve(plain)
     model = first_model()
-    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    reference = AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
     reference.update_parameters(model)  # the first is a copy
-    ours, theirs = states(tmp_path), states(plain)
+    ours = states(tmp_path)
+    theirs = states(plain)
     assert len(ours) == len(theirs) == STEPS
     for with_it, without in zip(ours, theirs, strict=True):
         model.load_state_dict(without["model"])
         reference.update_parameters(model)
-        assert equal(floating(with_it["model"]), floating(reference.module.state_dict()))
-        assert with_it["model"]["1.num_batches_tracked"] == without["model"]["1.num_batches_tracked"]
+        assert equal(
+            floating(with_it["model"]), floating(reference.module.state_dict())
+        )
+        assert (
+            with_it["model"]["1.num_batches_tracked"]
+            == without["model"]["1.num_batches_tracked"]
+        )
         assert equal(with_it["ema"]["own"], floating(without["model"]))
         assert with_it["ema"]["averages"] == {}
         assert "ema" not in without
@@ -66,21 +88,40 @@ def test_it_is_torchs_average_of_what_is_trained_without_it(plain: Path, tmp_pat
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "fp16"])
-def test_a_resume_is_bit_equal(precision: str, background: bool, tmp_path: Path) -> None:
-    changes = {"precision": precision, "ema": {"decay": 0.9}, "checkpoint": {**ALL, "async": background}}
+def test_a_resume_is_bit_equal(
+    precision: str, background: bool, tmp_path: Path
+) -> None:
+    changes = {
+        "precision": precision,
+        "ema": {"decay": 0.9},
+        "checkpoint": {**ALL, "async": background},
+    }
     check_resume(tmp_path, Tiny, 7, **changes)
-    for ours, theirs in zip(states(tmp_path / "cut"), states(tmp_path / "whole"), strict=True):
-        assert all(equal(ours["ema"][part], theirs["ema"][part]) for part in ("own", "averages"))
-        narrow = [name for name, one in ours["ema"]["own"].items() if one.dtype == torch.bfloat16]
+    for ours, theirs in zip(
+        states(tmp_path / "cut"), states(tmp_path / "whole"), strict=True
+    ):
+        assert all(
+            equal(ours["ema"][part], theirs["ema"][part])
+            for part in ("own", "averages")
+        )
+        narrow = [
+            name
+            for name, one in ours["ema"]["own"].items()
+            if one.dtype == torch.bfloat16
+        ]
         assert sorted(ours["ema"]["averages"]) == sorted(narrow)
         assert (precision == "bf16-pure") is bool(narrow)
-        assert all(one.dtype == torch.float32 for one in ours["ema"]["averages"].values())
+        assert all(
+            one.dtype == torch.float32 for one in ours["ema"]["averages"].values()
+        )
 
 
 def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
     model = nn.Linear(3, 2)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.5), GradScaler("cpu", init_scale=2.0**10)
-    ema, expected = MovingAverage(model, optimizer, 0.9), copy.deepcopy(model.weight.data)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    ema = MovingAverage(model, optimizer, 0.9)
+    expected = copy.deepcopy(model.weight.data)
     ema.follow(scaler)
     for step in range(1, 7):
         loss = model(torch.full((4, 3), float(step))).square().mean()
@@ -100,13 +141,22 @@ def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
 
 
 def load(path: Path, **changes: Any) -> None:
-    fit(Tiny(), config(max_steps=STEPS + 1, checkpoint={"every_steps": 99}, **changes), Context(path))
+    fit(
+        Tiny(),
+        config(max_steps=STEPS + 1, checkpoint={"every_steps": 99}, **changes),
+        Context(path),
+    )
 
 
-def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(plain: Path, tmp_path: Path) -> None:
+def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(
+    plain: Path, tmp_path: Path
+) -> None:
     train(tmp_path, ema={"decay": 0.9})
     assert "ema" not in config().tree(), "as in what older versions have saved"
-    for path, changes, was in ((plain, {"ema": {"decay": 0.9}}, "ema null"), (tmp_path, {}, 'ema {"decay": 0.9}')):
+    for path, changes, was in (
+        (plain, {"ema": {"decay": 0.9}}, "ema null"),
+        (tmp_path, {}, 'ema {"decay": 0.9}'),
+    ):
         with pytest.raises(CheckpointError, match=f"it was trained with {was}"):
             load(path, **changes)
     with pytest.raises(CheckpointError, match=r'this run has {"decay": 0\.99}'):

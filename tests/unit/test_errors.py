@@ -31,7 +31,9 @@ from trainers.errors import (
 )
 
 
-def named(name: str, module: str = "ray.exceptions", base: type[Exception] = Exception) -> Exception:
+def named(
+    name: str, module: str = "ray.exceptions", base: type[Exception] = Exception
+) -> Exception:
     """An exception of a class that only its name tells."""
     return type(name, (base,), {"__module__": module})("gone")
 
@@ -51,26 +53,53 @@ class Preempted(Exception):  # noqa: N818
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
         (
-            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"),
+            torch.AcceleratorError(
+                "CUDA error: out of memory\nCUDA kernel errors might be asynchronous"
+            ),
             "out_of_memory",
         ),
         (torch.distributed.DistBackendError(NCCL_OUT_OF_MEMORY), "out_of_memory"),
         (RuntimeError("CUDA driver error: out of memory"), "out_of_memory"),
         (RuntimeError("Triton Error [CUDA]: out of memory"), "out_of_memory"),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)"), "out_of_memory"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out_of_memory"),
+        (
+            RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)"),
+            "out_of_memory",
+        ),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "out_of_memory",
+        ),
         (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), "out_of_memory"),
         (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "out_of_memory"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "out_of_memory"),
-        (RuntimeError("GET was unable to find an engine to execute this computation"), "out_of_memory"),
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "error"),
+        (
+            RuntimeError(
+                "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+            ),
+            "out_of_memory",
+        ),
+        (
+            RuntimeError(
+                "GET was unable to find an engine to execute this computation"
+            ),
+            "out_of_memory",
+        ),
+        (
+            torch.AcceleratorError(
+                "CUDA error: an illegal memory access was encountered"
+            ),
+            "error",
+        ),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), "error"),
         (ValueError("CUDA ran out of memory, says the task"), "error"),
         (MemoryError(), "out_of_host_memory"),
         (named("OutOfMemoryError"), "out_of_host_memory"),
         (
-            RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+            ),
             "out_of_host_memory",
         ),
         (OSError("Cannot allocate memory"), "error"),
@@ -104,8 +133,13 @@ def test_every_status_has_a_policy_and_every_failure_an_advice() -> None:
 
 
 def test_a_config_error_is_field_value_rule_fix() -> None:
-    error = ConfigError("optimizer.lr", -1, "must be greater than 0", "write `lr: 0.1`", "train.yaml")
-    assert str(error) == "train.yaml: `optimizer.lr` is -1, but must be greater than 0; write `lr: 0.1`."
+    error = ConfigError(
+        "optimizer.lr", -1, "must be greater than 0", "write `lr: 0.1`", "train.yaml"
+    )
+    assert (
+        str(error)
+        == "train.yaml: `optimizer.lr` is -1, but must be greater than 0; write `lr: 0.1`."
+    )
     assert str(error.at("other.yaml")).startswith("other.yaml: ")
     assert str(ConfigError("task", MISSING, "is required", "did you mean `b`?")) == (
         "`task` is required; did you mean `b`?"
@@ -119,7 +153,12 @@ def test_a_config_error_is_field_value_rule_fix() -> None:
     [
         ConfigError("a", MISSING, "is required", "add it", "f"),
         ConfigError("a", [1], "is bad", "mend it"),
-        ConfigErrors([ConfigError("a", MISSING, "is required", "add it"), ConfigError("b", 2, "is bad", "mend it")]),
+        ConfigErrors(
+            [
+                ConfigError("a", MISSING, "is required", "add it"),
+                ConfigError("b", 2, "is bad", "mend it"),
+            ]
+        ),
         DivergedError("nan"),
         RunFailedError("hung", "rank 1", 12.5, config=False),
         RunFailedError("error", "`a` is bad", 12.5, config=True),
@@ -151,16 +190,22 @@ def test_a_workers_exception_keeps_rank_kind_words_and_line() -> None:
 
 def first_of(errors: list[RunFailedError]) -> RunFailedError:
     """The cause, which no order of arrival changes."""
-    causes = {RunFailedError.first(list(order)).message for order in itertools.permutations(errors)}
+    causes = {
+        RunFailedError.first(list(order)).message
+        for order in itertools.permutations(errors)
+    }
     assert len(causes) == 1
     return RunFailedError.first(errors)
 
 
-GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4913")
+GLOO = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4913"
+)
 
 
 def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
-    late, early = RunFailedError("error", "late", 2.0), RunFailedError("diverged", "early", 1.0)
+    late = RunFailedError("error", "late", 2.0)
+    early = RunFailedError("diverged", "early", 1.0)
     lost = RunFailedError("node_lost", "lost", 3.0)
     assert first_of([late, early]) is early
     assert first_of([late, lost, early]) is lost
@@ -180,12 +225,21 @@ def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
         (RunFailedError("hung", "rank 2 made no step for 9 s in setup", 9e9), "hung"),
     ],
 )
-def test_what_follows_from_another_rank_is_never_the_cause(cause: RunFailedError, status: Status) -> None:
+def test_what_follows_from_another_rank_is_never_the_cause(
+    cause: RunFailedError, status: Status
+) -> None:
     follow = [
         failure_of(GLOO, 0),
         failure_of(DistNetworkError("The client socket has timed out"), 1),
-        RunFailedError("hung", "rank 3 made no step for 9 s in the barrier after setup", 1.0, follows=True),
-        death_of(4, -signal.SIGABRT),  # NCCL ends the process of whoever has lost the others
+        RunFailedError(
+            "hung",
+            "rank 3 made no step for 9 s in the barrier after setup",
+            1.0,
+            follows=True,
+        ),
+        death_of(
+            4, -signal.SIGABRT
+        ),  # NCCL ends the process of whoever has lost the others
         death_of(5, -signal.SIGKILL, ended=True),
     ]
     cause.when = time.time() + 60  # though it comes last
@@ -199,32 +253,49 @@ def test_what_follows_from_another_rank_is_never_the_cause(cause: RunFailedError
 def test_without_a_dead_rank_a_collectives_own_words_remain() -> None:
     failure = first_of([failure_of(GLOO, 0), failure_of(GLOO, 1)])
     assert failure.status == "error"
-    assert failure.message.startswith("rank 0: a collective failed, as it does where another rank ends: RuntimeError: ")
+    assert failure.message.startswith(
+        "rank 0: a collective failed, as it does where another rank ends: RuntimeError: "
+    )
     assert "Connection closed by peer" in failure.message
     assert "network" in failure.advice
 
 
 def test_a_rank_that_does_not_answer_and_is_ended_was_hung() -> None:
-    """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the launcher kills it in the end."""
+    """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the launcher
+    kills it in the end.
+    """
     waits = RunFailedError(
-        "hung", "rank 0 made no step for 5 s in training, waiting for other ranks", 1.0, follows=True
+        "hung",
+        "rank 0 made no step for 5 s in training, waiting for other ranks",
+        1.0,
+        follows=True,
     )
     failure = first_of([waits, death_of(1, -signal.SIGKILL, ended=True)])
     assert failure.status == "hung"
-    assert failure.message == f"{waits.message}; rank 1 did not answer and was ended by SIGKILL"
+    assert (
+        failure.message
+        == f"{waits.message}; rank 1 did not answer and was ended by SIGKILL"
+    )
 
 
 def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first() -> None:
     waits = RunFailedError("hung", "rank 0: the barrier after setup", 1.0, follows=True)
     hangs = RunFailedError("hung", "rank 1: setup", 2.0)
-    assert first_of([waits, hangs]).message == "rank 1: setup; rank 0: the barrier after setup"
+    assert (
+        first_of([waits, hangs]).message
+        == "rank 1: setup; rank 0: the barrier after setup"
+    )
 
 
-def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("trainers.causes._kills_before", -1)
     assert death_of(1, -signal.SIGKILL).status == "out_of_host_memory"
     assert death_of(1, -signal.SIGSEGV).status == "node_lost"
-    assert classify(loader_died("is killed by signal: Killed. ")) == "out_of_host_memory"
+    assert (
+        classify(loader_died("is killed by signal: Killed. ")) == "out_of_host_memory"
+    )
 
 
 def loader_died(how: str) -> RuntimeError:
@@ -239,36 +310,68 @@ def loader_died(how: str) -> RuntimeError:
             "node_lost",
             "its DataLoader worker (pid 4711) was ended by SIGKILL",
         ),
-        (loader_died("is killed by signal: Terminated. "), "node_lost", "was ended by SIGTERM"),
         (
-            loader_died("is killed by signal: Bus error. It is possible that dataloader's workers are out of ..."),
+            loader_died("is killed by signal: Terminated. "),
+            "node_lost",
+            "was ended by SIGTERM",
+        ),
+        (
+            loader_died(
+                "is killed by signal: Bus error. It is possible that dataloader's workers are out of ..."
+            ),
             "out_of_host_memory",
             "(pid 4711) died by SIGBUS: shared memory is full (give /dev/shm more",
         ),
-        (loader_died("is killed by signal: Segmentation fault. "), "error", "crashed: Segmentation fault"),
         (
-            loader_died("exited unexpectedly with exit code 3. Details are lost due to multiprocessing."),
+            loader_died("is killed by signal: Segmentation fault. "),
+            "error",
+            "crashed: Segmentation fault",
+        ),
+        (
+            loader_died(
+                "exited unexpectedly with exit code 3. Details are lost due to multiprocessing."
+            ),
             "error",
             "its DataLoader worker (pid 4711) exited unexpectedly with exit code 3",
         ),
         (
-            RuntimeError("unable to write to file </torch_17_4242_0>: No space left on device (28)"),
+            RuntimeError(
+                "unable to write to file </torch_17_4242_0>: No space left on device (28)"
+            ),
             "out_of_host_memory",
             "shared memory is full",
         ),
-        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "error", "the disk is full: OSError"),
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "error", "the disk is full: OSError"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/data/x"),
+            "error",
+            "the disk is full: OSError",
+        ),
+        (
+            OSError(errno.EDQUOT, "Disk quota exceeded"),
+            "error",
+            "the disk is full: OSError",
+        ),
         (
             StorageError("could not write /x: [Errno 28] No space left on device"),
             "error",
             "the disk is full: StorageErr",
         ),
         (named("OutOfDiskError"), "error", "OutOfDiskError: gone"),
-        (Exception("Local disk is full: Ray's object store cannot spill"), "error", "the disk is full: Exception"),
-        (named("WorkerHealthCheckTimeoutError"), "hung", "WorkerHealthCheckTimeoutError"),
+        (
+            Exception("Local disk is full: Ray's object store cannot spill"),
+            "error",
+            "the disk is full: Exception",
+        ),
+        (
+            named("WorkerHealthCheckTimeoutError"),
+            "hung",
+            "WorkerHealthCheckTimeoutError",
+        ),
     ],
 )
-def test_the_system_s_own_failures_are_named(error: Exception, status: Status, words: str) -> None:
+def test_the_system_s_own_failures_are_named(
+    error: Exception, status: Status, words: str
+) -> None:
     failure = failure_of(error, 0)
     assert failure.status == classify(error) == status
     assert words in failure.message
@@ -280,11 +383,16 @@ def test_a_full_disk_is_named_behind_any_other_exception() -> None:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0") from error
+            raise RuntimeError(
+                "[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0"
+            ) from error
     except RuntimeError as error:
         failure = failure_of(error, 1)
     assert failure.message.startswith("rank 1: the disk is full: RuntimeError: ")
-    for error in (failure, StorageError("could not write /x: [Errno 122] Disk quota exceeded")):
+    for error in (
+        failure,
+        StorageError("could not write /x: [Errno 122] Disk quota exceeded"),
+    ):
         assert error.advice == (
             "free space there or raise the quota, then run the same command again to go on from the newest checkpoint"
         )
@@ -309,11 +417,17 @@ class Broken(Dataset[int]):
     ("act", "status", "words"),
     [
         ("value", "error", "rank 0: ValueError: sample 3 (test_errors.py:"),
-        ("memory", "out_of_host_memory", "rank 0: MemoryError: sample 3 (test_errors.py:"),
+        (
+            "memory",
+            "out_of_host_memory",
+            "rank 0: MemoryError: sample 3 (test_errors.py:",
+        ),
         ("kill", "node_lost", "was ended by SIGKILL"),
     ],
 )
-def test_a_data_loaders_worker_s_error_is_its_cause(act: str, status: Status, words: str) -> None:
+def test_a_data_loaders_worker_s_error_is_its_cause(
+    act: str, status: Status, words: str
+) -> None:
     batches = iter(DataLoader(Broken(act), num_workers=1))
     with pytest.raises(Exception, match="DataLoader worker") as met:
         list(batches)

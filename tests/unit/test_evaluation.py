@@ -1,4 +1,6 @@
-"""Evaluation against a plain computation: every sample once, whatever the batches and the ranks are."""
+"""Evaluation against a plain computation: every sample once, whatever the batches and
+the ranks are.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Labels(Task):
         return nn.functional.cross_entropy(outputs, batch[1])
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-        return {"accuracy": outputs.argmax(1) == batch[1], "confidence": outputs.softmax(1).amax(1)}
+        return {
+            "accuracy": outputs.argmax(1) == batch[1],
+            "confidence": outputs.softmax(1).amax(1),
+        }
 
 
 class Weighted(Labels):
@@ -48,25 +53,37 @@ def data(size: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(size)
     inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 3, (size,), generator=generator)
-    return TensorDataset(inputs, labels, torch.randint(1, 9, (size,), generator=generator).double())
+    return TensorDataset(
+        inputs, labels, torch.randint(1, 9, (size,), generator=generator).double()
+    )
 
 
 def small_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
+    ).double()
 
 
 def run(
-    task: Task, dataset: TensorDataset, size: int, model: nn.Module | None = None, group: Group | None = None
+    task: Task,
+    dataset: TensorDataset,
+    size: int,
+    model: nn.Module | None = None,
+    group: Group | None = None,
 ) -> dict[str, float]:
     feed = task_feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
-    return evaluate(model or small_model(), task, feed, size, FP32, group or Group(0, 1, CPU))
+    return evaluate(
+        model or small_model(), task, feed, size, FP32, group or Group(0, 1, CPU)
+    )
 
 
 @pytest.mark.parametrize("task", [Labels(), Weighted()], ids=["samples", "weights"])
 @pytest.mark.parametrize("size", [1, 7, 64, 1797])
 @pytest.mark.parametrize("microbatch", [1, 3, 64, 256, 5000])
-def test_the_figures_are_those_of_one_plain_pass(task: Task, size: int, microbatch: int) -> None:
+def test_the_figures_are_those_of_one_plain_pass(
+    task: Task, size: int, microbatch: int
+) -> None:
     if size // microbatch > 600:
         microbatch = size // 600
     dataset = data(size)
@@ -75,7 +92,9 @@ def test_the_figures_are_those_of_one_plain_pass(task: Task, size: int, microbat
     with torch.no_grad():
         outputs = model(inputs)
         each = nn.functional.cross_entropy(outputs, labels, reduction="none")
-    counted = weights if isinstance(task, Weighted) else torch.ones(size, dtype=torch.float64)
+    counted = (
+        weights if isinstance(task, Weighted) else torch.ones(size, dtype=torch.float64)
+    )
     assert run(task, dataset, microbatch) == pytest.approx(
         {
             "val_loss": float((each * counted).sum() / counted.sum()),
@@ -87,7 +106,9 @@ def test_the_figures_are_those_of_one_plain_pass(task: Task, size: int, microbat
 
 
 class Detector(Labels):
-    """As torchvision's: losses in training alone, predictions in evaluation; `sometimes` not even that."""
+    """As torchvision's: losses in training alone, predictions in evaluation;
+    `sometimes` not even that.
+    """
 
     def __init__(self, sometimes: bool = False) -> None:
         self.sometimes = sometimes
@@ -111,11 +132,17 @@ class WithTorchmetrics(Labels):
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         self.auroc.update(outputs.softmax(1), batch[1])
-        return {**super().metrics(outputs, batch), **all_metrics(outputs, batch[1]), "auroc": self.auroc}
+        return {
+            **super().metrics(outputs, batch),
+            **all_metrics(outputs, batch[1]),
+            "auroc": self.auroc,
+        }
 
 
 def all_metrics(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Of every kind of state: counts, floating sums, whole data, states that torchmetrics itself merges."""
+    """Of every kind of state: counts, floating sums, whole data, states that
+    torchmetrics itself merges.
+    """
     made = {
         "recall": torchmetrics.classification.MulticlassRecall(3, average=None),
         "calibration": torchmetrics.classification.MulticlassCalibrationError(3),
@@ -131,11 +158,15 @@ def all_metrics(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("microbatch", [7, 64, 500])
 def test_torchmetrics_give_what_they_give_in_one_pass(microbatch: int) -> None:
-    dataset, model = data(300), small_model()
+    dataset = data(300)
+    model = small_model()
     figures = run(WithTorchmetrics(), dataset, microbatch, model)
     with torch.no_grad():
         outputs = model.eval()(dataset.tensors[0])
-    expected = {f"val_{name}": metric.compute() for name, metric in all_metrics(outputs, dataset.tensors[1]).items()}
+    expected = {
+        f"val_{name}": metric.compute()
+        for name, metric in all_metrics(outputs, dataset.tensors[1]).items()
+    }
     for index, value in enumerate(expected.pop("val_recall")):
         expected[f"val_recall_{index}"] = value
     auroc = torchmetrics.classification.MulticlassAUROC(3)
@@ -146,7 +177,9 @@ def test_torchmetrics_give_what_they_give_in_one_pass(microbatch: int) -> None:
 
 
 class Drawing(Tiny):
-    """Draws from every generator wherever it can, and leaves a module in evaluation mode."""
+    """Draws from every generator wherever it can, and leaves a module in evaluation
+    mode.
+    """
 
     def model(self) -> nn.Module:
         self.net = super().model()
@@ -180,12 +213,24 @@ class Jittered(Dataset[Any]):
 
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_evaluation_does_not_change_training(loaders: int, tmp_path: Path) -> None:
-    """However often it happens and whatever it draws; and its own figures do not follow from those before them."""
-    changes = {"max_steps": 6, "data": {"num_workers": loaders}, "checkpoint": {"every_steps": 99}}
+    """However often it happens and whatever it draws; and its own figures do not follow
+    from those before them.
+    """
+    changes = {
+        "max_steps": 6,
+        "data": {"num_workers": loaders},
+        "checkpoint": {"every_steps": 99},
+    }
     for every in (1, 3, 6):
         task = Drawing()
         train(tmp_path / str(every), task, evaluate={"every_steps": every}, **changes)
-        assert [module.training for module in task.net] == [True, False, True, True, True]
+        assert [module.training for module in task.net] == [
+            True,
+            False,
+            True,
+            True,
+            True,
+        ]
     assert curve(tmp_path / "1") == curve(tmp_path / "3") == curve(tmp_path / "6")
     often = dict(evaluations(tmp_path / "1"))
     assert evaluations(tmp_path / "3") == [(step, often[step]) for step in (3, 6)]
@@ -193,10 +238,13 @@ def test_evaluation_does_not_change_training(loaders: int, tmp_path: Path) -> No
 
 
 class Small(Labels):
-    """A device that holds `fits` samples at once; with a metric that keeps all that it has seen."""
+    """A device that holds `fits` samples at once; with a metric that keeps all that it
+    has seen.
+    """
 
     def __init__(self, fits: int) -> None:
-        self.fits, self.sizes = fits, []
+        self.fits = fits
+        self.sizes = []
         self.curve = torchmetrics.classification.MulticlassAUROC(num_classes=3)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
@@ -210,11 +258,16 @@ class Small(Labels):
         return {**super().metrics(outputs, batch), "auroc": self.curve}
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0, "resident": False}, {"num_workers": 1}, {"resident": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0, "resident": False}, {"num_workers": 1}, {"resident": True}],
+)
 def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    dataset, model, group = data(100), small_model(), Group(0, 1, CPU)
+    dataset = data(100)
+    model = small_model()
+    group = Group(0, 1, CPU)
     expected = run(Small(100), dataset, 40, model)
     task = Small(12)
     feed = task_feed(dataset, task, DataConfig(**options), CPU, sharers=1, seed=0)
@@ -223,8 +276,13 @@ def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(
             found = evaluate(model, task, feed, 40, FP32, group)
         assert found == pytest.approx(expected, rel=1e-12)
         assert task.sizes == [40, 20, *[10] * 10], "none is tried twice"
-        assert "an evaluation batch of 40 does not fit (CUDA out of memory" in caplog.text
-        assert "does not fit (CUDA out of memory. Tried to allocate 1 GiB): 10 at once" in caplog.text
+        assert (
+            "an evaluation batch of 40 does not fit (CUDA out of memory" in caplog.text
+        )
+        assert (
+            "does not fit (CUDA out of memory. Tried to allocate 1 GiB): 10 at once"
+            in caplog.text
+        )
         task.sizes.clear()
         assert evaluate(model, task, feed, 40, FP32, group) == found
         assert task.sizes == [10] * 10, "what did not fit is known"

@@ -1,4 +1,6 @@
-"""The examples' own parts: real data as its publishers lay it out (made small here), conversion, augmentation."""
+"""The examples' own parts: real data as its publishers lay it out (made small here),
+conversion, augmentation.
+"""
 
 import struct
 import sys
@@ -16,28 +18,39 @@ from trainers.launch.local import LocalContext
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
-    """MNIST's own format: a magic number with the type (8: unsigned bytes) and the rank, sizes, values."""
+    """MNIST's own format: a magic number with the type (8: unsigned bytes) and the
+    rank, sizes, values.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = struct.pack(f">I{values.ndim}I", 0x0800 + values.ndim, *values.shape)
     path.write_bytes(head + values.astype(np.uint8).tobytes())
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_mnist_as_torchvision_keeps_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_as_torchvision_keeps_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from examples.fashion_mnist.task import FashionMnist
     from examples.mnist.task import Mnist
 
     kind = {"mnist": Mnist, "fashion_mnist": FashionMnist}[name]
     rng = np.random.default_rng(0)
-    images = {"train": rng.integers(0, 256, (20, 28, 28)), "t10k": rng.integers(0, 256, (10, 28, 28))}
+    images = {
+        "train": rng.integers(0, 256, (20, 28, 28)),
+        "t10k": rng.integers(0, 256, (10, 28, 28)),
+    }
     labels = {part: rng.integers(0, 10, len(found)) for part, found in images.items()}
     for part, found in images.items():
         write_idx(tmp_path / kind.source / "raw" / f"{part}-images-idx3-ubyte", found)
-        write_idx(tmp_path / kind.source / "raw" / f"{part}-labels-idx1-ubyte", labels[part])
+        write_idx(
+            tmp_path / kind.source / "raw" / f"{part}-labels-idx1-ubyte", labels[part]
+        )
     task = kind(root=str(tmp_path))
     task.setup()
     assert not list(tmp_path.glob("*.tmp"))
-    monkeypatch.setitem(sys.modules, "torchvision", None)  # whoever imports it now fails
+    monkeypatch.setitem(
+        sys.modules, "torchvision", None
+    )  # whoever imports it now fails
     again = kind(root=str(tmp_path))
     again.setup()
     for split, part in (("train", "train"), ("val", "t10k")):
@@ -47,7 +60,9 @@ def test_mnist_as_torchvision_keeps_it(name: str, tmp_path: Path, monkeypatch: p
         assert classes.tolist() == labels[part].tolist()
 
 
-def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_data_and_network_a_sentence_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torchvision.datasets import mnist
 
     from examples.mnist.task import Mnist
@@ -73,35 +88,58 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for label, name in enumerate(("n01", "n02")):
             (folder / split / name).mkdir(parents=True)
             for index in range(count):
-                wide, high = 40 + 7 * index, 90 - 4 * index
+                wide = 40 + 7 * index
+                high = 90 - 4 * index
                 pixels = rng.integers(0, 80, (high, wide, 3)) + 100 * label
                 image = Image.fromarray(pixels.astype(np.uint8))
                 if index == 1:
                     image = image.convert("L")
-                image.save(folder / split / name / (f"{index}.png" if index == 2 else f"{index}.JPEG"))
+                image.save(
+                    folder
+                    / split
+                    / name
+                    / (f"{index}.png" if index == 2 else f"{index}.JPEG")
+                )
     return folder
 
 
-def test_imagenet_is_the_same_from_folders_parquet_and_arrow(class_folders: Path, tmp_path: Path) -> None:
+def test_imagenet_is_the_same_from_folders_parquet_and_arrow(
+    class_folders: Path, tmp_path: Path
+) -> None:
     from examples.imagenet.convert import convert
     from examples.imagenet.task import ImageNet
     from trainers.data.batch import fetch
 
     found = {}
-    places = {"folders": class_folders, "parquet": tmp_path / "parquet", "arrow": tmp_path / "arrow"}
+    places = {
+        "folders": class_folders,
+        "parquet": tmp_path / "parquet",
+        "arrow": tmp_path / "arrow",
+    }
     for kind in ("parquet", "arrow"):
-        written = convert(class_folders, places[kind], kind, stored=32, shard=10, workers=1)
+        written = convert(
+            class_folders, places[kind], kind, stored=32, shard=10, workers=1
+        )
         assert [path.name for path in written] == [
             *(f"{index:05d}-of-00003.{kind}" for index in range(3)),
             f"00000-of-00001.{kind}",
         ]
         written[1].unlink()  # a conversion that was cut off
         kept = {path: path.stat().st_mtime_ns for path in written if path.exists()}
-        assert convert(class_folders, places[kind], kind, stored=32, shard=10, workers=1) == written
+        assert (
+            convert(class_folders, places[kind], kind, stored=32, shard=10, workers=1)
+            == written
+        )
         assert all(path.exists() for path in written)
         assert kept == {path: path.stat().st_mtime_ns for path in kept}
     for kind, place in places.items():
-        task = ImageNet(data=str(place), stored=32, size=28, classes=2, cache=str(tmp_path / "cache"))
+        task = ImageNet(
+            data=str(place),
+            stored=32,
+            size=28,
+            classes=2,
+            cache=str(tmp_path / "cache"),
+        )
         data = task.dataset("train")
         assert len(data) == 24  # type: ignore[arg-type]
         found[kind] = fetch(data, range(24), task.collate)
@@ -117,15 +155,23 @@ def test_imagenet_is_the_same_from_folders_parquet_and_arrow(class_folders: Path
 
 
 def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
-    """The real path: a tokenizer, pretrained weights and texts in Parquet, all made here."""
+    """The real path: a tokenizer, pretrained weights and texts in Parquet, all made
+    here.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        BertTokenizerFast,
+    )
 
     from examples.bert.task import GEOMETRIES, Bert
 
     words = ["good", "fine", "great", "bad", "poor", "dull", "film", "a", "the", "was"]
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])
+    )
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
     config = BertConfig(vocab_size=15, max_position_embeddings=32, **GEOMETRIES["tiny"])
     torch.manual_seed(0)
@@ -133,9 +179,14 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
     given.save_pretrained(tmp_path / "model")
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 200)
-    texts = [f"the film was {words[3 * (1 - label) + rng.integers(3)]}" for label in labels]
+    texts = [
+        f"the film was {words[3 * (1 - label) + rng.integers(3)]}" for label in labels
+    ]
     for split, rows in (("train", slice(160)), ("val", slice(160, None))):
-        pq.write_table(pa.table({"sentence": texts[rows], "label": labels[rows]}), tmp_path / f"{split}.parquet")
+        pq.write_table(
+            pa.table({"sentence": texts[rows], "label": labels[rows]}),
+            tmp_path / f"{split}.parquet",
+        )
     arguments = {
         "train": str(tmp_path / "train.parquet"),
         "val": str(tmp_path / "val.parquet"),
@@ -167,13 +218,21 @@ def test_packed_lines_are_all_text_in_their_order(tmp_path: Path) -> None:
 
     file = tmp_path / "text"
     file.write_text("\n".join(f"line {number} of some length" for number in range(100)))
-    task = CharacterModel(text=str(file), context=64, width=16, heads=2, layers=1, packed=True)
+    task = CharacterModel(
+        text=str(file), context=64, width=16, heads=2, layers=1, packed=True
+    )
     [rows] = task.dataset("train").tensors
     lines = file.read_text().splitlines()[:90]
-    read = bytes(rows[0].tolist()) + b"".join(bytes(row[1:].tolist()) for row in rows[1:])
+    read = bytes(rows[0].tolist()) + b"".join(
+        bytes(row[1:].tolist()) for row in rows[1:]
+    )
     assert "\n".join(["", *lines, ""]).encode().startswith(read)
     assert len(read) > 64 * (len("\n".join(lines)) // 64 - 1)
-    short = CharacterModel(text=str(file), context=1_000_000, packed=True).dataset("val").tensors[0]
+    short = (
+        CharacterModel(text=str(file), context=1_000_000, packed=True)
+        .dataset("val")
+        .tensors[0]
+    )
     assert short.shape == (1, 1_000_001)
     batch = task.transform((rows[:4],), True)
     assert task.weight(batch) == 4 * 64

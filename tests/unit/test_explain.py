@@ -11,14 +11,28 @@ from tests.specs import make, tree
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml
-from trainers.explain.explanation import CompareJob, Gain, explain, name_causes, read_subject, run_shares
+from trainers.explain.explanation import (
+    CompareJob,
+    Gain,
+    explain,
+    name_causes,
+    read_subject,
+    run_shares,
+)
 from trainers.explain.steps import ProfileJob, StepProfile
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.measure.clock import Throughput
 from trainers.measure.result import Pauses, RunResult
 from trainers.start import run_training
 
-HEALTHY = {"data": 0.1, "transform": 0.1, "forward": 3.0, "backward": 5.0, "optimizer": 0.5, "host": 0.1}
+HEALTHY = {
+    "data": 0.1,
+    "transform": 0.1,
+    "forward": 3.0,
+    "backward": 5.0,
+    "optimizer": 0.5,
+    "host": 0.1,
+}
 
 
 def profile(parts: dict[str, float] | None = None, **changes: Any) -> StepProfile:
@@ -37,7 +51,12 @@ def profile(parts: dict[str, float] | None = None, **changes: Any) -> StepProfil
 
 
 def config(**changes: Any) -> TrainConfig:
-    keys = {"task": "task:T", "epochs": 20, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
+    keys = {
+        "task": "task:T",
+        "epochs": 20,
+        "global_batch_size": 64,
+        "optimizer": {"lr": 0.1},
+    }
     return build(TrainConfig, keys | changes, "test")
 
 
@@ -66,14 +85,28 @@ STEPS = {
     "hidden synchronisation": (profile(reads={"task.py:7": 4e-3}), {}, {}),
     "straggling rank": (profile(own_s=[5e-3, 5e-3, 8e-3]), {}, {}),
     "slow all-reduce": (profile({"all-reduce": 4.0}), {}, {}),
-    "host-bound small batches": (profile(device="cuda", busy_s=1e-3), {"cuda_graphs": False}, {"cuda_graphs": "auto"}),
-    "microbatch too small": (profile(accumulation=8), {"microbatch_size": 8}, {"microbatch_size": "auto"}),
-    "wrong precision": (profile(device="cuda", is_faster_in_bf16=True), {}, {"precision": "bf16"}),
+    "host-bound small batches": (
+        profile(device="cuda", busy_s=1e-3),
+        {"cuda_graphs": False},
+        {"cuda_graphs": "auto"},
+    ),
+    "microbatch too small": (
+        profile(accumulation=8),
+        {"microbatch_size": 8},
+        {"microbatch_size": "auto"},
+    ),
+    "wrong precision": (
+        profile(device="cuda", is_faster_in_bf16=True),
+        {},
+        {"precision": "bf16"},
+    ),
 }
 RECORDS = {
     "evaluation too often": result(pauses=Pauses(20, 8.0, 2, 0.1)),
     "checkpoint stalls": result(pauses=Pauses(20, 0.5, 20, 8.0)),
-    "recompiles": result(compile={"graphs": 9, "graph_breaks": 0, "recompiles": 8}, train_time_s=18.0),
+    "recompiles": result(
+        compile={"graphs": 9, "graph_breaks": 0, "recompiles": 8}, train_time_s=18.0
+    ),
 }
 
 
@@ -112,7 +145,9 @@ def test_a_run_without_a_profile_is_explained_by_its_records(tmp_path: Path) -> 
 def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
     spec = make(tmp_path, microbatch_size=6)
     job = ProfileJob(**asdict(spec), seconds=0.01)
-    found = job.read_result(job.execute(LocalContext(spec.storage, "local")).to_json().encode())
+    found = job.read_result(
+        job.execute(LocalContext(spec.storage, "local")).to_json().encode()
+    )
     assert found.accumulation == 4
     assert {"data", "forward", "backward", "optimizer"} <= found.shares().keys()
     assert sum(found.shares().values()) == pytest.approx(1)
@@ -120,7 +155,9 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
     assert "item" not in vars(torch.Tensor)
 
 
-def test_both_configurations_are_run_where_a_key_is_to_be_changed(tmp_path: Path) -> None:
+def test_both_configurations_are_run_where_a_key_is_to_be_changed(
+    tmp_path: Path,
+) -> None:
     keys = tree(tmp_path, launcher="spawn", microbatch_size=6)
     (tmp_path / "train.yaml").write_text(dump_yaml(keys))
     asked = []
@@ -133,17 +170,32 @@ def test_both_configurations_are_run_where_a_key_is_to_be_changed(tmp_path: Path
 
     subject = read_subject(str(tmp_path / "train.yaml"))
     microbatch, transform = explain(subject, workers, 1.0, verify=True).causes
-    assert (microbatch.kind, microbatch.gain) == ("microbatch too small", Gain(0.3, 0.2, 0.4))
+    assert (microbatch.kind, microbatch.gain) == (
+        "microbatch too small",
+        Gain(0.3, 0.2, 0.4),
+    )
     assert (transform.kind, transform.gain) == ("slow transform", None)
     _, compared = asked
-    assert (compared.config.microbatch_size, compared.new["microbatch_size"]) == (6, "auto")
+    assert (compared.config.microbatch_size, compared.new["microbatch_size"]) == (
+        6,
+        "auto",
+    )
 
 
 def test_a_configuration_s_own_task_is_run(tmp_path: Path) -> None:
     spec = make(tmp_path, max_steps=1000, task_args={"pids": str(tmp_path / "old")})
-    new = {**spec.tree, "global_batch_size": 48, "task_args": {"pids": str(tmp_path / "new")}}
+    new = {
+        **spec.tree,
+        "global_batch_size": 48,
+        "task_args": {"pids": str(tmp_path / "new")},
+    }
     job = CompareJob(**asdict(spec), new=new, steps=1, place=str(tmp_path / "turns"))
-    found = job.read_result(job.execute(LocalContext(spec.storage, "local")).to_json().encode())
+    found = job.read_result(
+        job.execute(LocalContext(spec.storage, "local")).to_json().encode()
+    )
     assert found.low <= found.value <= found.high < 1
-    assert [len((tmp_path / name).read_text().split()) for name in ("old", "new")] == [4, 4]
+    assert [len((tmp_path / name).read_text().split()) for name in ("old", "new")] == [
+        4,
+        4,
+    ]
     assert not spec.storage.exists("")

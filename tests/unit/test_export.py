@@ -1,4 +1,6 @@
-"""The exported model: bit-equal in the task's bare model, tied tensors whole, every error one sentence."""
+"""The exported model: bit-equal in the task's bare model, tied tensors whole, every
+error one sentence.
+"""
 
 import json
 import sys
@@ -27,8 +29,14 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """A finished run with checkpoints of steps 20 and 30, 10 being the worst by `val_loss` (its best_mode is max)."""
-    best = {"checkpoint__best": "val_loss", "checkpoint__best_mode": "max", "checkpoint__keep": 1}
+    """A finished run with checkpoints of steps 20 and 30, 10 being the worst by
+    `val_loss` (its best_mode is max).
+    """
+    best = {
+        "checkpoint__best": "val_loss",
+        "checkpoint__best_mode": "max",
+        "checkpoint__keep": 1,
+    }
     made = make(tmp_path_factory.mktemp("export"), name="finished", **best)
     prepare_storage(made, fresh=False)
     run_local(made)
@@ -40,28 +48,62 @@ def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return safetensors.torch.load_file(path), file.metadata()
 
 
-def test_the_file_loads_into_the_bare_model_bit_equal(spec: RunSpec, tmp_path: Path) -> None:
+def test_the_file_loads_into_the_bare_model_bit_equal(
+    spec: RunSpec, tmp_path: Path
+) -> None:
     out = tmp_path / "below" / "model.safetensors"
     assert main(["export", spec.uri, "--out", str(out)]) == 0
     weights, described = read(out)
     model = load_task(spec.config.task, spec.config.task_args, "test").model()
     model.load_state_dict(weights)  # strict: every name, none besides
 
-    saved = torch.load(Path(spec.uri) / "checkpoints/step-000000000030/state.pt", weights_only=True)["model"]
+    saved = torch.load(
+        Path(spec.uri) / "checkpoints/step-000000000030/state.pt", weights_only=True
+    )["model"]
     ours = model.state_dict()
     assert ours.keys() == saved.keys()
     assert all(torch.equal(ours[name], saved[name]) for name in ours)
-    assert (described["task"], described["step"], described["format"]) == ("tests.tasks:Blobs", "30", "pt")
-    assert json.loads(described["versions"])["torch"] == torch.__version__.partition("+")[0]
-    assert json.loads(described["metrics"]).keys() == {"train_loss", "val_loss", "val_accuracy"}
+    assert (described["task"], described["step"], described["format"]) == (
+        "tests.tasks:Blobs",
+        "30",
+        "pt",
+    )
+    assert (
+        json.loads(described["versions"])["torch"]
+        == torch.__version__.partition("+")[0]
+    )
+    assert json.loads(described["metrics"]).keys() == {
+        "train_loss",
+        "val_loss",
+        "val_accuracy",
+    }
 
 
-@pytest.mark.parametrize(("which", "step"), [("newest", "30"), ("best", "10"), ("step-10", "10"), ("step-30", "30")])
-def test_the_checkpoint_may_be_chosen(spec: RunSpec, tmp_path: Path, which: str, step: str) -> None:
-    assert main(["export", spec.uri, "--out", str(tmp_path / "m.safetensors"), f"--checkpoint={which}"]) == 0
+@pytest.mark.parametrize(
+    ("which", "step"),
+    [("newest", "30"), ("best", "10"), ("step-10", "10"), ("step-30", "30")],
+)
+def test_the_checkpoint_may_be_chosen(
+    spec: RunSpec, tmp_path: Path, which: str, step: str
+) -> None:
+    assert (
+        main(
+            [
+                "export",
+                spec.uri,
+                "--out",
+                str(tmp_path / "m.safetensors"),
+                f"--checkpoint={which}",
+            ]
+        )
+        == 0
+    )
     weights, described = read(tmp_path / "m.safetensors")
     assert described["step"] == step
-    saved = torch.load(Path(spec.uri) / f"checkpoints/step-{int(step):012d}/state.pt", weights_only=True)["model"]
+    saved = torch.load(
+        Path(spec.uri) / f"checkpoints/step-{int(step):012d}/state.pt",
+        weights_only=True,
+    )["model"]
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
@@ -69,14 +111,29 @@ def write_model(spec: RunSpec, tmp_path: Path, model: dict[str, Any]) -> str:
     """A run beside the real one whose only checkpoint holds this model."""
     run = Storage(str(tmp_path / "made"))
     run.write("config.yaml", spec.storage.read("config.yaml"))
-    position = {"step": 1, "global_batch_size": 24, "train_samples": 203, "train_time_s": 0.5}
+    position = {
+        "step": 1,
+        "global_batch_size": 24,
+        "train_samples": 203,
+        "train_time_s": 0.5,
+    }
     position |= {"metrics": {}, "evaluated_step": -1}
-    state = {"model": model, "optimizer": {}, "scaler": {}, "task": {}, "position": position}
-    Checkpoints(run, Group(0, 1, torch.device("cpu")), 1, config=spec.config.tree()).save(1, state, {})
+    state = {
+        "model": model,
+        "optimizer": {},
+        "scaler": {},
+        "task": {},
+        "position": position,
+    }
+    Checkpoints(
+        run, Group(0, 1, torch.device("cpu")), 1, config=spec.config.tree()
+    ).save(1, state, {})
     return run.uri
 
 
-def test_tied_transposed_and_sliced_tensors_are_written_whole(spec: RunSpec, tmp_path: Path) -> None:
+def test_tied_transposed_and_sliced_tensors_are_written_whole(
+    spec: RunSpec, tmp_path: Path
+) -> None:
     table = torch.randn(6, 4)
     model = {
         "embedding": table,
@@ -96,13 +153,26 @@ def test_tied_transposed_and_sliced_tensors_are_written_whole(spec: RunSpec, tmp
         assert torch.equal(weights[name], tensor), name
 
 
-def test_neither_ray_nor_the_task_is_needed(spec: RunSpec, tmp_path: Path, command: Command) -> None:
+def test_neither_ray_nor_the_task_is_needed(
+    spec: RunSpec, tmp_path: Path, command: Command
+) -> None:
     """From another directory, with the import of Ray and of the task's package blocked."""
     script = (
         "import sys; sys.modules['ray'] = None; sys.modules['tests'] = None\n"
         "from trainers.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-    done = command("-c", script, "export", spec.uri, "--out", "m.safetensors", cwd=tmp_path, program=(sys.executable,))
+    done = command(
+        "-c",
+        script,
+        "export",
+        spec.uri,
+        "--out",
+        "m.safetensors",
+        cwd=tmp_path,
+        program=(sys.executable,),
+    )
     assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"{tmp_path}/m.safetensors: 4 tensors, 0.0 MiB, of step 30, train_loss ")
+    assert done.out.startswith(
+        f"{tmp_path}/m.safetensors: 4 tensors, 0.0 MiB, of step 30, train_loss "
+    )
     assert len(read(tmp_path / "m.safetensors")[0]) == 4

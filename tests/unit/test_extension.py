@@ -1,4 +1,6 @@
-"""A sweep goes on with another configuration: which records stay, which trials go on, and what is refused."""
+"""A sweep goes on with another configuration: which records stay, which trials go on,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from trainers.errors import ConfigError, Status
 from trainers.lease import held
 from tune.__main__ import main
 from tune.sweeps.extension import apply_extension, order_extension
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, num_missing, prepare, read_saved, read_sweep
+from tune.sweeps.spec import (
+    SAVED,
+    SweepSpec,
+    is_complete,
+    num_missing,
+    prepare,
+    read_saved,
+    read_sweep,
+)
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import Purpose, TrialRecord
 
@@ -24,13 +34,21 @@ TRAIN: dict[str, Any] = {
     "optimizer": {"lr": 0.1},
     "launcher": "local",
 }
-REACHED, NEVER = [0.5, 0.7, 0.8, 0.9], [0.5, 0.6, 0.6, 0.7]
+REACHED = [0.5, 0.7, 0.8, 0.9]
+NEVER = [0.5, 0.6, 0.6, 0.7]
 
 
-def begin(tmp_path: Path, train: dict[str, Any] | None = None, **keys: Any) -> SweepSpec:
+def begin(
+    tmp_path: Path, train: dict[str, Any] | None = None, **keys: Any
+) -> SweepSpec:
     """A sweep in its directory."""
     space = {"global_batch_size": [8, 16]}
-    tree = {"name": "many", "storage_path": str(tmp_path), "train": TRAIN | (train or {}), "space": space} | keys
+    tree = {
+        "name": "many",
+        "storage_path": str(tmp_path),
+        "train": TRAIN | (train or {}),
+        "space": space,
+    } | keys
     (tmp_path / "sweep.yaml").write_text(dump_yaml(tree))
     spec = read_sweep(str(tmp_path / "sweep.yaml"), {})
     prepare(spec, fresh=False)
@@ -38,28 +56,51 @@ def begin(tmp_path: Path, train: dict[str, Any] | None = None, **keys: Any) -> S
 
 
 def record(
-    config: dict[str, Any], accuracies: list[float], status: Status = "done", purpose: Purpose = "trial"
+    config: dict[str, Any],
+    accuracies: list[float],
+    status: Status = "done",
+    purpose: Purpose = "trial",
 ) -> TrialRecord:
     """A trial that was evaluated after each epoch, of a second and ten steps."""
     curve = [
-        {"step": 10.0 * epoch, "epoch": float(epoch), "train_time_s": float(epoch), "val_accuracy": accuracy}
+        {
+            "step": 10.0 * epoch,
+            "epoch": float(epoch),
+            "train_time_s": float(epoch),
+            "val_accuracy": accuracy,
+        }
         for epoch, accuracy in enumerate(accuracies, 1)
     ]
     name = trial_id(config, purpose)
-    return TrialRecord(name, config, status, 1.0, 2.0, curve=curve, metrics=dict(curve[-1]), purpose=purpose)
+    return TrialRecord(
+        name,
+        config,
+        status,
+        1.0,
+        2.0,
+        curve=curve,
+        metrics=dict(curve[-1]),
+        purpose=purpose,
+    )
 
 
-def extended(spec: SweepSpec, records: list[TrialRecord], **keys: Any) -> dict[str, TrialRecord]:
+def extended(
+    spec: SweepSpec, records: list[TrialRecord], **keys: Any
+) -> dict[str, TrialRecord]:
     """The records that are left once the sweep is extended; dots are `__`."""
     journal = Journal(spec.storage)
     for one in records:
         journal.append(one)
     before = spec.storage.read(SAVED)
-    longer = order_extension(spec.uri, {key.replace("__", "."): value for key, value in keys.items()})
+    longer = order_extension(
+        spec.uri, {key.replace("__", "."): value for key, value in keys.items()}
+    )
     apply_extension(longer)
     once = by_id(journal.records())
     after = spec.storage.read(SAVED)
-    spec.storage.write(SAVED, before)  # as if it had been killed just before it was written
+    spec.storage.write(
+        SAVED, before
+    )  # as if it had been killed just before it was written
     apply_extension(longer)
     assert by_id(journal.records()) == once
     assert spec.storage.read(SAVED) == after
@@ -81,15 +122,21 @@ def test_more_points_leave_what_is_known(tmp_path: Path) -> None:
     again = read_saved(spec.uri)
     assert again.config.space["global_batch_size"] == [8, 16, 32]
     assert num_missing(again.config, known) == 1
-    with pytest.raises(ConfigError) as raised:  # the file that it was begun with is another sweep by now
+    with pytest.raises(
+        ConfigError
+    ) as raised:  # the file that it was begun with is another sweep by now
         prepare(read_sweep(str(tmp_path / "sweep.yaml"), {}), fresh=False)
     assert f"python -m tune extend {spec.uri}" in str(raised.value)
 
 
 def test_trials_are_longer_that_were_trained_to_their_end(tmp_path: Path) -> None:
-    """Those that ended early by their own evaluations, by the search, by hand or by an error would end so again."""
+    """Those that ended early by their own evaluations, by the search, by hand or by an
+    error would end so again.
+    """
     spec = begin(tmp_path, {"global_batch_size": 8}, space={"seed": [1, 2, 3, 4, 5, 6]})
-    whole, early = (record({"seed": seed}, NEVER[:epochs]) for seed, epochs in ((1, 4), (2, 3)))
+    whole, early = (
+        record({"seed": seed}, NEVER[:epochs]) for seed, epochs in ((1, 4), (2, 3))
+    )
     failed = record({"seed": 3}, NEVER[:2], "error")
     stopped = record({"seed": 4}, NEVER[:2], "stopped")
     clone = record({"seed": 1}, NEVER, purpose="clone")
@@ -102,38 +149,78 @@ def test_trials_are_longer_that_were_trained_to_their_end(tmp_path: Path) -> Non
 
 def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path: Path) -> None:
     spec = begin(tmp_path, space={"epochs": [3, 4], "global_batch_size": [8]})
-    known = [record({"epochs": epochs, "global_batch_size": 8}, NEVER[:epochs]) for epochs in (3, 4)]
+    known = [
+        record({"epochs": epochs, "global_batch_size": 8}, NEVER[:epochs])
+        for epochs in (3, 4)
+    ]
     assert extended(spec, known, space__epochs=[3, 4, 8]) == by_id(known)
 
 
 @pytest.mark.parametrize(
     ("then", "now", "goes_on"),
     [
-        ("val_accuracy", ("time_to_target", 0.7), set()),  # 16 was trained to its end, and nothing more is known
+        (
+            "val_accuracy",
+            ("time_to_target", 0.7),
+            set(),
+        ),  # 16 was trained to its end, and nothing more is known
         (("time_to_target", 0.9), ("time_to_target", 0.8), set()),
-        (("time_to_target", 0.8), ("time_to_target", 0.9), {8}),  # it ended at the target of then
+        (
+            ("time_to_target", 0.8),
+            ("time_to_target", 0.9),
+            {8},
+        ),  # it ended at the target of then
         (("time_to_target", 0.8), "val_accuracy", {8}),
     ],
 )
-def test_another_objective_looks_at_what_was_recorded(tmp_path: Path, then: Any, now: Any, goes_on: set[int]) -> None:
+def test_another_objective_looks_at_what_was_recorded(
+    tmp_path: Path, then: Any, now: Any, goes_on: set[int]
+) -> None:
     def objective(of: Any) -> dict[str, Any]:
-        return {"metric": of} if isinstance(of, str) else {"metric": of[0], "target": {"val_accuracy": of[1]}}
+        return (
+            {"metric": of}
+            if isinstance(of, str)
+            else {"metric": of[0], "target": {"val_accuracy": of[1]}}
+        )
 
     spec = begin(tmp_path, objective=objective(then), usd_per_hour=3600.0)
-    curves = {8: REACHED[:3] if then == ("time_to_target", 0.8) else REACHED, 16: [*NEVER[:3], 0.65]}
-    known = [record({"global_batch_size": size}, curve) for size, curve in curves.items()]
+    curves = {
+        8: REACHED[:3] if then == ("time_to_target", 0.8) else REACHED,
+        16: [*NEVER[:3], 0.65],
+    }
+    known = [
+        record({"global_batch_size": size}, curve) for size, curve in curves.items()
+    ]
     if not isinstance(then, str):
-        known[0] = type(known[0])(**{**vars(known[0]), "time_to_target_s": float(len(curves[8]))})
-    left = extended(spec, known, **{f"objective__{key}": value for key, value in objective(now).items()})
-    assert {one.config["global_batch_size"] for one in left.values()} == {8, 16} - goes_on
+        known[0] = type(known[0])(
+            **{**vars(known[0]), "time_to_target_s": float(len(curves[8]))}
+        )
+    left = extended(
+        spec,
+        known,
+        **{f"objective__{key}": value for key, value in objective(now).items()},
+    )
+    assert {one.config["global_batch_size"] for one in left.values()} == {
+        8,
+        16,
+    } - goes_on
     for one in left.values():
         is_first = one.config["global_batch_size"] == 8
         target = now[1] if not isinstance(now, str) else None
-        expected = float(REACHED.index(target) + 1) if is_first and target is not None else None
-        assert (one.time_to_target_s, one.metrics.get("usd_to_target")) == (expected, expected)
+        expected = (
+            float(REACHED.index(target) + 1)
+            if is_first and target is not None
+            else None
+        )
+        assert (one.time_to_target_s, one.metrics.get("usd_to_target")) == (
+            expected,
+            expected,
+        )
 
 
-def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(tmp_path: Path) -> None:
+def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(
+    tmp_path: Path,
+) -> None:
     spec = begin(tmp_path)
     known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
     left = extended(spec, known, **{"space__optimizer.lr": [0.2, 0.1]})
@@ -166,7 +253,9 @@ def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
 
 
 def test_extensions_add_up_whoever_applies_them(tmp_path: Path) -> None:
-    """Each is in the directory before the process that has the lease applies it, which may be another one."""
+    """Each is in the directory before the process that has the lease applies it, which
+    may be another one.
+    """
     spec = begin(tmp_path)
     order_extension(spec.uri, {"train.epochs": 6})
     order_extension(spec.uri, {"train.epochs": 8, "objective.metric": "val_accuracy"})
@@ -175,18 +264,35 @@ def test_extensions_add_up_whoever_applies_them(tmp_path: Path) -> None:
     assert (again.train["epochs"], again.config.objective.metric) == (8, "val_accuracy")
 
 
-def test_the_command_extends_a_sweep_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All that it needs is known: no cluster is started for it. One that runs is told, and goes on by itself."""
+def test_the_command_extends_a_sweep_and_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that it needs is known: no cluster is started for it.
+
+    One that runs is told, and goes on by itself.
+    """
     spec = begin(tmp_path, space={"global_batch_size": [8]})
     for size, curve in ((8, NEVER), (16, REACHED)):
         Journal(spec.storage).append(record({"global_batch_size": size}, curve))
-    keys = ["--space.global_batch_size", "[8, 16]", "--objective.metric", "val_accuracy"]
+    keys = [
+        "--space.global_batch_size",
+        "[8, 16]",
+        "--objective.metric",
+        "val_accuracy",
+    ]
     assert main(["extend", spec.uri, *keys]) == 0
     told = capsys.readouterr()
-    assert "many is extended: what is known of 2 trials stays" in (told.out + told.err).replace(spec.uri, "many")
-    assert spec.storage.read_json("summary.json", dict[str, Any])["best"]["id"] == trial_id({"global_batch_size": 16})
+    assert "many is extended: what is known of 2 trials stays" in (
+        told.out + told.err
+    ).replace(spec.uri, "many")
+    assert spec.storage.read_json("summary.json", dict[str, Any])["best"][
+        "id"
+    ] == trial_id({"global_batch_size": 16})
     with held(spec.storage, SAVED):
         assert main(["extend", spec.uri, "--train.epochs", "6"]) == 0
         assert main(["resume", spec.uri]) == 2
-    assert "it goes on with train.epochs once its trials have ended" in capsys.readouterr().out
+    assert (
+        "it goes on with train.epochs once its trials have ended"
+        in capsys.readouterr().out
+    )
     assert read_saved(spec.uri).train["epochs"] == 6

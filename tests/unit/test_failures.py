@@ -1,4 +1,6 @@
-"""Each kind of failure has a budget of restarts of its own; the run ends with the first failure beyond it."""
+"""Each kind of failure has a budget of restarts of its own; the run ends with the first
+failure beyond it.
+"""
 
 from pathlib import Path
 
@@ -11,16 +13,24 @@ from trainers.storage import Storage
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3])
-def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path: Path, budget: int) -> None:
-    policy = FailurePolicy(FailureConfig(error=budget, out_of_host_memory=5), Storage(str(tmp_path)))
+def test_a_kind_restarts_as_often_as_its_budget_says(
+    tmp_path: Path, budget: int
+) -> None:
+    policy = FailurePolicy(
+        FailureConfig(error=budget, out_of_host_memory=5), Storage(str(tmp_path))
+    )
     for _ in range(budget):
         policy.after_exception(None, {0: failure("error")})
-    policy.after_exception(None, {0: failure("out_of_host_memory")})  # counts for itself
+    policy.after_exception(
+        None, {0: failure("out_of_host_memory")}
+    )  # counts for itself
     with pytest.raises(RunFailedError, match="of rank 0"):
         policy.after_exception(None, {0: failure("error")})
 
 
-def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(tmp_path: Path) -> None:
+def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(
+    tmp_path: Path,
+) -> None:
     policy = FailurePolicy(FailureConfig(), Storage(str(tmp_path)))
     for _ in range(50):
         policy.after_exception(None, {0: failure("node_lost")})
@@ -29,14 +39,23 @@ def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(tmp_
 
 @pytest.mark.parametrize("ended", ["node_lost", "gloo"])
 def test_a_group_that_its_watchdogs_ended_has_hung(tmp_path: Path, ended: str) -> None:
-    """To Ray a watchdog's exit is a worker's death; what the ranks saved names the culprit first."""
+    """To Ray a watchdog's exit is a worker's death; what the ranks saved names the
+    culprit first.
+    """
     storage = Storage(str(tmp_path))
     storage.write("hangs/0.txt", b"of an earlier start")
     policy = FailurePolicy(FailureConfig(hung=0), storage)
     policy.after_exception(None, {0: failure("node_lost")})
-    storage.write("hangs/1-rank-0.txt", b"rank 0 in the barrier after setup, waiting for other ranks (at a.py:1)\n\n")
+    storage.write(
+        "hangs/1-rank-0.txt",
+        b"rank 0 in the barrier after setup, waiting for other ranks (at a.py:1)\n\n",
+    )
     storage.write("hangs/2-rank-1.txt", b"rank 1 in setup (at b.py:2)\n\n...")
-    error = failure("node_lost") if ended == "node_lost" else RunFailedError("error", "gloo", follows=True)
+    error = (
+        failure("node_lost")
+        if ended == "node_lost"
+        else RunFailedError("error", "gloo", follows=True)
+    )
     with pytest.raises(RunFailedError) as met:
         policy.after_exception(None, {0: error})
     assert met.value.status == "hung"
@@ -72,15 +91,23 @@ DIED = (
     ],
 )
 def test_a_dead_worker_of_rays_says_who_died_and_how(words: str, how: str) -> None:
-    found = as_failure(1, WorkerHealthCheckFailedError(ActorDiedError(DIED.format(words))))
+    found = as_failure(
+        1, WorkerHealthCheckFailedError(ActorDiedError(DIED.format(words)))
+    )
     assert (found.status, found.follows) == ("node_lost", False)
     assert found.message == f"rank 1 (pid 4711 on 10.0.0.7) died {how}"
 
 
-def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_path: Path) -> None:
+def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(
+    tmp_path: Path,
+) -> None:
     policy = FailurePolicy(FailureConfig(node_lost=0), Storage(str(tmp_path)))
-    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
-    dead = WorkerHealthCheckFailedError(ActorDiedError(DIED.format("died because its node has died.")))
+    gloo = RuntimeError(
+        "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
+    )
+    dead = WorkerHealthCheckFailedError(
+        ActorDiedError(DIED.format("died because its node has died."))
+    )
     with pytest.raises(RunFailedError) as met:
         policy.after_exception(None, {0: gloo, 1: dead})
     assert met.value.status == "node_lost"

@@ -1,4 +1,6 @@
-"""Data, losses and figures as users write them at the first try: right, or refused in one sentence."""
+"""Data, losses and figures as users write them at the first try: right, or refused in
+one sentence.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ from trainers.task import Task, load_split
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 MODULE = "tests.unit.test_first_try"
-OFTEN = {"clip_grad_norm": None, "lr_schedule": {}, "optimizer": {"name": "sgd", "lr": 0.01}}
+OFTEN = {
+    "clip_grad_norm": None,
+    "lr_schedule": {},
+    "optimizer": {"name": "sgd", "lr": 0.01},
+}
 
 
 class Table(Task):
-    """500 rows of which `how` draws 400 to train on; the first column is the number of the row."""
+    """500 rows of which `how` draws 400 to train on; the first column is the number of
+    the row.
+    """
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -62,7 +70,9 @@ class Table(Task):
         rows = [int(row) for row in order[self.how]()]
         if self.how == "entropy in tensors":
             return TensorDataset(*table[rows[:400]]), TensorDataset(*table[rows[400:]])
-        return Subset(table, rows if self.how == "all" else rows[:400]), Subset(table, rows[400:])
+        return Subset(table, rows if self.how == "all" else rows[:400]), Subset(
+            table, rows[400:]
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return model(batch[1])
@@ -76,7 +86,9 @@ def random_state() -> list[Any]:
     return [torch.get_rng_state().tolist(), generator[1].tolist(), random.getstate()]
 
 
-@pytest.mark.parametrize("how", ["random_split", "constructor", "numpy", "python", "torch"])
+@pytest.mark.parametrize(
+    "how", ["random_split", "constructor", "numpy", "python", "torch"]
+)
 def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> None:
     found = []
     for seed in (0, 7):
@@ -91,10 +103,15 @@ def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> 
     assert sorted(found[0] + found[1]) == list(range(500))
 
 
-@pytest.mark.parametrize(("how", "said"), [("entropy", "refused"), ("entropy in tensors", "warned"), ("all", "warned")])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("entropy", "refused"), ("entropy in tensors", "warned"), ("all", "warned")],
+)
 def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
     def run() -> list[str]:
-        return train(None, Table(how), max_steps=1, global_batch_size=50, microbatch_size="auto").warnings
+        return train(
+            None, Table(how), max_steps=1, global_batch_size=50, microbatch_size="auto"
+        ).warnings
 
     if said == "refused":
         with pytest.raises(ConfigError) as raised:
@@ -103,7 +120,9 @@ def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
     else:
         [words] = run()
         assert "training samples, too" in words
-    assert not train(None, Table("torch"), max_steps=1, global_batch_size=50, microbatch_size="auto").warnings
+    assert not train(
+        None, Table("torch"), max_steps=1, global_batch_size=50, microbatch_size="auto"
+    ).warnings
 
 
 @pytest.mark.parametrize(
@@ -111,15 +130,23 @@ def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
     [
         ({"global_batch_size": 401}, "global_batch_size"),
         ({"global_batch_size": 401, "drop_last": True}, "global_batch_size"),
-        ({"global_batch_size": None, "batch_size_per_worker": 5000}, "global_batch_size"),
         (
-            {"global_batch_size": None, "batch_schedule": [{"until_samples": 400, "size": 50}, {"size": 401}]},
+            {"global_batch_size": None, "batch_size_per_worker": 5000},
+            "global_batch_size",
+        ),
+        (
+            {
+                "global_batch_size": None,
+                "batch_schedule": [{"until_samples": 400, "size": 50}, {"size": 401}],
+            },
             "batch_schedule",
         ),
         ({"global_batch_size": 400}, None),
     ],
 )
-def test_a_batch_larger_than_the_data_is_refused(changes: dict[str, Any], field: str | None) -> None:
+def test_a_batch_larger_than_the_data_is_refused(
+    changes: dict[str, Any], field: str | None
+) -> None:
     options = {"max_steps": 1, "microbatch_size": "auto", **changes}
     if field is None:
         assert train(None, Table("torch"), **options).samples == 400
@@ -130,7 +157,9 @@ def test_a_batch_larger_than_the_data_is_refused(changes: dict[str, Any], field:
 
 
 class Together(Table):
-    """Evaluates what depends on the other samples of a batch: padding to the longest, or its own statistics."""
+    """Evaluates what depends on the other samples of a batch: padding to the longest,
+    or its own statistics.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__("torch")
@@ -147,9 +176,15 @@ class Together(Table):
         return super().forward(model, (batch[0], x))
 
 
-@pytest.mark.parametrize(("kind", "said"), [("statistics", 1), ("padding", 1), ("noise", 0), ("alone", 0)])
-def test_figures_that_depend_on_the_evaluation_batch_are_said(kind: str, said: int) -> None:
-    result = train(None, Together(kind), max_steps=1, global_batch_size=50, microbatch_size=50)
+@pytest.mark.parametrize(
+    ("kind", "said"), [("statistics", 1), ("padding", 1), ("noise", 0), ("alone", 0)]
+)
+def test_figures_that_depend_on_the_evaluation_batch_are_said(
+    kind: str, said: int
+) -> None:
+    result = train(
+        None, Together(kind), max_steps=1, global_batch_size=50, microbatch_size=50
+    )
     assert len(result.warnings) == said
     assert all("evaluate.microbatch_size" in words for words in result.warnings)
 
@@ -159,7 +194,9 @@ def windows(path: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("phased", [False, True])
-def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phased: bool, tmp_path: Path) -> None:
+def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(
+    phased: bool, tmp_path: Path
+) -> None:
     options = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
     task = Adversarial if phased else lambda: Table("torch")
     if not phased:
@@ -167,25 +204,39 @@ def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phas
     rare = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
     train(tmp_path / "each", task(), **options, **rare)
     each = [loss for _, loss in windows(tmp_path / "each")]
-    right = [(end, sum(each[start:end]) / (end - start)) for start, end in ((0, 8), (8, 16), (16, 22))]
+    right = [
+        (end, sum(each[start:end]) / (end - start))
+        for start, end in ((0, 8), (8, 16), (16, 22))
+    ]
 
     options["log_every_steps"] = 8
     found = []
     for checkpoint, evaluate in ((99, 99), (3, 99), (99, 3), (5, 7)):
         path = tmp_path / f"{checkpoint}-{evaluate}"
-        every = {"checkpoint": {"every_steps": checkpoint}, "evaluate": {"every_steps": evaluate}}
+        every = {
+            "checkpoint": {"every_steps": checkpoint},
+            "evaluate": {"every_steps": evaluate},
+        }
         result = train(path, task(), **options, **every)
         assert result.metrics["train_loss"] == windows(path)[-1][1]
         found.append(windows(path))
     assert all(one == found[0] for one in found)
     assert [step for step, _ in found[0]] == [8, 16, 22]
-    assert [loss for _, loss in found[0]] == pytest.approx([loss for _, loss in right], rel=1e-6)
+    assert [loss for _, loss in found[0]] == pytest.approx(
+        [loss for _, loss in right], rel=1e-6
+    )
 
     every = {"checkpoint": {"every_steps": 3}, "evaluate": {"every_steps": 99}}
     with pytest.raises(Power):
-        fit(task(), config(**options, **every), Context(tmp_path / "cut", cut_at_step=12))
+        fit(
+            task(),
+            config(**options, **every),
+            Context(tmp_path / "cut", cut_at_step=12),
+        )
     stops = iter([False] * 1 + [True] * 99)
-    stopped = train(tmp_path / "cut", task(), stop=lambda: next(stops), **options, **every)
+    stopped = train(
+        tmp_path / "cut", task(), stop=lambda: next(stops), **options, **every
+    )
     assert stopped.status == "stopped"
     train(tmp_path / "cut", task(), **options, **every)
     assert windows(tmp_path / "cut") == found[0]
@@ -222,12 +273,29 @@ class Shaped(Table):
         ({"metrics": lambda error: {"mae": float(error.mean())}}, "metric mae"),
         ({"metrics": lambda error: {"mae": error.expand(-1, 2)}}, "metric mae"),
         ({"metrics": lambda error: error[:, 0]}, "Shaped.metrics()"),
-        ({"metrics": lambda error: {"of": {"mae": error[:, 0]}, "of_mae": error[:, 0]}}, "metric"),
+        (
+            {
+                "metrics": lambda error: {
+                    "of": {"mae": error[:, 0]},
+                    "of_mae": error[:, 0],
+                }
+            },
+            "metric",
+        ),
         ({"loss": lambda error: error.detach().mean()}, "Shaped.loss()"),
-        ({"metrics": lambda error: {"of": {"mae": error[:, 0], "rmse": {"squared": error**2}}}}, None),
+        (
+            {
+                "metrics": lambda error: {
+                    "of": {"mae": error[:, 0], "rmse": {"squared": error**2}}
+                }
+            },
+            None,
+        ),
     ],
 )
-def test_shapes_are_refused_before_training(given: dict[str, Any], field: str | None, tmp_path: Path) -> None:
+def test_shapes_are_refused_before_training(
+    given: dict[str, Any], field: str | None, tmp_path: Path
+) -> None:
     options = {
         "max_steps": 3,
         "global_batch_size": 50,
@@ -259,7 +327,9 @@ class Teacher(Table):
 
     def after_step(self, model: nn.Module, step: int) -> None:
         if self.follows:
-            for theirs, ours in zip(self.teacher.parameters(), model.parameters(), strict=True):
+            for theirs, ours in zip(
+                self.teacher.parameters(), model.parameters(), strict=True
+            ):
                 theirs.data.lerp_(ours, 0.1)
 
 
@@ -268,11 +338,21 @@ class KeptTeacher(Teacher):
         return {"teacher": self.teacher.state_dict()}
 
 
-@pytest.mark.parametrize(("task", "said"), [(Teacher(True), 1), (Teacher(False), 0), (KeptTeacher(True), 0)])
+@pytest.mark.parametrize(
+    ("task", "said"), [(Teacher(True), 1), (Teacher(False), 0), (KeptTeacher(True), 0)]
+)
 def test_what_changes_and_no_checkpoint_has_is_said(
     task: Teacher, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(tmp_path, task, max_steps=4, global_batch_size=50, microbatch_size=50, checkpoint={"every_steps": 1}, **OFTEN)
+    train(
+        tmp_path,
+        task,
+        max_steps=4,
+        global_batch_size=50,
+        microbatch_size=50,
+        checkpoint={"every_steps": 1},
+        **OFTEN,
+    )
     assert [record.levelname for record in caplog.records].count("WARNING") == said
 
 

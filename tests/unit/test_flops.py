@@ -1,4 +1,6 @@
-"""FLOPs of a sample by hand, a count that leaves no trace, peaks by the names that GPUs have, utilisation."""
+"""FLOPs of a sample by hand, a count that leaves no trace, peaks by the names that GPUs
+have, utilisation.
+"""
 
 from typing import Any
 
@@ -28,17 +30,25 @@ class Rows(Task):
         return outputs.float().mean()
 
 
-def count(task: Task, model: nn.Module, size: int = 6, precision: str = "fp32") -> float | None:
+def count(
+    task: Task, model: nn.Module, size: int = 6, precision: str = "fp32"
+) -> float | None:
     spec = resolve_precision(precision, CPU)
-    return count_flops(ForwardPass(model, task, spec, CPU), task.dataset("train"), torch.arange(size))
+    return count_flops(
+        ForwardPass(model, task, spec, CPU), task.dataset("train"), torch.arange(size)
+    )
 
 
 def test_a_linear_layer_by_hand() -> None:
-    """2 x in x out forward, the same for the weight's gradient and, past the first layer, for the input's."""
+    """2 x in x out forward, the same for the weight's gradient and, past the first
+    layer, for the input's.
+    """
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     expected = 2 * 2 * 4 * 8 + 3 * 2 * 8 * 3
     assert count(Rows(), model) == expected
-    assert count(Rows(), model, size=20) == expected, "samples of one shape cost the same in any number"
+    assert count(Rows(), model, size=20) == expected, (
+        "samples of one shape cost the same in any number"
+    )
     assert count(Rows(), model, precision="bf16") == expected
 
 
@@ -66,7 +76,9 @@ def test_a_convolution_by_hand() -> None:
     ],
 )
 def test_peaks_by_name(gpu: str, precision: str, tflops: float | None) -> None:
-    assert gpu_peak(gpu, precision) == (None if tflops is None else pytest.approx(tflops * 1e12))
+    assert gpu_peak(gpu, precision) == (
+        None if tflops is None else pytest.approx(tflops * 1e12)
+    )
 
 
 def test_utilisation_is_over_all_workers() -> None:

@@ -68,11 +68,20 @@ one.hold()
 print("up", flush=True)
 input()
 """
-    first = subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        [sys.executable, "-c", start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert first.stdout.readline() == "up\n"
     with contextlib.closing(Zygote(name, Preload(forks=False))) as second:
         second.hold()
-        children = subprocess.run(["ps", "--ppid", str(first.pid), "-o", "pid="], capture_output=True, text=True)
+        children = subprocess.run(
+            ["ps", "--ppid", str(first.pid), "-o", "pid="],
+            capture_output=True,
+            text=True,
+        )
         assert children.stdout == "", "Ray kills a worker's children with it"
         fork = second.fork("tests.unit.test_forks:ask", 6, 3)
         first.kill()
@@ -81,9 +90,12 @@ input()
     assert not second._directory.exists()
 
 
-def test_a_zygote_that_is_about_to_end_costs_no_trial(parent: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zygote_that_is_about_to_end_costs_no_trial(
+    parent: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parent.hold()
-    connect, left = client.Zygote._connect, ["as it ends"]
+    connect = client.Zygote._connect
+    left = ["as it ends"]
 
     def too_late(self: Zygote) -> Any:
         if left:

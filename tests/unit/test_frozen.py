@@ -1,4 +1,6 @@
-"""`checkpoint.parameters: trained`: checkpoints without the frozen part; resumed to the bit; another base refused."""
+"""`checkpoint.parameters: trained`: checkpoints without the frozen part; resumed to the
+bit; another base refused.
+"""
 
 import re
 from pathlib import Path
@@ -24,26 +26,34 @@ class LowRank(nn.Module):
 
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
-        self.down, self.up = nn.Parameter(torch.randn(2, columns)), nn.Parameter(torch.zeros(rows, 2))
+        self.down = nn.Parameter(torch.randn(2, columns))
+        self.up = nn.Parameter(torch.zeros(rows, 2))
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight + self.up @ self.down
 
 
 class Adapted(Tiny):
-    """A base from elsewhere, frozen, with two adapters; BatchNorm's statistics move all the same."""
+    """A base from elsewhere, frozen, with two adapters; BatchNorm's statistics move all
+    the same.
+    """
 
     def __init__(self, base: int = 1, changes: str = "") -> None:
         super().__init__()
-        self.base, self.changes = base, changes
+        self.base = base
+        self.changes = changes
 
     def model(self) -> nn.Module:
         model = super().model()
         generator = torch.Generator().manual_seed(self.base)
         for parameter in model.parameters():
-            parameter.requires_grad_(False).add_(torch.randn(parameter.shape, generator=generator))
+            parameter.requires_grad_(False).add_(
+                torch.randn(parameter.shape, generator=generator)
+            )
         for index in (0, 4):
-            parametrize.register_parametrization(model[index], "weight", LowRank(*model[index].weight.shape))
+            parametrize.register_parametrization(
+                model[index], "weight", LowRank(*model[index].weight.shape)
+            )
         return model
 
     def after_step(self, model: nn.Module, step: int) -> None:
@@ -54,10 +64,16 @@ class Adapted(Tiny):
 
 
 def state(path: Path, step: int = 15) -> dict[str, Any]:
-    return torch.load(path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True)
+    return torch.load(
+        path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True
+    )
 
 
-LEARNED = {f"{index}.parametrizations.weight.0.{name}" for index in (0, 4) for name in ("down", "up")}
+LEARNED = {
+    f"{index}.parametrizations.weight.0.{name}"
+    for index in (0, 4)
+    for name in ("down", "up")
+}
 STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
@@ -65,9 +81,12 @@ def test_checkpoints_hold_what_is_trained_and_all_buffers(tmp_path: Path) -> Non
     train(tmp_path / "all", Adapted(), checkpoint={"every_steps": 1})
     train(tmp_path / "trained", Adapted(), **TRAINED)
     assert curve(tmp_path / "trained") == curve(tmp_path / "all")
-    whole, part = state(tmp_path / "all"), state(tmp_path / "trained")
+    whole = state(tmp_path / "all")
+    part = state(tmp_path / "trained")
     assert part["model"].keys() == LEARNED | STATISTICS
-    assert all(torch.equal(one, whole["model"][name]) for name, one in part["model"].items())
+    assert all(
+        torch.equal(one, whole["model"][name]) for name, one in part["model"].items()
+    )
     assert part["frozen"].keys() == whole["model"].keys() - part["model"].keys()
     assert "frozen" not in whole
 
@@ -80,17 +99,26 @@ class Given(Adapted):
 
 
 @pytest.mark.parametrize("task", [Adapted, Given])
-@pytest.mark.parametrize("more", [{}, {"ema": {"decay": 0.9}}, {"precision": "bf16-pure"}])
-def test_a_resume_is_bit_equal(more: dict[str, Any], task: type[Task], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"ema": {"decay": 0.9}}, {"precision": "bf16-pure"}]
+)
+def test_a_resume_is_bit_equal(
+    more: dict[str, Any], task: type[Task], tmp_path: Path
+) -> None:
     check_resume(tmp_path, task, 7, **TRAINED, **more)
 
 
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path, Adapted(), **TRAINED)
     longer = config(**TRAINED, epochs=4)
-    with pytest.raises(CheckpointError, match=r"trained on another base: the frozen `0\.bias` is not what it was"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"trained on another base: the frozen `0\.bias` is not what it was",
+    ):
         fit(Adapted(base=2), longer, Context(tmp_path))
-    with pytest.raises(CheckpointError, match=r"trained on another base: the frozen `0\.bias`"):
+    with pytest.raises(
+        CheckpointError, match=r"trained on another base: the frozen `0\.bias`"
+    ):
         fit(Tiny(), longer, Context(tmp_path))
     with pytest.raises(CheckpointError, match=r"another `checkpoint\.parameters`"):
         fit(Adapted(), config(epochs=4), Context(tmp_path))
@@ -98,7 +126,17 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", ["by hand", "unfrozen"])
-def test_what_changes_all_the_same_is_not_lost_in_silence(changes: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape('`checkpoint.parameters` is "trained", but leaves out `0.bias`')):
+def test_what_changes_all_the_same_is_not_lost_in_silence(
+    changes: str, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=re.escape(
+            '`checkpoint.parameters` is "trained", but leaves out `0.bias`'
+        ),
+    ):
         train(tmp_path, Adapted(changes=changes), **TRAINED)
-    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == [
+        "1",
+        "2",
+    ]

@@ -1,4 +1,6 @@
-"""A training function in a file: its configuration, what a sweep of it may have, and errors that name the fix."""
+"""A training function in a file: its configuration, what a sweep of it may have, and
+errors that name the fix.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -24,11 +26,17 @@ MODULE = "function_of_test_function_config"
 RUN = {
     "train_func": f"{MODULE}:train",
     "train_loop_config": {"lr": 0.1, "loader": {"rows": 8}, "kind": "fp32"},
-    "keys": {"batch_size_per_worker": "train_loop_config.loader.rows", "precision": "train_loop_config.kind"},
+    "keys": {
+        "batch_size_per_worker": "train_loop_config.loader.rows",
+        "precision": "train_loop_config.kind",
+    },
 }
 SWEEP = {
     "train": RUN,
-    "space": {"train_loop_config.loader.rows": [8, 16], "train_loop_config.kind": ["fp32", "bf16"]},
+    "space": {
+        "train_loop_config.loader.rows": [8, 16],
+        "train_loop_config.kind": ["fp32", "bf16"],
+    },
     "objective": {"metric": "loss"},
 }
 
@@ -73,16 +81,30 @@ def sweep(user: Path, **keys: Any) -> SweepSpec:
             {"keys": dict.fromkeys(BATCH_KEYS, "train_loop_config.loader.rows")},
             "conflicts with global_batch_size; keep one of the two.",
         ),
-        ({"task": "task:Mine"}, "there is no such key; keep one of `task` and `train_func`."),
-        ({"global_batch_size": 8}, "there is no such key; name the function's own key with `keys`."),
-        ({"optimizer": {"lr": 1}}, "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`."),
+        (
+            {"task": "task:Mine"},
+            "there is no such key; keep one of `task` and `train_func`.",
+        ),
+        (
+            {"global_batch_size": 8},
+            "there is no such key; name the function's own key with `keys`.",
+        ),
+        (
+            {"optimizer": {"lr": 1}},
+            "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`.",
+        ),
         ({"launcher": "local"}, "remove it: a `train_func` runs on Ray."),
         ({"train_fun": 1}, "did you mean `train_func`?"),
         ({"failure": {"error": 1}}, "the keys here are max_failures."),
-        ({"train_func": "train"}, "must be `module:function`; write for example `train_func: my_script:train_func`."),
+        (
+            {"train_func": "train"},
+            "must be `module:function`; write for example `train_func: my_script:train_func`.",
+        ),
     ],
 )
-def test_a_mistake_is_one_sentence_with_its_fix(change: dict[str, Any], sentence: str) -> None:
+def test_a_mistake_is_one_sentence_with_its_fix(
+    change: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         build(FunctionConfig, RUN | change, "file")
     assert str(error.value).endswith(sentence)
@@ -90,7 +112,10 @@ def test_a_mistake_is_one_sentence_with_its_fix(change: dict[str, Any], sentence
 
 def test_what_the_keys_name() -> None:
     config = build(FunctionConfig, RUN, "file")
-    assert (config.batch_size, config.precision) == (("batch_size_per_worker", 8), "fp32")
+    assert (config.batch_size, config.precision) == (
+        ("batch_size_per_worker", 8),
+        "fp32",
+    )
     assert config.others == {"train_loop_config.kind": "fp32"}
     bare = build(FunctionConfig, RUN | {"keys": {}}, "file")
     assert (bare.batch_size, bare.precision) == (None, None)
@@ -103,23 +128,34 @@ def test_the_function_gets_a_configuration_of_its_own_or_nothing(user: Path) -> 
     assert given == RUN["train_loop_config"]
     given["loader"]["rows"] = 1
     assert found.config.train_loop_config == RUN["train_loop_config"]
-    assert spec(user, train_func=f"{MODULE}:alone", train_loop_config={}, keys={}).load()() == 7
+    assert (
+        spec(user, train_func=f"{MODULE}:alone", train_loop_config={}, keys={}).load()()
+        == 7
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"train_func": f"{MODULE}:trian"}, f"names no function of .*; did you mean `{MODULE}:train`"),
+        (
+            {"train_func": f"{MODULE}:trian"},
+            f"names no function of .*; did you mean `{MODULE}:train`",
+        ),
         ({"train_func": f"{MODULE}:THING"}, "is no function; name one"),
         (
             {"train_func": f"{MODULE}:alone"},
             r"`train_loop_config` is .* does not fit alone .*; its signature is alone\(\)",
         ),
-        ({"train_func": "not_there:train"}, r"`train_func` is .* cannot be found: no not_there\.py in"),
+        (
+            {"train_func": "not_there:train"},
+            r"`train_func` is .* cannot be found: no not_there\.py in",
+        ),
         ({"scaling": {"num_workers": 10_000}}, "must fit on this machine"),
     ],
 )
-def test_a_function_that_is_not_there_or_does_not_fit(user: Path, change: dict[str, Any], sentence: str) -> None:
+def test_a_function_that_is_not_there_or_does_not_fit(
+    user: Path, change: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         spec(user, **change).load()
 
@@ -130,7 +166,11 @@ def test_the_commands_say_it_in_a_line(
     spec(user)
     assert train([str(user / "run.yaml"), "--profile"]) == 2
     assert "`profile_steps`" in capsys.readouterr().err
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "localhost"),
+    ):
         monkeypatch.setenv(name, value)
     assert train([str(user / "run.yaml")]) == 2
     assert "which torchrun does not start" in capsys.readouterr().err
@@ -138,43 +178,93 @@ def test_the_commands_say_it_in_a_line(
 
 def test_a_sweep_knows_the_functions_keys_by_its_own_names(user: Path) -> None:
     found = sweep(user)
-    assert found.config.space == {"batch_size_per_worker": [8, 16], "precision": ["fp32", "bf16"]}
+    assert found.config.space == {
+        "batch_size_per_worker": [8, 16],
+        "precision": ["fp32", "bf16"],
+    }
     trial = {"batch_size_per_worker": 16, "precision": "bf16"}
     tree = trial_tree(found.train, trial)
-    assert tree["train_loop_config"] == {"lr": 0.1, "loader": {"rows": 16}, "kind": "bf16"}
+    assert tree["train_loop_config"] == {
+        "lr": 0.1,
+        "loader": {"rows": 16},
+        "kind": "bf16",
+    }
     assert fixed_size(tree) == 16
     prepare(found, fresh=False)
     resumed = read_saved(found.uri)
-    assert (resumed.config.space, resumed.train) == (found.config.space, {**found.train, "task_dir": str(user)})
+    assert (resumed.config.space, resumed.train) == (
+        found.config.space,
+        {**found.train, "task_dir": str(user)},
+    )
     prepare(resumed, fresh=False)
-    with pytest.raises(ConfigError, match=r"`train.train_loop_config` is .* differs from"):
-        prepare(sweep(user, train={**RUN, "train_loop_config": {**RUN["train_loop_config"], "lr": 0.2}}), fresh=False)
+    with pytest.raises(
+        ConfigError, match=r"`train.train_loop_config` is .* differs from"
+    ):
+        prepare(
+            sweep(
+                user,
+                train={
+                    **RUN,
+                    "train_loop_config": {**RUN["train_loop_config"], "lr": 0.2},
+                },
+            ),
+            fresh=False,
+        )
 
 
 def test_only_what_may_take_memory_separates_batch_sizes(user: Path) -> None:
     train = sweep(user).train
 
     def key(**trial: Any) -> str:
-        return key_of(trial_tree(train, {name.replace("__", "."): value for name, value in trial.items()}), "cpu")
+        return key_of(
+            trial_tree(
+                train, {name.replace("__", "."): value for name, value in trial.items()}
+            ),
+            "cpu",
+        )
 
     assert key() == key(batch_size_per_worker=32) == key(train_loop_config__lr=0.5)
-    assert len({key(), key(precision="bf16"), key(train_loop_config__layers=3), key(scaling__num_workers=2)}) == 4
+    assert (
+        len(
+            {
+                key(),
+                key(precision="bf16"),
+                key(train_loop_config__layers=3),
+                key(scaling__num_workers=2),
+            }
+        )
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"finalists": 2}, "repeats trials with other seeds, which a train_func is not given; remove it"),
-        ({"space": {"train_loop_config.loader.rows": [0]}}, "must be a whole number of at least 1"),
-        ({"space": {"global_batch_size": [8]}}, "name the function's own key with `keys`"),
-        ({"space": {"keys.precision": ["train_loop_config.lr"]}}, "cannot vary inside a sweep"),
+        (
+            {"finalists": 2},
+            "repeats trials with other seeds, which a train_func is not given; remove it",
+        ),
+        (
+            {"space": {"train_loop_config.loader.rows": [0]}},
+            "must be a whole number of at least 1",
+        ),
+        (
+            {"space": {"global_batch_size": [8]}},
+            "name the function's own key with `keys`",
+        ),
+        (
+            {"space": {"keys.precision": ["train_loop_config.lr"]}},
+            "cannot vary inside a sweep",
+        ),
         (
             {"space": {"precision": ["a"], "train_loop_config.kind": ["b"]}},
             "`space.train_loop_config.kind` is precision, which is there too; keep one of the two",
         ),
     ],
 )
-def test_what_a_sweep_of_a_function_cannot_have(user: Path, change: dict[str, Any], sentence: str) -> None:
+def test_what_a_sweep_of_a_function_cannot_have(
+    user: Path, change: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         sweep(user, **change)
     assert sentence in str(error.value)
@@ -182,8 +272,13 @@ def test_what_a_sweep_of_a_function_cannot_have(user: Path, change: dict[str, An
 
 def test_best_yaml_is_the_functions_configuration(user: Path) -> None:
     found = sweep(user)
-    records = [record({"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size) for size in (8, 16)]
-    write_report(found.storage, found.config, found.train, records, {}, task_dir=str(user))
+    records = [
+        record({"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size)
+        for size in (8, 16)
+    ]
+    write_report(
+        found.storage, found.config, found.train, records, {}, task_dir=str(user)
+    )
     best = read_run(found.storage.locate("best.yaml"), {})
     assert best.load()() == {"lr": 0.1, "loader": {"rows": 16}, "kind": "fp32"}
     assert best.config.name == "sweep-best"
@@ -197,8 +292,15 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
     row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1}
     fast = make_record("a", {}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
     assert (fast.samples_per_s, fast.peak_memory_bytes, fast.samples) == (8.0, 5, None)
-    assert make_record("a", {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome).samples_per_s is None
+    assert (
+        make_record(
+            "a", {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome
+        ).samples_per_s
+        is None
+    )
 
 
 def record(config: dict[str, Any], loss: float) -> TrialRecord:
-    return TrialRecord(trial_id(config), config, "done", 0.0, 1.0, metrics={"loss": loss})
+    return TrialRecord(
+        trial_id(config), config, "done", 0.0, 1.0, metrics={"loss": loss}
+    )

@@ -1,7 +1,8 @@
-"""Any input, for every door that reads what somebody else wrote: taken, or refused in one sentence of ours.
+"""Any input, for every door that reads what somebody else wrote: taken, or refused in
+one sentence of ours.
 
-Hypothesis draws the inputs: some dozens a door in the suite, always the same ones, and thousands in `make faults`
-(`pytest --hypothesis-profile faults`).
+Hypothesis draws the inputs: some dozens a door in the suite, always the same ones, and
+thousands in `make faults` (`pytest --hypothesis-profile faults`).
 """
 
 import contextlib
@@ -59,7 +60,11 @@ SWEEP = {
     "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]},
     "objective": {"metric": "val_loss", "target": {"val_loss": 1.0}},
 }
-DRAWN = SWEEP | {"search": "random", "space": {"optimizer.lr": {"loguniform": [1e-3, 1e-1]}}, "budget": {"trials": 3}}
+DRAWN = SWEEP | {
+    "search": "random",
+    "space": {"optimizer.lr": {"loguniform": [1e-3, 1e-1]}},
+    "budget": {"trials": 3},
+}
 TRAIN_KEYS = [key for key, _, _ in entries(TrainConfig)] + list(TrainConfig.foreign)
 SWEEP_KEYS = [key for key, _, _ in entries(SweepConfig)] + list(SweepConfig.foreign)
 
@@ -71,7 +76,9 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def refused_in_one_sentence() -> Iterator[None]:
-    """An error of ours is one printable line with field, rule and fix; any other is the test's failure."""
+    """An error of ours is one printable line with field, rule and fix; any other is the
+    test's failure.
+    """
     try:
         yield
     except PacelineError as error:
@@ -102,7 +109,7 @@ def write(directory: Path, data: bytes) -> str:
     return str(path)
 
 
-# --- what is drawn -----------------------------------------------------------------------------------------------
+# --- what is drawn
 
 # fmt: off
 NASTY = [
@@ -119,10 +126,20 @@ SNIPPETS = [
 ]
 ODD_NAMES = ["", ".", "a..b", "optimizer.", ".lr", "task_args." + "a." * 5000 + "b", "epochs.x", "é", "a\nb"]
 # fmt: on
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(NASTY)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(NASTY)
+)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 REPEATED = [
@@ -141,7 +158,9 @@ REPEATED = [
 
 def laughs(levels: int, width: int) -> str:
     """Aliases of aliases: `width` to the power of `levels` values in a few lines."""
-    lines = ["a0: &a0 x"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)]
+    lines = ["a0: &a0 x"] + [
+        f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)
+    ]
     return "\n".join(lines)
 
 
@@ -190,7 +209,9 @@ def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
         at = draw(st.integers(0, len(data)))
         length = draw(st.sampled_from([0, 1, 8, 64]))
         data[at : at + length] = draw(st.binary(max_size=8) | st.just(b"\xff" * 8))
-    return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
+    return bytes(
+        data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
+    )
 
 
 def dump(tree: Any) -> bytes:
@@ -204,7 +225,7 @@ def files(bases: list[Any], keys: list[str] | None = None) -> st.SearchStrategy[
     return st.one_of(good, good, raw, damaged(good), st.binary(max_size=40))
 
 
-# --- files and commands of users ---------------------------------------------------------------------------------
+# --- files and commands of users
 
 
 @given(files([TRAIN], TRAIN_KEYS))
@@ -220,54 +241,104 @@ def test_sweep_yaml(data: bytes) -> None:
 
 
 NAMES = st.sampled_from(TRAIN_KEYS + ODD_NAMES) | st.text(max_size=12)
-TYPED = VALUES.map(lambda value: str(yaml.safe_dump(value, default_flow_style=True))) | RAW | st.text(max_size=20)
+TYPED = (
+    VALUES.map(lambda value: str(yaml.safe_dump(value, default_flow_style=True)))
+    | RAW
+    | st.text(max_size=20)
+)
 
 
 @given(st.lists(st.tuples(NAMES, TYPED, st.booleans()), max_size=4))
 def test_overrides(options: list[tuple[str, str, bool]]) -> None:
-    words = [[f"--{name}={value}"] if joined else [f"--{name}", value] for name, value, joined in options]
+    words = [
+        [f"--{name}={value}"] if joined else [f"--{name}", value]
+        for name, value, joined in options
+    ]
     # What a shell can pass on: bytes without NUL.
-    typed = [os.fsdecode(word.encode(errors="surrogatepass")).replace("\0", "") for each in words for word in each]
+    typed = [
+        os.fsdecode(word.encode(errors="surrogatepass")).replace("\0", "")
+        for each in words
+        for word in each
+    ]
     with door() as directory:
         file = write(directory, dump(TRAIN))
-        read_spec(file, Command("python -m trainers", train, TrainConfig).parse([file, *typed])["overrides"])
+        read_spec(
+            file,
+            Command("python -m trainers", train, TrainConfig).parse([file, *typed])[
+                "overrides"
+            ],
+        )
 
 
-CLUSTERS = [LOCAL, *map(shipped, ("aws", "gcp", "azure", "onprem", "kuberay")), shipped("kuberay", 1)]
+CLUSTERS = [
+    LOCAL,
+    *map(shipped, ("aws", "gcp", "azure", "onprem", "kuberay")),
+    shipped("kuberay", 1),
+]
 
 
 @given(files(CLUSTERS))
 def test_cluster_files(data: bytes) -> None:
-    out, err = io.StringIO(), io.StringIO()
-    with door() as directory, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    out = io.StringIO()
+    err = io.StringIO()
+    with (
+        door() as directory,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         code = cluster.__main__.main(["validate", write(directory, data)])
     lines = err.getvalue().splitlines()
     assert code == (2 if any(line.startswith("error: ") for line in lines) else 0)
-    assert all(line.startswith(("error: ", "warning: ")) and line.isprintable() for line in lines), lines
+    assert all(
+        line.startswith(("error: ", "warning: ")) and line.isprintable()
+        for line in lines
+    ), lines
 
 
-# --- data and what is read back from storage ---------------------------------------------------------------------
+# --- data and what is read back from storage
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two whole checkpoints, the second by rows, a result, a log, a trial, and what is known of microbatches."""
+    """Two whole checkpoints, the second by rows, a result, a log, a trial, and what is
+    known of microbatches.
+    """
     directory = tmp_path_factory.mktemp("kept")
     storage = Storage(str(directory))
     archive = Archive(storage)
     names = ("state.pt", "rank-00000.pt")
-    written = {name: archive.write("step-000000000001", name, {"x": [1.0, 2]}) for name in names}
-    archive.seal(Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2)
+    written = {
+        name: archive.write("step-000000000001", name, {"x": [1.0, 2]})
+        for name in names
+    }
+    archive.seal(
+        Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2
+    )
     weights = {"model": {"weight": torch.arange(300_000.0), "bias": torch.ones(3)}}
     cut = cut_rows(weights, Group(0, 1, torch.device("cpu")), {"weight"})
-    written = {name: archive.write("step-000000000002", name, cut.rest) for name in names}
-    written[shard_file(0)] = archive.write_rows("step-000000000002", shard_file(0), cut.rows)
-    archive.seal(Manifest(2, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2)
-    storage.write("result.json", RunResult("done", 1, 1.0, 1, 8, 8, 1, 0.5, 0.6, 1024).to_json().encode())
+    written = {
+        name: archive.write("step-000000000002", name, cut.rest) for name in names
+    }
+    written[shard_file(0)] = archive.write_rows(
+        "step-000000000002", shard_file(0), cut.rows
+    )
+    archive.seal(
+        Manifest(2, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2
+    )
+    storage.write(
+        "result.json",
+        RunResult("done", 1, 1.0, 1, 8, 8, 1, 0.5, 0.6, 1024).to_json().encode(),
+    )
     log = RunLog(storage)
     log.add({"step": 1, "epoch": 1.0, "train_loss": 0.5})
     log.flush(1)
-    record = trial(1, "done", {"global_batch_size": 8}, samples_per_s=9.5, curve=curve(0.9, 0.1, 4.0, 8))
+    record = trial(
+        1,
+        "done",
+        {"global_batch_size": 8},
+        samples_per_s=9.5,
+        curve=curve(0.9, 0.1, 4.0, 8),
+    )
     Journal(storage).append(record)
     write_boundary(storage, Boundary())
     return directory
@@ -286,12 +357,21 @@ READERS = [
 @pytest.mark.parametrize("pattern", ["checkpoints/*/*", "*.json", "log/*", "trials/*"])
 @given(data=st.data())
 def test_files_of_a_run_or_sweep(pattern: str, kept: Path, data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from(sorted(str(path.relative_to(kept)) for path in kept.glob(pattern))))
+    name = data.draw(
+        st.sampled_from(
+            sorted(str(path.relative_to(kept)) for path in kept.glob(pattern))
+        )
+    )
     whole = (kept / name).read_bytes()
-    instead = [damaged(st.just(whole)), st.sampled_from([b"", b"[" * 5000, b"\xff\xfe"])]
+    instead = [
+        damaged(st.just(whole)),
+        st.sampled_from([b"", b"[" * 5000, b"\xff\xfe"]),
+    ]
     with contextlib.suppress(ValueError):
         tree = json.loads(whole.splitlines()[0] if name.endswith("l") else whole)
-        instead.append(trees([tree], []).map(lambda changed: json.dumps(changed).encode()))
+        instead.append(
+            trees([tree], []).map(lambda changed: json.dumps(changed).encode())
+        )
     with door() as directory:
         shutil.copytree(kept, directory, dirs_exist_ok=True)
         (directory / name).write_bytes(data.draw(st.one_of(instead)))

@@ -1,4 +1,5 @@
-"""Captured steps, with a capture that replays Python in place of kernels: what is replayed when, and on which data.
+"""Captured steps, with a capture that replays Python in place of kernels: what is
+replayed when, and on which data.
 
 What only CUDA can show is in tests/gpu/test_graphs_gpu.py.
 """
@@ -27,13 +28,16 @@ from trainers.task import Task
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
 EPOCH = [[4, 4], [4, 4], [4, 4], [3]]  # three full steps and a short one
-# Exact in float32, the format of a captured learning rate, so that eager and captured steps agree to the last bit.
+# Exact in float32, the format of a captured learning rate, so that eager and captured
+# steps agree to the last bit.
 LR = 0.125
 FACTORS = [0.25, 0.5, 1.0, 0.75, 0.5, 0.25, 0.125]
 
 
 class Fake:
-    """A capture as CUDA's: recording does nothing, and what is replayed has only what it was recorded with."""
+    """A capture as CUDA's: recording does nothing, and what is replayed has only what
+    it was recorded with.
+    """
 
     def __init__(self, failure: BaseException | None = None) -> None:
         self.events = []
@@ -113,18 +117,28 @@ def make(
     precision: str = "fp32",
 ) -> TrainStep:
     net = model()
-    forward, group = ForwardPass(net, task or Regression(), resolve_precision(precision, CPU), CPU), Group(0, 1, CPU)
+    forward = ForwardPass(
+        net, task or Regression(), resolve_precision(precision, CPU), CPU
+    )
+    group = Group(0, 1, CPU)
     if capture is None:
         return TrainStep(forward, optimizer(net.parameters()), group, 1.0)
     return Step(forward, optimizer(net.parameters()), group, 1.0, capture)
 
 
-def data(sizes: list[int], generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+def data(
+    sizes: list[int], generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
     for size in sizes:
-        yield torch.randn(size, 4, generator=generator), torch.randn(size, generator=generator)
+        yield (
+            torch.randn(size, 4, generator=generator),
+            torch.randn(size, generator=generator),
+        )
 
 
-def train(step: TrainStep, plans: list[list[int]], factors: list[float] = FACTORS) -> list[float]:
+def train(
+    step: TrainStep, plans: list[list[int]], factors: list[float] = FACTORS
+) -> list[float]:
     """The loss of every step; other data in each."""
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(2)  # dropout
@@ -139,22 +153,34 @@ def train(step: TrainStep, plans: list[list[int]], factors: list[float] = FACTOR
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("task", [Regression(), Weighted()], ids=["samples", "weights"])
 @pytest.mark.parametrize("optimizer", [adamw, adam, sgd, several])
-def test_captured_training_is_training(optimizer: Callable[[Any], Optimizer], task: Task, precision: str) -> None:
-    """New data, a learning rate that changes with every step, accumulation, and a short step between the replays."""
+def test_captured_training_is_training(
+    optimizer: Callable[[Any], Optimizer], task: Task, precision: str
+) -> None:
+    """New data, a learning rate that changes with every step, accumulation, and a short
+    step between the replays.
+    """
     capture = Fake()
-    captured, plain = make(capture, optimizer, task, precision), make(None, optimizer, task, precision)
+    captured = make(capture, optimizer, task, precision)
+    plain = make(None, optimizer, task, precision)
     assert train(captured, EPOCH * 3) == train(plain, EPOCH * 3)
     assert capture.events.count("replay") == 6
-    for ours, theirs in zip(captured.forward.model.parameters(), plain.forward.model.parameters(), strict=True):
+    for ours, theirs in zip(
+        captured.forward.model.parameters(),
+        plain.forward.model.parameters(),
+        strict=True,
+    ):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("varied", ["shape", "format", "layout", "word", "nesting", "unknown"])
+@pytest.mark.parametrize(
+    "varied", ["shape", "format", "layout", "word", "nesting", "unknown"]
+)
 def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
     varied: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def batch(number: int) -> dict[str, Any]:
-        x, y = torch.ones(4, 4), torch.ones(4)
+        x = torch.ones(4, 4)
+        y = torch.ones(4)
         if number < 4:
             return {"x": x, "y": y, "name": "a"}
         other = {
@@ -172,7 +198,16 @@ def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
     for number in range(7):
         step(iter([batch(number)]), [4], 4, idle=False)
     assert capture.events == ["run"] * 3 + ["record", "replay"] + ["run"] * 3
-    assert len([record for record in caplog.records if "here shapes change" in record.message]) <= 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "here shapes change" in record.message
+            ]
+        )
+        <= 1
+    )
 
 
 def test_a_step_of_another_size_is_captured_in_its_place() -> None:
@@ -181,17 +216,24 @@ def test_a_step_of_another_size_is_captured_in_its_place() -> None:
     train(step, [[8]] * 5)
     step.resized()
     train(step, [[4, 4]] * 5)
-    first, second = capture.events[:6], capture.events[6:]
+    first = capture.events[:6]
+    second = capture.events[6:]
     assert first == second == ["run"] * 3 + ["record", "replay", "replay"]
 
 
 def test_what_a_graph_writes_is_what_others_read() -> None:
-    """A graph writes to addresses: a step that rebinds one of these would leave them stale."""
+    """A graph writes to addresses: a step that rebinds one of these would leave them
+    stale.
+    """
     step = make(Fake(), precision="fp16")
     train(step, [[4, 4]] * 2)
 
     def places() -> list[int]:
-        state = [value for moments in step.optimizer.state.values() for value in moments.values()]
+        state = [
+            value
+            for moments in step.optimizer.state.values()
+            for value in moments.values()
+        ]
         scaler = [step.scaler._scale, step.scaler._growth_tracker]
         own = [value for value in vars(step).values() if isinstance(value, Tensor)]
         rates = [group["lr"] for group in step.optimizer.param_groups]
@@ -207,24 +249,35 @@ def test_what_a_graph_writes_is_what_others_read() -> None:
 
 def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away() -> None:
     """Loading replaces the tensors of the groups, and a graph reads the old ones."""
-    capture, plain = Fake(), make(None)
+    capture = Fake()
+    plain = make(None)
     step = make(capture)
-    first, second = train(step, [[4]] * 5), train(plain, [[4]] * 5)
+    first = train(step, [[4]] * 5)
+    second = train(plain, [[4]] * 5)
     for one in (step, plain):
         one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
     rates = [group["lr"] for group in step.optimizer.param_groups]
     assert first + train(step, [[4]] * 5) == second + train(plain, [[4]] * 5)
-    assert all(group["lr"] is not rate for group, rate in zip(step.optimizer.param_groups, rates, strict=True))
+    assert all(
+        group["lr"] is not rate
+        for group, rate in zip(step.optimizer.param_groups, rates, strict=True)
+    )
 
 
 def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason() -> None:
-    failure = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    failure.__context__ = RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
+    failure = RuntimeError(
+        "CUDA error: operation failed due to a previous error during capture"
+    )
+    failure.__context__ = RuntimeError(
+        "CUDA error: operation not permitted when stream is capturing\nmore words"
+    )
     step = make(Fake(failure))
     with pytest.raises(ConfigError) as raised:
         train(step, [[4]] * 5)
     text = str(raised.value)
-    assert text.startswith("`cuda_graphs` is true, but needs a step that the host never waits in")
+    assert text.startswith(
+        "`cuda_graphs` is true, but needs a step that the host never waits in"
+    )
     assert "(CUDA error: operation not permitted when stream is capturing)" in text
     assert "set `cuda_graphs: false`" in text
     assert [group["capturable"] for group in step.optimizer.param_groups] == [False]

@@ -1,4 +1,6 @@
-"""Hooks of a Task: when they are called, with what, and that a task without them pays nothing."""
+"""Hooks of a Task: when they are called, with what, and that a task without them pays
+nothing.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,23 @@ LIMIT = 0.3
 
 
 class Clipped(Task):
-    """A critic as in WGAN: its weights are clipped after every step. Every call leaves a line in a file."""
+    """A critic as in WGAN: its weights are clipped after every step.
+
+    Every call leaves a line in a file.
+    """
 
     def __init__(self, calls: Path) -> None:
-        self.calls, self.seen = calls, 0.0
+        self.calls = calls
+        self.seen = 0.0
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
     def dataset(self, split: str) -> TensorDataset:
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
-        return TensorDataset(torch.randn(20, 4, generator=generator, dtype=torch.float64))
+        return TensorDataset(
+            torch.randn(20, 4, generator=generator, dtype=torch.float64)
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return (outputs - batch[0].sum(1, keepdim=True)).square().mean()
@@ -62,11 +70,17 @@ CHANGES = {
 }
 
 
-def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(tmp_path: Path) -> None:
+def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(
+    tmp_path: Path,
+) -> None:
     context = Context(tmp_path / "run")
     fit(Clipped(tmp_path / "calls"), config(**CHANGES), context)
-    figures = {row["step"]: row["val_loss"] for row, _ in context.reports if "val_loss" in row}
+    figures = {
+        row["step"]: row["val_loss"] for row, _ in context.reports if "val_loss" in row
+    }
     expected = []
     for step in range(1, STEPS + 1):
-        expected += [f"step {step}"] + ([f"evaluated {step} {figures[step]!r}"] if step % 4 == 0 else [])
+        expected += [f"step {step}"] + (
+            [f"evaluated {step} {figures[step]!r}"] if step % 4 == 0 else []
+        )
     assert (tmp_path / "calls").read_text().splitlines() == expected

@@ -1,4 +1,6 @@
-"""Files and words of strangers: whatever they hold, one sentence and exit code 2, at once and in little memory."""
+"""Files and words of strangers: whatever they hold, one sentence and exit code 2, at
+once and in little memory.
+"""
 
 import os
 from pathlib import Path
@@ -15,7 +17,13 @@ from tests.unit.test_fuzz import laughs
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
 from trainers.config.reference import entries
-from trainers.config.yaml import LONGEST, MOST_VALUES, parse_documents, parse_mapping, parse_yaml
+from trainers.config.yaml import (
+    LONGEST,
+    MOST_VALUES,
+    parse_documents,
+    parse_mapping,
+    parse_yaml,
+)
 from trainers.data.arrow import ArrowDataset
 from trainers.errors import ConfigError, PacelineError
 from trainers.launch.spec import read_file, read_mapping
@@ -66,7 +74,9 @@ def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file(door: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_file(
+    door: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "given.yaml").write_text(text)
     assert DOORS[door](str(tmp_path / "given.yaml")) == 2
     assert str(tmp_path / "given.yaml") in one_sentence(capsys)
@@ -87,18 +97,27 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_of_text(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_file_of_text(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     KINDS[kind](tmp_path / "given.yaml")
     for file in (str(tmp_path / "given.yaml"), f"file://{tmp_path}/given.yaml"):
         for door in DOORS if "://" not in file else ("trainers", "tune"):
-            assert DOORS[door](file) in ((1, 2) if kind == "link_to_itself" else (2,)), (door, file)
+            assert DOORS[door](file) in (
+                (1, 2) if kind == "link_to_itself" else (2,)
+            ), (door, file)
             one_sentence(capsys)
     with pytest.raises(PacelineError):
         read_mapping(Storage(str(tmp_path)), "given.yaml")
 
 
-@pytest.mark.parametrize("name", ["", ".", "a\0b", "a\0b/c", "x" * 300, "x" * 5000, "/dev/zero/x", "\udcff", "a\nb"])
-def test_a_name_that_no_file_can_have(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "a\0b", "a\0b/c", "x" * 300, "x" * 5000, "/dev/zero/x", "\udcff", "a\nb"],
+)
+def test_a_name_that_no_file_can_have(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         read_file(name)
@@ -107,7 +126,10 @@ def test_a_name_that_no_file_can_have(name: str, tmp_path: Path, monkeypatch: py
 
 def test_a_byte_order_mark_and_aliases_are_fine() -> None:
     assert parse_mapping("\ufeffa: 1", "f") == {"a": 1}
-    assert parse_yaml("a: &a [1, {b: 2}]\nc: [*a, *a]", "f") == {"a": [1, {"b": 2}], "c": [[1, {"b": 2}]] * 2}
+    assert parse_yaml("a: &a [1, {b: 2}]\nc: [*a, *a]", "f") == {
+        "a": [1, {"b": 2}],
+        "c": [[1, {"b": 2}]] * 2,
+    }
     assert parse_documents("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", "f") == [
         {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
     ]
@@ -126,7 +148,10 @@ def test_a_byte_order_mark_and_aliases_are_fine() -> None:
             "batch_size",
             "`global_batch_size` (Samples of one optimizer step over all workers) or `batch_size_per_worker`",
         ),
-        ("num_workers", "`data.num_workers` (DataLoader processes of each worker) or `scaling.num_workers`"),
+        (
+            "num_workers",
+            "`data.num_workers` (DataLoader processes of each worker) or `scaling.num_workers`",
+        ),
         ("fp16", "`precision`"),
         ("sampler", "follows from `seed` alone"),
         ("Weight-Decay", "`optimizer.weight_decay`"),
@@ -143,7 +168,11 @@ def test_a_key_of_another_tool(name: str, here: str) -> None:
 @pytest.mark.parametrize("model", [TrainConfig, SweepConfig])
 def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
     keys = {key for key, _, _ in entries(model)}
-    keys |= {f"{name}.{key}" for name, held in model.holds.items() for key, _, _ in entries(held)}
+    keys |= {
+        f"{name}.{key}"
+        for name, held in model.holds.items()
+        for key, _, _ in entries(held)
+    }
     keys |= {key.rpartition(".")[0] for key in keys}
     for name, meant in model.foreign.items():
         assert isinstance(meant, str) or keys.issuperset(meant), name
@@ -154,7 +183,11 @@ def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
 
 NODE = f"{TYPES}.gpu_spot"
 SHAPES = [
-    ("aws", put("provider.security_group", {"IpPermissions": ["22"]}), "provider.security_group.IpPermissions.0"),
+    (
+        "aws",
+        put("provider.security_group", {"IpPermissions": ["22"]}),
+        "provider.security_group.IpPermissions.0",
+    ),
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
     ("aws", put("max_workers", 10**12), "max_workers"),
     ("aws", put("head_node", "x"), "head_node"),
@@ -166,13 +199,23 @@ SHAPES = [
         put("spec.headGroupSpec.template.spec.containers.0.env", "A=1"),
         "spec.headGroupSpec.template.spec.containers.0.env",
     ),
-    ("kuberay", put("spec.workerGroupSpecs.0.template.spec.tolerations", ["all"]), "tolerations.0"),
+    (
+        "kuberay",
+        put("spec.workerGroupSpecs.0.template.spec.tolerations", ["all"]),
+        "tolerations.0",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "field"), SHAPES, ids=[f"{case[0]}-{case[2]}" for case in SHAPES])
+@pytest.mark.parametrize(
+    ("name", "change", "field"), SHAPES, ids=[f"{case[0]}-{case[2]}" for case in SHAPES]
+)
 def test_a_cluster_file_of_any_shape(
-    name: str, change: Change, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    change: Change,
+    field: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = broken(name, change, tmp_path)
     assert cluster.__main__.main(["validate", file]) == 2
@@ -186,18 +229,26 @@ def test_a_cluster_file_of_any_shape(
     ("column", "right", "wrong"),
     [
         (pa.array(["first", "second", "third"]), [0, 5, 11, 16], [0, 5, 2**30, 16]),
-        (pa.array(["a", "b", "a", "b", "b"]).dictionary_encode(), [0, 1, 0, 1, 1], [0, 1, 2**30, 1, 1]),
+        (
+            pa.array(["a", "b", "a", "b", "b"]).dictionary_encode(),
+            [0, 1, 0, 1, 1],
+            [0, 1, 2**30, 1, 1],
+        ),
     ],
     ids=["text", "dictionary"],
 )
 def test_a_value_outside_of_its_file_is_no_crash(
     column: pa.Array, right: list[int], wrong: list[int], tmp_path: Path
 ) -> None:
-    sink, table = pa.BufferOutputStream(), pa.table({"text": column})
+    sink = pa.BufferOutputStream()
+    table = pa.table({"text": column})
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    data, numbers = sink.getvalue().to_pybytes(), np.array(right, np.int32).tobytes()
+    data = sink.getvalue().to_pybytes()
+    numbers = np.array(right, np.int32).tobytes()
     assert data.count(numbers) == 1
-    (tmp_path / "a.arrow").write_bytes(data.replace(numbers, np.array(wrong, np.int32).tobytes()))
+    (tmp_path / "a.arrow").write_bytes(
+        data.replace(numbers, np.array(wrong, np.int32).tobytes())
+    )
     with pytest.raises(ConfigError):
         ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)

@@ -1,4 +1,6 @@
-"""Which lanes start, without Ray: none beside the repeats of the finalists, which are measured alone."""
+"""Which lanes start, without Ray: none beside the repeats of the finalists, which are
+measured alone.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,19 @@ def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
     up = []
     mailbox = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
     monkeypatch.setattr(module.ray, "get", lambda value: value)
-    lanes = Lanes(mailbox, ScalingConfig(), False, "", Preload(), Storage(str(tmp_path)), 1, is_patient=False)
-    turns, over, begun = {lane: threading.Event() for lane in range(2)}, threading.Event(), []
+    lanes = Lanes(
+        mailbox,
+        ScalingConfig(),
+        False,
+        "",
+        Preload(),
+        Storage(str(tmp_path)),
+        1,
+        is_patient=False,
+    )
+    turns = {lane: threading.Event() for lane in range(2)}
+    over = threading.Event()
+    begun = []
     monkeypatch.setattr(lanes, "_wait_for_turn", lambda lane: turns[lane].wait(60))
     monkeypatch.setattr(lanes, "_fit", lambda lane: (begun.append(lane), over.wait(60)))
     lanes.grow(2)

@@ -1,4 +1,6 @@
-"""The lease of a directory: who gets it, who is refused, and that whoever has lost it writes nothing more."""
+"""The lease of a directory: who gets it, who is refused, and that whoever has lost it
+writes nothing more.
+"""
 
 import io
 import os
@@ -26,9 +28,12 @@ MARK = "config.yaml"
 
 
 class Clock:
-    """Time that passes only while somebody sleeps; `then` is called with the time that has passed, after each sleep."""
+    """Time that passes only while somebody sleeps; `then` is called with the time that
+    has passed, after each sleep.
+    """
 
-    strftime, gmtime = staticmethod(time.strftime), staticmethod(time.gmtime)
+    strftime = staticmethod(time.strftime)
+    gmtime = staticmethod(time.gmtime)
 
     def __init__(self) -> None:
         self.now_s = 1e6
@@ -52,7 +57,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Objects:
-    """A filesystem that is not local: no exclusive creation, and a file appears whole when its stream is closed."""
+    """A filesystem that is not local: no exclusive creation, and a file appears whole
+    when its stream is closed.
+    """
 
     def __init__(self, root: Path) -> None:
         self._files = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
@@ -83,7 +90,9 @@ def object_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
 
 
 @pytest.fixture(params=["local", "objects"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def storage(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Storage:
     if request.param == "objects":
         return object_store(tmp_path, monkeypatch)
     return Storage(str(tmp_path / "run"))
@@ -103,18 +112,27 @@ def on_storage(storage: Storage) -> Holder:
     return found
 
 
-def test_a_new_lease_costs_no_wait_on_a_local_directory(storage: Storage, clock: Clock) -> None:
+def test_a_new_lease_costs_no_wait_on_a_local_directory(
+    storage: Storage, clock: Clock
+) -> None:
     with held(storage, MARK) as token:
         storage.write(MARK, b"")
         holder = on_storage(storage)
-        assert (holder.token, holder.pid, holder.is_here, holder.is_alive) == (token, os.getpid(), True, True)
+        assert (holder.token, holder.pid, holder.is_here, holder.is_alive) == (
+            token,
+            os.getpid(),
+            True,
+            True,
+        )
     assert clock.slept == ([] if storage.is_local else [SETTLE_S])
     assert storage.names() == [MARK], "nothing is left of it"
 
 
 def test_a_living_holder_is_named_and_keeps_it(storage: Storage, clock: Clock) -> None:
     parent = os.getppid()
-    live = replace(Holder.this_process(), pid=parent, started=lease._started(parent), host="here")
+    live = replace(
+        Holder.this_process(), pid=parent, started=lease._started(parent), host="here"
+    )
     leave(storage, live)
     with pytest.raises(ConfigError) as met, held(storage, MARK):
         raise AssertionError
@@ -125,9 +143,13 @@ def test_a_living_holder_is_named_and_keeps_it(storage: Storage, clock: Clock) -
 
 
 @pytest.mark.parametrize("kind", ["ended", "zombie", "pid of another by now"])
-def test_a_process_of_this_machine_that_has_ended_holds_nothing(storage: Storage, clock: Clock, kind: str) -> None:
+def test_a_process_of_this_machine_that_has_ended_holds_nothing(
+    storage: Storage, clock: Clock, kind: str
+) -> None:
     child = subprocess.Popen([sys.executable, "-c", "pass"])
-    dead = replace(Holder.this_process(), pid=child.pid, started=lease._started(child.pid))
+    dead = replace(
+        Holder.this_process(), pid=child.pid, started=lease._started(child.pid)
+    )
     if kind == "zombie":
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     elif kind == "ended":
@@ -142,8 +164,12 @@ def test_a_process_of_this_machine_that_has_ended_holds_nothing(storage: Storage
     child.wait()
 
 
-def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(storage: Storage, clock: Clock) -> None:
-    there = replace(elsewhere(), since="2199-01-01 00:00:00 UTC")  # its clock is wrong: what of it
+def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(
+    storage: Storage, clock: Clock
+) -> None:
+    there = replace(
+        elsewhere(), since="2199-01-01 00:00:00 UTC"
+    )  # its clock is wrong: what of it
     leave(storage, there)
 
     def renew(passed_s: float) -> None:
@@ -157,15 +183,22 @@ def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(storage: Storage, cloc
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b'{"pid": 1}'])
-def test_a_lease_that_cannot_be_read_is_watched_like_any_other(storage: Storage, clock: Clock, data: bytes) -> None:
+def test_a_lease_that_cannot_be_read_is_watched_like_any_other(
+    storage: Storage, clock: Clock, data: bytes
+) -> None:
     storage.write(LEASE, data)
     with held(storage, MARK):
         storage.write(MARK, b"")
     assert STALE_S <= sum(clock.slept) <= STALE_S + SETTLE_S
 
 
-def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(tmp_path: Path) -> None:
-    storage, gate, got, refused = Storage(str(tmp_path)), threading.Barrier(8), [], []
+def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(
+    tmp_path: Path,
+) -> None:
+    storage = Storage(str(tmp_path))
+    gate = threading.Barrier(8)
+    got = []
+    refused = []
 
     def start() -> None:
         gate.wait()
@@ -210,7 +243,12 @@ def test_whoever_has_lost_the_lease_writes_and_deletes_nothing(
     clock.now_s += 1.0
     before = storage.names()
     crossed = pickle.loads(pickle.dumps(mine))  # noqa: S301 (as it goes to Ray's workers)
-    for place in (mine, mine.child("checkpoints", "step-1"), crossed, crossed.child("log")):
+    for place in (
+        mine,
+        mine.child("checkpoints", "step-1"),
+        crossed,
+        crossed.child("log"),
+    ):
         with pytest.raises(LeaseError):
             place.write("new", b"")
         with pytest.raises(LeaseError):
@@ -232,17 +270,23 @@ def test_the_holder_hears_that_it_has_lost_it_and_says_so(
         change(storage)
 
         def is_renewed() -> bool:
-            """What a newcomer finds when it looks again: a holder that had looked before has written after it."""
+            """What a newcomer finds when it looks again: a holder that had looked
+            before has written after it.
+            """
             if storage.exists(LEASE) and on_storage(storage).token == token:
                 change(storage)
             return False
 
         until(is_renewed, every_s=0.005)  # SIGTERM ends this
-    assert storage.names() == ([MARK, LEASE] if change is take else []), "what is another's is not deleted"
+    assert storage.names() == ([MARK, LEASE] if change is take else []), (
+        "what is another's is not deleted"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_that_nobody_heeds_gives_it_back(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     storage = Storage(str(tmp_path))
     before = signal.signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt), held(storage, MARK):  # noqa: PT012

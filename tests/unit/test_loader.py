@@ -1,4 +1,6 @@
-"""Batches: the same ones by every way that data can take, in the order that was asked for."""
+"""Batches: the same ones by every way that data can take, in the order that was asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,10 @@ WAYS = {
     "lists": (Lists(), {}),
     "dicts": (Dicts(), {}),
     "dicts, resident": (Dicts(), {"resident": True}),
-    "a subset": (torch.utils.data.Subset(TensorDataset(INPUTS, LABELS), range(SIZE)), {}),
+    "a subset": (
+        torch.utils.data.Subset(TensorDataset(INPUTS, LABELS), range(SIZE)),
+        {},
+    ),
     "a loader process": (Samples(), {"num_workers": 1, "prefetch_factor": 2}),
 }
 
@@ -116,7 +121,9 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) 
     assert feed(small, num_workers=1).resident is None
     monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it)
     assert feed(small).resident is not None
-    shared = task_feed(small, Marked(), DataConfig(), CPU, sharers=2, seed=0)  # twice the data on one host
+    shared = task_feed(
+        small, Marked(), DataConfig(), CPU, sharers=2, seed=0
+    )  # twice the data on one host
     assert shared.resident is None
     monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it - 10)
     assert feed(small).resident is None
@@ -131,7 +138,9 @@ class Named(Samples):
 
 
 def test_resident_data_that_cannot_be_indexed_is_refused() -> None:
-    """Words would not be picked with their samples: every batch would carry those of the whole split."""
+    """Words would not be picked with their samples: every batch would carry those of
+    the whole split.
+    """
     with pytest.raises(ConfigError):
         next(iter(feed(Named(), resident=True).batches(ASKED, training=True)))
 
@@ -144,8 +153,11 @@ class Product(Dataset[Any]):
     """A sample is the product of all that a task may change."""
 
     def __init__(self) -> None:
-        self.level, self.transforms, self.tensor = 1, [Factor()], torch.ones(3)
-        self.array, self.words = np.ones(3), ["1"] * 300
+        self.level = 1
+        self.transforms = [Factor()]
+        self.tensor = torch.ones(3)
+        self.array = np.ones(3)
+        self.words = ["1"] * 300
 
     def __len__(self) -> int:
         return 4
@@ -157,7 +169,8 @@ class Product(Dataset[Any]):
 
 class Changing(Task):
     def __init__(self) -> None:
-        self.data, self.scale = Product(), 1
+        self.data = Product()
+        self.scale = 1
 
     def collate(self, samples: list[Any]) -> Tensor:
         return torch.stack(samples) * self.scale
@@ -176,13 +189,26 @@ CHANGES = {
 
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"resident": True}, {}])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_task_changes_is_seen_by_the_next_batches(change: Any, options: dict[str, Any]) -> None:
-    """As in a plain loop, whose loaders copy the dataset anew each epoch (pytorch#97326, Lightning#20407)."""
+def test_what_a_task_changes_is_seen_by_the_next_batches(
+    change: Any, options: dict[str, Any]
+) -> None:
+    """As in a plain loop, whose loaders copy the dataset anew each epoch
+    (pytorch#97326, Lightning#20407).
+    """
     task = Changing()
-    source = task_feed(Subset(task.data, [0, 2, 3]), task, DataConfig(**options), CPU, sharers=1, seed=0)
+    source = task_feed(
+        Subset(task.data, [0, 2, 3]),
+        task,
+        DataConfig(**options),
+        CPU,
+        sharers=1,
+        seed=0,
+    )
     found = []
     for _ in range(2):
-        found += [batch.tolist() for batch in source.batches([torch.arange(3)], training=True)]
+        found += [
+            batch.tolist() for batch in source.batches([torch.arange(3)], training=True)
+        ]
         change(task)
     source.close()
     assert found == [[1.0] * 3, [2.0] * 3]
@@ -200,13 +226,17 @@ def test_closing_ends_loader_processes() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_terminal_ends_no_loader_process(number: signal.Signals) -> None:
-    """It signals all processes of the command, again and again; the loop decides when to stop."""
+    """It signals all processes of the command, again and again; the loop decides when
+    to stop.
+    """
     one = feed(Samples(), num_workers=1)
     batches = one.batches(ASKED, training=True)
     first = next(batches)
     [process] = one._loader._iterator._workers  # type: ignore[attr-defined]
     for _ in range(3):
         os.kill(process.pid, number)
-    assert [batch[1].tolist() for batch in (first, *batches)] == [at.tolist() for at in ASKED]
+    assert [batch[1].tolist() for batch in (first, *batches)] == [
+        at.tolist() for at in ASKED
+    ]
     assert process.is_alive()
     one.close()

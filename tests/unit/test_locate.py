@@ -1,4 +1,6 @@
-"""A task's module is found as the user means it, wherever the command is started; what is wrong is said."""
+"""A task's module is found as the user means it, wherever the command is started; what
+is wrong is said.
+"""
 
 import sys
 import uuid
@@ -61,7 +63,9 @@ def load(path: list[str], task: str, **args: object) -> object:
     return load_task(task, dict(args), "train.yaml")
 
 
-def test_a_module_beside_the_yaml_is_found_from_another_directory(tmp_path: Path, name: str) -> None:
+def test_a_module_beside_the_yaml_is_found_from_another_directory(
+    tmp_path: Path, name: str
+) -> None:
     folder = write(tmp_path / "user" / f"{name}.py")
     path = task_path(f"{name}:Mine", None, folder, "train.yaml")
     assert path == [str(folder)]
@@ -73,14 +77,17 @@ def test_a_package_above_the_yaml_is_found(tmp_path: Path, name: str) -> None:
     package = name.replace("task", "package")
     folder = write(tmp_path / "repo" / package / "digits" / "task.py")
     path = task_path(f"{package}.digits.task:Mine", None, folder, "train.yaml")
-    # The root for the package, and the YAML's own directory for what the task imports from beside it.
+    # The root for the package, and the YAML's own directory for what the task imports
+    # from beside it.
     assert path == [str(tmp_path / "repo"), str(folder)]
     assert type(load(path, f"{package}.digits.task:Mine")).__name__ == "Mine"
 
 
 def test_a_task_may_import_its_neighbours(tmp_path: Path, name: str) -> None:
     package = name.replace("task", "package")
-    folder = write(tmp_path / "repo" / package / "task.py", f"from {name}_helper import *\n" + TASK)
+    folder = write(
+        tmp_path / "repo" / package / "task.py", f"from {name}_helper import *\n" + TASK
+    )
     write(folder / f"{name}_helper.py", "answer = 42\n")
     path = task_path(f"{package}.task:Mine", None, folder, "train.yaml")
     load(path, f"{package}.task:Mine")
@@ -130,7 +137,9 @@ def test_task_args_must_fit_the_signature(
         ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError"),
     ],
 )
-def test_an_error_in_the_module_names_its_line(tmp_path: Path, name: str, text: str, line: int, kind: str) -> None:
+def test_an_error_in_the_module_names_its_line(
+    tmp_path: Path, name: str, text: str, line: int, kind: str
+) -> None:
     """The line of the user's own file, wherever below it the error was raised."""
     said = wrong(tmp_path, name, "Mine", text + TASK)
     assert f"cannot be imported ({kind}: " in said
@@ -141,17 +150,24 @@ def test_an_error_in_the_module_names_its_line(tmp_path: Path, name: str, text: 
 def test_paths_below_the_working_directory_are_portable(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A Ray job's package lies elsewhere on each node: relative directories mean the same there."""
-    driver, node = tmp_path / "driver", tmp_path / "node"
+    """A Ray job's package lies elsewhere on each node: relative directories mean the
+    same there.
+    """
+    driver = tmp_path / "driver"
+    node = tmp_path / "node"
     for root in (driver, node):
         write(root / "examples" / "x" / f"{name}.py")
     monkeypatch.chdir(driver)
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    paths = portable([str(driver / "examples" / "x"), str(driver), str(tmp_path / "outside")])
+    paths = portable(
+        [str(driver / "examples" / "x"), str(driver), str(tmp_path / "outside")]
+    )
     assert paths == ["examples/x", ".", str(tmp_path / "outside")]
 
     monkeypatch.chdir(node)
     add_to_path(paths)
     assert sys.path[0] == str(node / "examples" / "x")
     task = load_task(f"{name}:Mine", {}, "train.yaml")
-    assert sys.modules[type(task).__module__].__file__ == str(node / "examples" / "x" / f"{name}.py")
+    assert sys.modules[type(task).__module__].__file__ == str(
+        node / "examples" / "x" / f"{name}.py"
+    )

@@ -1,4 +1,6 @@
-"""The loop on a CPU, one worker: resume at every step, stop, divergence, and what is written."""
+"""The loop on a CPU, one worker: resume at every step, stop, divergence, and what is
+written.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,21 @@ class Power(BaseException):
 
 
 class Tiny(Task):
-    """Dropout, BatchNorm, a random transform and a state of its own: all that a resume could get wrong."""
+    """Dropout, BatchNorm, a random transform and a state of its own: all that a resume
+    could get wrong.
+    """
 
     def __init__(self) -> None:
         self.seen = 0
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))
+        return nn.Sequential(
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Dropout(0.3),
+            nn.ReLU(),
+            nn.Linear(8, 2),
+        )
 
     def dataset(self, split: str) -> Dataset[Any]:
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
@@ -50,7 +60,11 @@ class Tiny(Task):
         return TensorDataset(inputs, (inputs.sum(1) > 0).long())
 
     def transform(self, batch: Any, training: bool) -> Any:
-        return (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]) if training else batch
+        return (
+            (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1])
+            if training
+            else batch
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch[1])
@@ -66,16 +80,24 @@ class Tiny(Task):
 
 
 class Context(LocalContext):
-    """Keeps the reports, may ask to stop, and may lose power when a checkpoint of a step is reported."""
+    """Keeps the reports, may ask to stop, and may lose power when a checkpoint of a
+    step is reported.
+    """
 
     def __init__(
-        self, path: Path | None, stop: Callable[[], bool] = lambda: False, cut_at_step: int | None = None
+        self,
+        path: Path | None,
+        stop: Callable[[], bool] = lambda: False,
+        cut_at_step: int | None = None,
     ) -> None:
         super().__init__(Storage(str(path)) if path else None, "local")
         self.reports = []
-        self.stop, self.cut_at_step = stop, cut_at_step
+        self.stop = stop
+        self.cut_at_step = cut_at_step
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+    def report(
+        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
+    ) -> None:
         self.reports.append((metrics, checkpoint))
         if checkpoint is not None and metrics["step"] == self.cut_at_step:
             raise Power
@@ -104,18 +126,29 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def train(
-    path: Path | None, task: Task | None = None, stop: Callable[[], bool] = lambda: False, **changes: Any
+    path: Path | None,
+    task: Task | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    **changes: Any,
 ) -> RunResult:
     return fit(task or Tiny(), config(**changes), Context(path, stop))
 
 
 def curve(path: Path) -> list[tuple[int, float, float]]:
     """(step, learning rate, loss) of the log."""
-    return [(row["step"], row["lr"], row["train_loss"]) for row in read_log(Storage(str(path))) if "train_loss" in row]
+    return [
+        (row["step"], row["lr"], row["train_loss"])
+        for row in read_log(Storage(str(path)))
+        if "train_loss" in row
+    ]
 
 
 def evaluations(path: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["val_loss"]) for row in read_log(Storage(str(path))) if "val_loss" in row]
+    return [
+        (row["step"], row["val_loss"])
+        for row in read_log(Storage(str(path)))
+        if "val_loss" in row
+    ]
 
 
 def weights(path: Path) -> dict[str, Tensor]:
@@ -130,8 +163,12 @@ def assert_same_run(path: Path, reference: Path) -> None:
     assert evaluations(path) == evaluations(reference)
 
 
-def check_resume(path: Path, make: Callable[[], Task], *cuts: int, **changes: Any) -> None:
-    """Train unbroken in `whole`, and in `cut` with a power cut after each of these steps: one run, to the last bit."""
+def check_resume(
+    path: Path, make: Callable[[], Task], *cuts: int, **changes: Any
+) -> None:
+    """Train unbroken in `whole`, and in `cut` with a power cut after each of these
+    steps: one run, to the last bit.
+    """
     fit(make(), config(**changes), Context(path / "whole"))
     for step in cuts:
         with pytest.raises(Power):
@@ -143,7 +180,8 @@ def check_resume(path: Path, make: Callable[[], Task], *cuts: int, **changes: An
 def assert_same_training(path: Path, reference: Path) -> None:
     """Also where one was ended by its launcher now and then, and evaluated there."""
     assert curve(path) == curve(reference)
-    ours, theirs = weights(path), weights(reference)
+    ours = weights(path)
+    theirs = weights(reference)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -170,7 +208,9 @@ def test_two_runs_are_bit_equal(unbroken: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_step", range(1, 3 * PER_EPOCH))
-def test_a_power_cut_at_any_step_changes_nothing(at_step: int, unbroken: Path, tmp_path: Path) -> None:
+def test_a_power_cut_at_any_step_changes_nothing(
+    at_step: int, unbroken: Path, tmp_path: Path
+) -> None:
     with pytest.raises(Power):
         fit(Tiny(), config(), Context(tmp_path, cut_at_step=at_step))
     result = train(tmp_path)
@@ -196,14 +236,18 @@ def test_a_power_cut_in_the_middle_of_the_log_loses_no_line(
     assert_same_run(tmp_path, unbroken)
 
 
-def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
+def test_a_stop_request_checkpoints_and_the_same_command_goes_on(
+    unbroken: Path, tmp_path: Path
+) -> None:
     asked = iter([False, False, True])
     result = train(tmp_path, stop=lambda: next(asked))
     assert result.status == "stopped"
     assert result.steps == 3
     assert result.checkpoint is not None
     assert Path(result.checkpoint).is_dir()
-    assert RunResult.from_json((tmp_path / "result.json").read_bytes()).status == "stopped"
+    assert (
+        RunResult.from_json((tmp_path / "result.json").read_bytes()).status == "stopped"
+    )
     assert train(tmp_path).status == "done"
     assert_same_run(tmp_path, unbroken)
 
@@ -213,7 +257,11 @@ def test_more_epochs_go_on_from_a_finished_run(unbroken: Path, tmp_path: Path) -
     train(tmp_path / "long", epochs=3, **constant)
     for epochs in (1, 2, 3):
         result = train(tmp_path / "grown", epochs=epochs, **constant)
-        assert (result.status, result.steps, result.epochs) == ("done", epochs * PER_EPOCH, epochs)
+        assert (result.status, result.steps, result.epochs) == (
+            "done",
+            epochs * PER_EPOCH,
+            epochs,
+        )
     assert_same_run(tmp_path / "grown", tmp_path / "long")
 
 
@@ -222,7 +270,8 @@ class Poisoned(Tiny):
 
     def __init__(self, good_steps: int, factor: float = math.nan) -> None:
         super().__init__()
-        self.good_steps, self.factor = good_steps, factor
+        self.good_steps = good_steps
+        self.factor = factor
         self.steps = 0
 
     def transform(self, batch: Any, training: bool) -> Any:
@@ -230,14 +279,22 @@ class Poisoned(Tiny):
         return super().transform(batch, training)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return super().loss(outputs, batch) * (self.factor if self.steps > self.good_steps else 1.0)
+        return super().loss(outputs, batch) * (
+            self.factor if self.steps > self.good_steps else 1.0
+        )
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 @pytest.mark.parametrize("every", [1, 4, 99])
-def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(tmp_path: Path, every: int, factor: float) -> None:
+def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, every: int, factor: float
+) -> None:
     good_steps = 7
-    changes = RARE | {"max_steps": 40, "microbatch_size": BATCH, "checkpoint": {"every_steps": every}}
+    changes = RARE | {
+        "max_steps": 40,
+        "microbatch_size": BATCH,
+        "checkpoint": {"every_steps": every},
+    }
     with pytest.raises(DivergedError) as raised:
         train(tmp_path, Poisoned(good_steps, factor), **changes)
     assert raised.value.status == "diverged"
@@ -251,7 +308,9 @@ def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(tmp_path: Pat
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
 
 
-def test_without_storage_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_storage_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     context = Context(None)
     result = fit(Tiny(), config(), context)
@@ -266,18 +325,34 @@ def test_reports_carry_metrics_and_checkpoints(tmp_path: Path) -> None:
     context = Context(tmp_path)
     fit(Tiny(), config(checkpoint={"every_epochs": 1}), context)
     assert [metrics["step"] for metrics, _ in context.reports] == [5, 5, 10, 10, 15, 15]
-    evaluated, kept = context.reports[-2], context.reports[-1]
+    evaluated = context.reports[-2]
+    kept = context.reports[-1]
     assert evaluated[1] is None
-    assert {"step", "epoch", "train_time_s", "train_loss", "val_loss", "val_accuracy"} <= set(evaluated[0])
+    assert {
+        "step",
+        "epoch",
+        "train_time_s",
+        "train_loss",
+        "val_loss",
+        "val_accuracy",
+    } <= set(evaluated[0])
     assert kept[1] == str(tmp_path / "checkpoints" / "step-000000000015")
     assert kept[0]["epoch"] == 3.0
-    assert all(isinstance(value, (int, float)) for metrics, _ in context.reports for value in metrics.values())
+    assert all(
+        isinstance(value, (int, float))
+        for metrics, _ in context.reports
+        for value in metrics.values()
+    )
 
 
 def test_the_result_is_written_as_it_is_returned(tmp_path: Path) -> None:
     result = train(tmp_path, epochs=2)
     assert RunResult.from_json((tmp_path / "result.json").read_bytes()) == result
-    assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (5, 3, 2)
+    assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (
+        5,
+        3,
+        2,
+    )
     assert (result.steps, result.epochs, result.world_size) == (10, 2.0, 1)
     assert result.throughput.steps == 5  # five of warm-up are left out
     assert 0 < result.train_time_s <= result.wall_time_s
@@ -307,9 +382,13 @@ def test_the_result_is_written_as_it_is_returned(tmp_path: Path) -> None:
         ({"every_s": 3600}, [15]),
     ],
 )
-def test_checkpoints_are_written_when_they_are_due(tmp_path: Path, keep: dict[str, Any], expected: list[int]) -> None:
+def test_checkpoints_are_written_when_they_are_due(
+    tmp_path: Path, keep: dict[str, Any], expected: list[int]
+) -> None:
     train(tmp_path, checkpoint=keep)
-    assert [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())] == expected
+    assert [
+        int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())
+    ] == expected
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
@@ -339,7 +418,10 @@ class Larger(Tiny):
 
 @pytest.mark.parametrize(
     ("field", "task", "changes"),
-    [("global_batch_size", Tiny(), {"global_batch_size": 6}), ("train_samples", Larger(), {})],
+    [
+        ("global_batch_size", Tiny(), {"global_batch_size": 6}),
+        ("train_samples", Larger(), {}),
+    ],
 )
 def test_a_checkpoint_of_other_steps_is_refused(
     tmp_path: Path, field: str, task: Task, changes: dict[str, Any]
@@ -359,7 +441,9 @@ def test_a_task_state_that_cannot_be_loaded_safely_is_refused_before_training() 
 
 
 class Steep(Tiny):
-    """Gradients that overflow at the scaler's first scales: it skips steps until its scale fits."""
+    """Gradients that overflow at the scaler's first scales: it skips steps until its
+    scale fits.
+    """
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return super().loss(outputs, batch) * 100
@@ -368,6 +452,8 @@ class Steep(Tiny):
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     train(tmp_path / "whole", Steep(), precision="fp16")
     with pytest.raises(Power):
-        fit(Steep(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=10))
+        fit(
+            Steep(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=10)
+        )
     train(tmp_path / "cut", Steep(), precision="fp16")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")

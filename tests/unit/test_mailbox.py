@@ -1,4 +1,6 @@
-"""The mailbox without Ray: who gets which trial, what is heard of it, and what happens when a lane is lost."""
+"""The mailbox without Ray: who gets which trial, what is heard of it, and what happens
+when a lane is lost.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Test = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
 
 def asynchronous(test: Test) -> Callable[[], None]:
-    """Run a test with a new mailbox in a loop of its own; one that waits for ever ends after a minute."""
+    """Run a test with a new mailbox in a loop of its own; one that waits for ever ends
+    after a minute.
+    """
 
     def run() -> None:
         async def main() -> None:
@@ -29,7 +33,8 @@ def asynchronous(test: Test) -> Callable[[], None]:
 
         asyncio.run(main())
 
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
     return run
 
 
@@ -45,7 +50,9 @@ async def taken(mailbox: Mailbox, lane: int = 0) -> str | None:
 
 async def reports(mailbox: Mailbox, trial: str) -> list[dict[str, Any]]:
     """The evaluations that the driver would find."""
-    return [event.metrics for event in await mailbox.heard(trial) if event.outcome is None]
+    return [
+        event.metrics for event in await mailbox.heard(trial) if event.outcome is None
+    ]
 
 
 async def submit(mailbox: Mailbox, *tickets: str) -> None:
@@ -63,7 +70,8 @@ def test_no_trial_is_lost_or_taken_twice() -> None:
     """Many lanes with tiny waits: what is submitted is taken, by somebody, once."""
 
     async def main() -> list[str]:
-        mailbox, got = Mailbox(), []
+        mailbox = Mailbox()
+        got = []
 
         async def lane(number: int) -> None:
             while (found := await mailbox.take(number, 0.001)) != "close":
@@ -86,7 +94,9 @@ def test_no_trial_is_lost_or_taken_twice() -> None:
 
 
 @asynchronous
-async def test_reports_and_the_end_are_heard_in_order_and_nothing_after(mailbox: Mailbox) -> None:
+async def test_reports_and_the_end_are_heard_in_order_and_nothing_after(
+    mailbox: Mailbox,
+) -> None:
     await submit(mailbox, "a")
     hearing = asyncio.create_task(mailbox.next_event("a", 0))
     await taken(mailbox)
@@ -98,12 +108,16 @@ async def test_reports_and_the_end_are_heard_in_order_and_nothing_after(mailbox:
     await mailbox.end(0, "a", {"status": "error"})
     assert await mailbox.next_event("a", 1) == Event({"step": 2})
     assert await end_of(mailbox, "a", 2) == DONE
-    assert await mailbox.next_event("a", 0) == Event({"step": 1}), "it may be asked again"
+    assert await mailbox.next_event("a", 0) == Event({"step": 1}), (
+        "it may be asked again"
+    )
     assert await reports(mailbox, "a") == [{"step": 1}, {"step": 2}]
 
 
 @asynchronous
-async def test_a_trial_whose_lane_died_starts_again_before_the_others(mailbox: Mailbox) -> None:
+async def test_a_trial_whose_lane_died_starts_again_before_the_others(
+    mailbox: Mailbox,
+) -> None:
     """Its curve has no step twice."""
     await submit(mailbox, "a", "b")
     assert await taken(mailbox, 0) == "a"
@@ -116,19 +130,25 @@ async def test_a_trial_whose_lane_died_starts_again_before_the_others(mailbox: M
         assert await mailbox.report("a", {"step": step})
     await mailbox.end(1, "a", {"status": "done"})
     await mailbox.hello(1)
-    assert await taken(mailbox, 1) == "b", "a lane that died after the end costs nothing"
+    assert await taken(mailbox, 1) == "b", (
+        "a lane that died after the end costs nothing"
+    )
     assert await reports(mailbox, "a") == [{"step": 10}, {"step": 20}]
 
 
 @pytest.mark.parametrize("status", ["out_of_host_memory", "preempted", "hung", "error"])
-def test_a_trial_that_loses_its_lane_again_ends_as_what_befell_that(status: Status) -> None:
+def test_a_trial_that_loses_its_lane_again_ends_as_what_befell_that(
+    status: Status,
+) -> None:
     async def main() -> None:
         mailbox = Mailbox()
         await submit(mailbox, "a")
         for _ in range(1 if status == "hung" else MAX_LOSSES):
             assert await taken(mailbox) == "a"
             await mailbox.lost(0, RunFailedError(status, "of rank 1"))
-        assert (await end_of(mailbox, "a"))["status"] == ("node_lost" if status == "error" else status)
+        assert (await end_of(mailbox, "a"))["status"] == (
+            "node_lost" if status == "error" else status
+        )
         assert await taken(mailbox) is None
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -140,7 +160,9 @@ async def test_a_lost_trial_says_who_died_of_what(mailbox: Mailbox) -> None:
     for number in range(MAX_LOSSES):
         await taken(mailbox)
         await mailbox.lost(0, death_of(number, -9, 4711 + number))
-    assert "rank 2 died by SIGKILL (pid 4713)" in (await end_of(mailbox, "a"))["message"]
+    assert (
+        "rank 2 died by SIGKILL (pid 4713)" in (await end_of(mailbox, "a"))["message"]
+    )
     assert "rank 0 died by SIGKILL (pid 4711)" in (await mailbox.watch())["notes"][0]
 
 
@@ -148,19 +170,28 @@ async def test_a_lost_trial_says_who_died_of_what(mailbox: Mailbox) -> None:
 async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox: Mailbox) -> None:
     await submit(mailbox, "a")
     await taken(mailbox)
-    waits = RunFailedError("hung", "rank 0 in the barrier after setup", 1.0, follows=True)
+    waits = RunFailedError(
+        "hung", "rank 0 in the barrier after setup", 1.0, follows=True
+    )
     first = asyncio.create_task(mailbox.hung(0, "a", waits, "stack of 0", 2))
     await asyncio.sleep(0)
-    await mailbox.hung(0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1", 2)
+    await mailbox.hung(
+        0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1", 2
+    )
     await first
     outcome = await end_of(mailbox, "a")
-    assert (outcome["status"], outcome["message"]) == ("hung", "rank 1 in setup; rank 0 in the barrier after setup")
+    assert (outcome["status"], outcome["message"]) == (
+        "hung",
+        "rank 1 in setup; rank 0 in the barrier after setup",
+    )
     assert "stack of 0" in outcome["traceback"]
     assert "stack of 1" in outcome["traceback"]
 
 
 @asynchronous
-async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(mailbox: Mailbox) -> None:
+async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(
+    mailbox: Mailbox,
+) -> None:
     await submit(mailbox, "a", "b", "c")
     await mailbox.cancel("a")
     await mailbox.cancel("nobody")
@@ -173,8 +204,10 @@ async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(mailb
 
 @asynchronous
 async def test_two_submissions_of_one_trial_are_told_apart(mailbox: Mailbox) -> None:
-    """Tune may start two actors for one trial: each hears of its own submission, and none waits for ever. The driver
-    has the reports of the one that got furthest.
+    """Tune may start two actors for one trial: each hears of its own submission, and
+    none waits for ever.
+
+    The driver has the reports of the one that got furthest.
     """
     for ticket in ("first", "second"):
         await mailbox.submit(assignment(ticket, "trial"))
@@ -183,12 +216,16 @@ async def test_two_submissions_of_one_trial_are_told_apart(mailbox: Mailbox) -> 
         for step in range(lane + 1):
             await mailbox.report(ticket, {"step": step})
         await mailbox.end(lane, ticket, {"status": "done"})
-    assert [(await end_of(mailbox, *at))["lane"] for at in (("first", 1), ("second", 2))] == [0, 1]
+    assert [
+        (await end_of(mailbox, *at))["lane"] for at in (("first", 1), ("second", 2))
+    ] == [0, 1]
     assert await reports(mailbox, "trial") == [{"step": 0}, {"step": 1}]
 
 
 @asynchronous
-async def test_closing_sends_every_lane_home_and_stops_what_runs(mailbox: Mailbox) -> None:
+async def test_closing_sends_every_lane_home_and_stops_what_runs(
+    mailbox: Mailbox,
+) -> None:
     await submit(mailbox, "a")
     await taken(mailbox, 3)
     waiting = [asyncio.create_task(mailbox.take(lane, 60)) for lane in range(3)]
@@ -203,7 +240,9 @@ async def test_closing_sends_every_lane_home_and_stops_what_runs(mailbox: Mailbo
 
 
 @asynchronous
-async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(mailbox: Mailbox) -> None:
+async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(
+    mailbox: Mailbox,
+) -> None:
     await submit(mailbox, "a", "b", "c")
     misnamed = ConfigError("objective.metric", "val_los", "is no metric", "")
     outcome = {"status": "error", "message": "", "misnamed": misnamed}
@@ -213,12 +252,19 @@ async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(mail
     await mailbox.end(0, "b", dict(outcome))
     assert (await mailbox.watch())["refusal"] is None
     await taken(mailbox)
-    await mailbox.end(0, "c", outcome | {"misnamed": ConfigError("checkpoint.best", "val_mea", "is no metric", "")})
+    await mailbox.end(
+        0,
+        "c",
+        outcome
+        | {"misnamed": ConfigError("checkpoint.best", "val_mea", "is no metric", "")},
+    )
     assert (await mailbox.watch())["refusal"].field == "checkpoint.best"
 
 
 @asynchronous
-async def test_no_trial_ends_before_the_expected_ones_are_here(mailbox: Mailbox) -> None:
+async def test_no_trial_ends_before_the_expected_ones_are_here(
+    mailbox: Mailbox,
+) -> None:
     """Of two that end at once Tune would drop an actor."""
     for name in ("a", "b"):
         await submit(mailbox, name)
@@ -241,22 +287,30 @@ async def test_no_trial_ends_before_the_expected_ones_are_here(mailbox: Mailbox)
 
 
 @asynchronous
-async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitted(mailbox: Mailbox) -> None:
+async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitted(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.submit(assignment("t/1", "t"))
     assert await taken(mailbox) == "t/1"
     await mailbox.report("t/1", {"step": 1})
     await mailbox.orphan("t")
     assert await mailbox.submit(assignment("another/1", "another")) == "another/1"
     assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
-    assert await mailbox.submit(assignment("t/3", "t")) == "t/3", "it has an actor again"
+    assert await mailbox.submit(assignment("t/3", "t")) == "t/3", (
+        "it has an actor again"
+    )
     assert await taken(mailbox) == "another/1", "the second one of t was not queued"
     await mailbox.cancel("another/1")
     await mailbox.orphan("another")
-    assert await mailbox.submit(assignment("another/2", "another")) == "another/2", "what was cancelled has no heir"
+    assert await mailbox.submit(assignment("another/2", "another")) == "another/2", (
+        "what was cancelled has no heir"
+    )
 
 
 @asynchronous
-async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(mailbox: Mailbox) -> None:
+async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.submit_ahead(assignment("t/1", "t"))
     assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
     assert await mailbox.submit(assignment("u/1", "u")) == "u/1"
@@ -267,7 +321,9 @@ async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(mailbox: M
 
 @asynchronous
 async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) -> None:
-    """Random search may draw a trial twice: the second one's actor has not heard its end yet."""
+    """Random search may draw a trial twice: the second one's actor has not heard its
+    end yet.
+    """
     for ticket in ("t/1", "t/2"):
         await mailbox.submit(assignment(ticket, "t"))
         await taken(mailbox)
@@ -279,7 +335,9 @@ async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) 
     assert await mailbox.heard("t") == []
 
 
-def with_refuge(tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any, Any, None]]) -> None:
+def with_refuge(
+    tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any, Any, None]]
+) -> None:
     """Run a test whose trial `t` runs on lane 0, and has written to its refuge."""
 
     async def main() -> None:
@@ -295,19 +353,27 @@ def with_refuge(tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any
     asyncio.run(main())
 
 
-def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(tmp_path: Path) -> None:
+def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(
+    tmp_path: Path,
+) -> None:
     async def test(mailbox: Mailbox, refuge: Storage) -> None:
         await submit(mailbox, "later")
         await mailbox.hand_back(0, "t/1", "step 12 is kept")
-        assert (await mailbox.watch())["lanes"] == [1], "the lane that leaves counts no more"
+        assert (await mailbox.watch())["lanes"] == [1], (
+            "the lane that leaves counts no more"
+        )
         again = await mailbox.take(1, WAIT_S)
         assert (again.ticket, again.source) == ("t/1", refuge.uri), "before the others"
         await mailbox.lost(0)  # Ray takes the node out
-        assert (await mailbox.watch())["running"].keys() == {1}, "the trial is another lane's by now"
+        assert (await mailbox.watch())["running"].keys() == {1}, (
+            "the trial is another lane's by now"
+        )
         await mailbox.hello(0)
         await mailbox.lost(1)  # without a notice
         once_more = await mailbox.take(0, WAIT_S)
-        assert (once_more.ticket, once_more.source) == ("t/1", refuge.uri), "what was kept is still there"
+        assert (once_more.ticket, once_more.source) == ("t/1", refuge.uri), (
+            "what was kept is still there"
+        )
         await mailbox.end(0, "t/1", {"status": "done"})
         assert not refuge.exists(), "it is deleted with its end"
 

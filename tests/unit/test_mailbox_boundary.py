@@ -14,14 +14,27 @@ from tune.lanes.messages import Assignment
 
 TREE = override(
     TrainConfig,
-    {"task": "tests.tasks:Blobs", "global_batch_size": 64, "max_steps": 1, "optimizer": {"lr": 1e-3, "name": "sgd"}},
+    {
+        "task": "tests.tasks:Blobs",
+        "global_batch_size": 64,
+        "max_steps": 1,
+        "optimizer": {"lr": 1e-3, "name": "sgd"},
+    },
     {},
 )
-CPU, SMALL, LARGE = "cpu, 8.0 GiB", "A10G, 22.5 GiB", "H100, 79.1 GiB"
+CPU = "cpu, 8.0 GiB"
+SMALL = "A10G, 22.5 GiB"
+LARGE = "H100, 79.1 GiB"
 
 
 def assignment(ticket: str, size: int | str = "auto", **keys: Any) -> Assignment:
-    tree = {"device": "auto", "precision": "fp32", **TREE, "microbatch_size": size, **keys}
+    tree = {
+        "device": "auto",
+        "precision": "fp32",
+        **TREE,
+        "microbatch_size": size,
+        **keys,
+    }
     return Assignment(ticket, ticket, tree)
 
 
@@ -48,7 +61,9 @@ async def ran_out(mailbox: Mailbox, ticket: str) -> str:
 
 
 @asynchronous
-async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(mailbox: Mailbox) -> None:
+async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.hello(0, CPU)
     await learn(mailbox, 0, s8=True, s16=False)
     assert await bounds(mailbox) == (8, 16)
@@ -60,9 +75,13 @@ async def test_what_is_known_not_to_fit_never_runs(mailbox: Mailbox) -> None:
     await mailbox.hello(0, CPU)
     for ticket, size in (("waits", 32), ("fits", 15)):
         await mailbox.submit(assignment(ticket, size))
-    await mailbox.observe(0, "waits", 16, False)  # another trial of the same key would say it
+    await mailbox.observe(
+        0, "waits", 16, False
+    )  # another trial of the same key would say it
     await mailbox.lost(0)
-    await mailbox.submit(assignment("late", 16))  # nobody would look at it again once the lane is back
+    await mailbox.submit(
+        assignment("late", 16)
+    )  # nobody would look at it again once the lane is back
     for ticket in ("waits", "late"):
         assert "one of 16 ran out of memory" in await ran_out(mailbox, ticket)
     await mailbox.hello(0, CPU)
@@ -73,7 +92,9 @@ async def test_what_is_known_not_to_fit_never_runs(mailbox: Mailbox) -> None:
 
 
 @asynchronous
-async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(mailbox: Mailbox) -> None:
+async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.hello(0, SMALL)
     await mailbox.hello(1, LARGE)
     await learn(mailbox, 0, s16=False)

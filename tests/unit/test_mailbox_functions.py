@@ -1,4 +1,6 @@
-"""The mailbox and trials of a training function: reports of all ranks, restarts, batches that do not fit."""
+"""The mailbox and trials of a training function: reports of all ranks, restarts,
+batches that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ from tune.lanes.messages import Assignment, Begun
 from tune.objective import Target
 
 
-def assignment(ticket: str, rows: int = 8, failures: int = 0, **given: Any) -> Assignment:
+def assignment(
+    ticket: str, rows: int = 8, failures: int = 0, **given: Any
+) -> Assignment:
     tree = {
         "train_func": "module:train",
         "train_loop_config": {"rows": rows, "kind": "fp32"},
-        "keys": {"batch_size_per_worker": "train_loop_config.rows", "precision": "train_loop_config.kind"},
+        "keys": {
+            "batch_size_per_worker": "train_loop_config.rows",
+            "precision": "train_loop_config.kind",
+        },
         "failure": {"max_failures": failures},
     }
     return Assignment(ticket, ticket, tree, **given)
@@ -27,14 +34,24 @@ def row(number: int, loss: float = 1.0) -> dict[str, float]:
     return {"step": float(number), "loss": loss, "train_time_s": number / 10}
 
 
-async def both(mailbox: Mailbox, number: int, attempt: int = 0, kept: str | None = None, loss: float = 1.0) -> Any:
+async def both(
+    mailbox: Mailbox,
+    number: int,
+    attempt: int = 0,
+    kept: str | None = None,
+    loss: float = 1.0,
+) -> Any:
     """A report of both ranks, rank 1 first: what each hears."""
     parts = [({}, kept), (row(number, loss), None)]
-    return await asyncio.gather(*(mailbox.report_part("a", attempt, number, 2, *part) for part in parts))
+    return await asyncio.gather(
+        *(mailbox.report_part("a", attempt, number, 2, *part) for part in parts)
+    )
 
 
 @asynchronous
-async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox: Mailbox) -> None:
+async def test_a_report_counts_once_all_ranks_have_brought_their_part(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.submit(assignment("a"))
     await taken(mailbox)
     first = asyncio.ensure_future(mailbox.report_part("a", 0, 1, 2, row(1), None))
@@ -47,7 +64,9 @@ async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox: M
 
 
 @pytest.mark.parametrize(("watched", "is_refused"), [("loss", False), ("los", True)])
-def test_a_metric_that_no_function_has_reported_ends_the_sweep(watched: str, is_refused: bool) -> None:
+def test_a_metric_that_no_function_has_reported_ends_the_sweep(
+    watched: str, is_refused: bool
+) -> None:
     """And leaves its trial without a result."""
 
     async def main() -> None:
@@ -57,7 +76,9 @@ def test_a_metric_that_no_function_has_reported_ends_the_sweep(watched: str, is_
         await both(mailbox, 1)
         await mailbox.end(0, "a", {"status": "done"})
         refusal = (await mailbox.watch())["refusal"]
-        ends = [event for event in await mailbox.heard("a") if event.outcome is not None]
+        ends = [
+            event for event in await mailbox.heard("a") if event.outcome is not None
+        ]
         assert (refusal is not None, bool(ends)) == (is_refused, not is_refused)
 
     asyncio.run(main())
@@ -67,7 +88,11 @@ def test_a_metric_that_no_function_has_reported_ends_the_sweep(watched: str, is_
 def test_all_ranks_end_at_the_same_report(why: str) -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        await mailbox.submit(assignment("a", target=Target("loss", 0.5, "min") if why == "target" else None))
+        await mailbox.submit(
+            assignment(
+                "a", target=Target("loss", 0.5, "min") if why == "target" else None
+            )
+        )
         await taken(mailbox)
         assert await both(mailbox, 1) == [True, True]
         if why == "cancelled":
@@ -79,7 +104,9 @@ def test_all_ranks_end_at_the_same_report(why: str) -> None:
 
 
 @asynchronous
-async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(mailbox: Mailbox) -> None:
+async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.submit(assignment("a"))
     await mailbox.hello(0, "cpu")
     await taken(mailbox)
@@ -92,13 +119,17 @@ async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(
     assert (again.attempt, again.begun) == (1, Begun(1, "first", 0.1))
     assert await both(mailbox, 2, attempt=1) == [True, True]
     assert await both(mailbox, 3, attempt=1) == [True, True]
-    assert [one["step"] for one in await reports(mailbox, "a")] == [1, 2, 3], "what was heard is not heard again"
+    assert [one["step"] for one in await reports(mailbox, "a")] == [1, 2, 3], (
+        "what was heard is not heard again"
+    )
     assert not dying.done(), "a rank that is about to be ended waits until then"
     dying.cancel()
 
 
 @asynchronous
-async def test_a_function_that_fails_starts_again_as_often_as_it_may(mailbox: Mailbox) -> None:
+async def test_a_function_that_fails_starts_again_as_often_as_it_may(
+    mailbox: Mailbox,
+) -> None:
     await mailbox.submit(assignment("a", failures=1))
     for _ in range(2):
         assert await taken(mailbox) == "a"

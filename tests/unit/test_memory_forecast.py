@@ -20,7 +20,12 @@ from trainers.devices.device import memory_figures
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.launch import memory_forecast
-from trainers.launch.memory_forecast import Forecaster, MemoryMeter, largest_microbatch, memory_page
+from trainers.launch.memory_forecast import (
+    Forecaster,
+    MemoryMeter,
+    largest_microbatch,
+    memory_page,
+)
 from trainers.loop.build import make_trained
 from trainers.step.microbatch import Probe
 
@@ -43,9 +48,13 @@ class Tied(Blobs):
 
     def model(self) -> nn.Module:
         blocks = nn.Sequential(*(Block() for _ in range(3)))
-        first, second, last = nn.Linear(self.features, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+        first = nn.Linear(self.features, 64)
+        second = nn.Linear(64, 64)
+        last = nn.Linear(64, 64)
         last.weight = second.weight
-        return nn.Sequential(first, second, blocks, last, nn.Linear(64, 4).requires_grad_(False))
+        return nn.Sequential(
+            first, second, blocks, last, nn.Linear(64, 4).requires_grad_(False)
+        )
 
 
 class Reads(Tied):
@@ -66,7 +75,9 @@ class Ragged(Blobs):
 
     def worst_case_batch(self, dataset: Any, size: int) -> Any:
         _, labels = super().worst_case_batch(dataset, size)
-        return torch.zeros(size, max(5 + 7 * index % 40 for index in range(size)), 1, dtype=self.dtype), labels
+        return torch.zeros(
+            size, max(5 + 7 * index % 40 for index in range(size)), 1, dtype=self.dtype
+        ), labels
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         return model(batch[0]).mean(1)
@@ -80,15 +91,24 @@ class Text(Blobs):
 
     def transform(self, batch: Any, training: bool) -> Any:
         texts, labels = batch
-        return torch.tensor([[float(len(text))] * self.features for text in texts]), labels
+        return torch.tensor(
+            [[float(len(text))] * self.features for text in texts]
+        ), labels
 
 
 class Graph:
-    """What a library of graphs makes of its samples: no tuple, no mapping, so its own tensors are not counted."""
+    """What a library of graphs makes of its samples: no tuple, no mapping, so its own
+    tensors are not counted.
+    """
 
     def __init__(self, samples: list[Any]) -> None:
         self.nodes = torch.cat([torch.ones(2 + label, 12) for _, label in samples])
-        self.graph = torch.cat([torch.full((2 + label,), index) for index, (_, label) in enumerate(samples)])
+        self.graph = torch.cat(
+            [
+                torch.full((2 + label,), index)
+                for index, (_, label) in enumerate(samples)
+            ]
+        )
         self.labels = torch.tensor([label for _, label in samples])
 
 
@@ -103,7 +123,9 @@ class Graphs(Text):
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         outputs = model(batch.nodes)
-        return outputs.new_zeros(len(batch.labels), 4).index_add(0, batch.graph, outputs)
+        return outputs.new_zeros(len(batch.labels), 4).index_add(
+            0, batch.graph, outputs
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch.labels)
@@ -127,12 +149,15 @@ class ByValue(Blobs):
 
 def forecaster(tmp_path: Path, task: str, **changes: Any) -> tuple[Forecaster, Any]:
     spec = make(tmp_path, task=f"tests.unit.test_memory_forecast:{task}", **changes)
-    return Forecaster(spec.load_task, spec.config, spec.load_task().dataset("train"), Group(0, 1, CPU)), spec
+    return Forecaster(
+        spec.load_task, spec.config, spec.load_task().dataset("train"), Group(0, 1, CPU)
+    ), spec
 
 
 def real(spec: Any, size: int) -> int:
     """The same steps, taken."""
-    group, task = Group(0, 1, CPU), spec.load_task()
+    group = Group(0, 1, CPU)
+    task = spec.load_task()
     trained = make_trained(task, task.model(), spec.config, group)
     meter = MemoryMeter()
     averages = trained.ema.tensors if trained.ema else []
@@ -153,15 +178,23 @@ def real(spec: Any, size: int) -> int:
         ("Reads", {"precision": "bf16"}),
     ],
 )
-def test_fake_steps_take_what_real_ones_take(tmp_path: Path, task: str, changes: dict[str, Any]) -> None:
-    found, spec = forecaster(tmp_path, task, global_batch_size=512, microbatch_size=512, **changes)
+def test_fake_steps_take_what_real_ones_take(
+    tmp_path: Path, task: str, changes: dict[str, Any]
+) -> None:
+    found, spec = forecaster(
+        tmp_path, task, global_batch_size=512, microbatch_size=512, **changes
+    )
     for size in (16, 512):
         assert found(size).peak == pytest.approx(real(spec, size), rel=0.001)
     assert found(512) == found(512)
 
 
-@pytest.mark.parametrize(("task", "off"), [("Ragged", 0.02), ("Text", 0.02), ("Graphs", 0.15)])
-def test_a_batch_whose_shape_is_not_by_its_samples_is_as_large_as_it_is(task: str, off: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "off"), [("Ragged", 0.02), ("Text", 0.02), ("Graphs", 0.15)]
+)
+def test_a_batch_whose_shape_is_not_by_its_samples_is_as_large_as_it_is(
+    task: str, off: float, tmp_path: Path
+) -> None:
     found, spec = forecaster(tmp_path, task)
     for size in (1, 2, 24):
         assert found(size).peak == pytest.approx(real(spec, size), rel=off)
@@ -170,9 +203,12 @@ def test_a_batch_whose_shape_is_not_by_its_samples_is_as_large_as_it_is(task: st
 def test_checkpointing_takes_the_activations_that_it_says(tmp_path: Path) -> None:
     changes = {"global_batch_size": 2048, "microbatch_size": 2048}
     kept, again = (
-        forecaster(tmp_path, "Tied", activation_checkpointing=mode, **changes)[0](2048) for mode in ("none", "full")
+        forecaster(tmp_path, "Tied", activation_checkpointing=mode, **changes)[0](2048)
+        for mode in ("none", "full")
     )
-    assert kept.activations - again.activations == 3 * 2048 * 64 * 4, "what tanh or sin keeps in each of three blocks"
+    assert kept.activations - again.activations == 3 * 2048 * 64 * 4, (
+        "what tanh or sin keeps in each of three blocks"
+    )
     assert kept.parameters == again.parameters
 
 
@@ -187,7 +223,9 @@ def test_it_takes_no_memory(tmp_path: Path) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1, max_size=4
+    ),
     st.integers(1, 10**10),
     st.integers(1, 5000),
 )
@@ -212,11 +250,25 @@ def test_the_largest_microbatch_fits_and_no_much_larger_one(
 def test_the_page_says_what_each_precision_and_mode_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_forecast, "largest_microbatch", lambda peak, start, capacity, most: 1000)
+    monkeypatch.setattr(
+        memory_forecast, "largest_microbatch", lambda peak, start, capacity, most: 1000
+    )
     file = tmp_path / "train.yaml"
     changes = {"task": "tests.unit.test_memory_forecast:Tied", "precision": "bf16"}
     file.write_text(yaml.safe_dump(tree(tmp_path, **changes)))
-    assert main(["memory", str(file), "--gpu", "H100 80GB", "--activation_checkpointing", "full"]) == 0
+    assert (
+        main(
+            [
+                "memory",
+                str(file),
+                "--gpu",
+                "H100 80GB",
+                "--activation_checkpointing",
+                "full",
+            ]
+        )
+        == 0
+    )
     rows = [line for line in capsys.readouterr().out.splitlines() if " MiB" in line]
     assert [line.endswith("1,000 (900 to 1,100)") for line in rows] == [True] * 9
     (own,) = [line for line in rows if line.startswith("*")]
@@ -224,16 +276,29 @@ def test_the_page_says_what_each_precision_and_mode_takes(
     assert not (tmp_path / "runs").exists(), "nothing is written"
 
 
-def test_samples_that_have_to_be_read_are_not_read_by_the_million(tmp_path: Path) -> None:
-    rows = [line for line in memory_page(make(tmp_path, task=f"{__name__}:Text"), "H100 80GB") if " MiB" in line]
+def test_samples_that_have_to_be_read_are_not_read_by_the_million(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        line
+        for line in memory_page(make(tmp_path, task=f"{__name__}:Text"), "H100 80GB")
+        if " MiB" in line
+    ]
     assert [line.endswith("4,096 or more") for line in rows] == [True] * 3
 
 
-def test_a_mode_that_finds_no_block_is_left_out_and_a_card_may_be_too_small(tmp_path: Path) -> None:
+def test_a_mode_that_finds_no_block_is_left_out_and_a_card_may_be_too_small(
+    tmp_path: Path,
+) -> None:
     lines = list(memory_page(make(tmp_path), "tiny 0.5GB"))
     rows = [line for line in lines if " MiB" in line]
-    assert [line.endswith("none: a single sample takes more") for line in rows] == [True] * 3
-    assert any(line.startswith("Without `activation_checkpointing: selective | full`") for line in lines)
+    assert [line.endswith("none: a single sample takes more") for line in rows] == [
+        True
+    ] * 3
+    assert any(
+        line.startswith("Without `activation_checkpointing: selective | full`")
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +309,9 @@ def test_a_mode_that_finds_no_block_is_left_out_and_a_card_may_be_too_small(tmp_
         ("A10G 24GB", {"optimizer__name": "adamw8bit"}, "optimizer.name"),
     ],
 )
-def test_what_cannot_be_predicted_is_named(tmp_path: Path, gpu: str, changes: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_predicted_is_named(
+    tmp_path: Path, gpu: str, changes: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         list(memory_page(make(tmp_path, **changes), gpu))
     assert raised.value.field == field

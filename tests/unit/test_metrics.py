@@ -23,7 +23,9 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("trainers.measure.clock.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(
+            "trainers.measure.clock.time.perf_counter", lambda: self.now
+        )
 
 
 @pytest.fixture
@@ -31,7 +33,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return Time(monkeypatch)
 
 
-def steps(clock: StepClock, time: Time, durations: list[float], samples: int = 10) -> None:
+def steps(
+    clock: StepClock, time: Time, durations: list[float], samples: int = 10
+) -> None:
     clock.start_span()
     for duration in durations:
         time.now += duration
@@ -43,7 +47,13 @@ def test_the_warm_up_is_left_out(time: Time) -> None:
     clock = StepClock(CPU)
     steps(clock, time, [100.0] * WARMUP_STEPS + [2.0] * 4)
     speed = clock.throughput()
-    assert speed == Throughput(samples_per_s=5.0, step_time_s=2.0, step_time_ci95_s=0.0, data_wait_share=0.0, steps=4)
+    assert speed == Throughput(
+        samples_per_s=5.0,
+        step_time_s=2.0,
+        step_time_ci95_s=0.0,
+        data_wait_share=0.0,
+        steps=4,
+    )
     assert clock.train_time_s == pytest.approx(100.0 * WARMUP_STEPS + 8.0)
 
 
@@ -51,7 +61,9 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
     clock = StepClock(CPU)
     steps(clock, time, [1.0] * WARMUP_STEPS + [1.0, 2.0, 3.0, 4.0])
     speed = clock.throughput()
-    assert speed.step_time_ci95_s == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # Student, 3 degrees
+    assert speed.step_time_ci95_s == pytest.approx(
+        3.182 * math.sqrt(5 / 3) / 2, rel=0.01
+    )  # Student, 3 degrees
 
 
 @pytest.mark.parametrize(
@@ -66,12 +78,16 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
         ([0.001] * 60 + [0.1] + [0.001] * 40, 0.0),  # of a short trial
     ],
 )
-def test_what_stood_still_is_no_throughput(time: Time, durations: list[float], lost_s: float) -> None:
+def test_what_stood_still_is_no_throughput(
+    time: Time, durations: list[float], lost_s: float
+) -> None:
     clock = StepClock(CPU)
     steps(clock, time, [1.0] * WARMUP_STEPS + durations)
     speed = clock.throughput()
     assert speed.disturbed_s == pytest.approx(lost_s)
-    assert speed.samples_per_s == pytest.approx(10.0 * len(durations) / (sum(durations) - lost_s))
+    assert speed.samples_per_s == pytest.approx(
+        10.0 * len(durations) / (sum(durations) - lost_s)
+    )
 
 
 def test_larger_batches_and_slow_loaders_are_no_disturbance(time: Time) -> None:
@@ -101,20 +117,32 @@ def test_time_between_spans_is_no_training(time: Time) -> None:
     assert speed.step_time_s == 1.0
 
 
-def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_the_steps_of_a_span_share_its_time(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited = []
-    monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: waited.append(time.now))
-    clock = StepClock(torch.device("meta"))  # not a CPU: steps are only issued, and done when the device is waited for
+    monkeypatch.setattr(
+        "trainers.measure.clock.synchronize", lambda _: waited.append(time.now)
+    )
+    clock = StepClock(
+        torch.device("meta")
+    )  # not a CPU: steps are only issued, and done when the device is waited for
     for _ in range(4):
         steps(clock, time, [0.0, 0.0, 3.0])
     assert len(waited) == 8 + 2  # the first step is timed by itself
     assert clock.train_time_s == 12.0
     speed = clock.throughput()
-    assert (speed.step_time_s, speed.step_time_ci95_s, speed.steps) == (1.0, 0.0, 12 - WARMUP_STEPS)
+    assert (speed.step_time_s, speed.step_time_ci95_s, speed.steps) == (
+        1.0,
+        0.0,
+        12 - WARMUP_STEPS,
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_step_that_compiles_again_does_not_count(time: Time, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_a_step_that_compiles_again_does_not_count(
+    time: Time, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: None)
     clock = StepClock(torch.device(device))
     clock.start_span()
@@ -128,7 +156,9 @@ def test_a_step_that_compiles_again_does_not_count(time: Time, monkeypatch: pyte
     speed = clock.throughput()
     assert speed.samples_per_s == pytest.approx(10.0)
     assert clock.train_time_s == 60.0 + WARMUP_STEPS + 4
-    assert speed.steps == (5 if device == "cpu" else 3)  # on a device, those of the span that it spoilt are left out
+    assert speed.steps == (
+        5 if device == "cpu" else 3
+    )  # on a device, those of the span that it spoilt are left out
 
 
 def test_waiting_for_data_is_a_share_of_the_measured_time(time: Time) -> None:
@@ -195,7 +225,20 @@ def test_figures_that_are_not_finite_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize("speed", [None, Throughput(1e3, 1e-3, 1e-5, 0.25, 100)])
 def test_a_result_comes_back_from_its_json(speed: Throughput | None) -> None:
     result = RunResult(
-        "stopped", 12, 1.5, 2, 64, 16, 2, 3.25, 4.5, 2**33, speed, {"val_loss": 0.125, "worst": math.inf}, "/a/b", "why"
+        "stopped",
+        12,
+        1.5,
+        2,
+        64,
+        16,
+        2,
+        3.25,
+        4.5,
+        2**33,
+        speed,
+        {"val_loss": 0.125, "worst": math.inf},
+        "/a/b",
+        "why",
     )
     assert RunResult.from_json(result.to_json().encode()) == result
     assert json.loads(result.to_json())["status"] == "stopped"

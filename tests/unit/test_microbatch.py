@@ -1,4 +1,6 @@
-"""The probe of a microbatch: lands on a size that fits, and leaves everything as it was, to the bit."""
+"""The probe of a microbatch: lands on a size that fits, and leaves everything as it
+was, to the bit.
+"""
 
 import copy
 import itertools
@@ -30,7 +32,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
         self.layers[3].bias.requires_grad_(False)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
@@ -40,12 +44,26 @@ class Net(nn.Module):
 
 
 class Hungry(Task):
-    """More than `fits` samples at once are out of memory, in the forward pass or in the loss."""
+    """More than `fits` samples at once are out of memory, in the forward pass or in the
+    loss.
+    """
 
-    def __init__(self, fits: int, where: str = "forward", error: Callable[[], Exception] | None = None) -> None:
-        self.fits, self.where = fits, where
-        self.error = error or (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
-        self.record = SimpleNamespace(tried=[])  # which throw-away passes do not put back: it is no class of ours
+    def __init__(
+        self,
+        fits: int,
+        where: str = "forward",
+        error: Callable[[], Exception] | None = None,
+    ) -> None:
+        self.fits = fits
+        self.where = where
+        self.error = error or (
+            lambda: torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2 GiB"
+            )
+        )
+        self.record = SimpleNamespace(
+            tried=[]
+        )  # which throw-away passes do not put back: it is no class of ours
 
     @property
     def tried(self) -> list[int]:
@@ -53,7 +71,9 @@ class Hungry(Task):
 
     def dataset(self, split: str) -> Dataset[Any]:
         generator = torch.Generator().manual_seed(1)
-        return TensorDataset(torch.randn(50, 4, generator=generator), torch.arange(50) % 2)
+        return TensorDataset(
+            torch.randn(50, 4, generator=generator), torch.arange(50) % 2
+        )
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         self.tried.append(len(batch[0]))
@@ -87,8 +107,11 @@ def choose(
 ) -> int:
     model = model if model is not None else Net()
     optimizer = optimizer or AdamW(model.parameters(), fused=True)
-    group, spec = Group(0, 1, CPU), resolve_precision("fp32", CPU)
-    probe = Probe(ForwardPass(model, task, spec, CPU), optimizer, task.dataset("train"), group)
+    group = Group(0, 1, CPU)
+    spec = resolve_precision("fp32", CPU)
+    probe = Probe(
+        ForwardPass(model, task, spec, CPU), optimizer, task.dataset("train"), group
+    )
     return choose_microbatch(wanted, share, probe, **known)
 
 
@@ -112,7 +135,8 @@ def test_auto_lands_on_the_largest_part_that_fits(
     task = Hungry(fits, where)
     assert choose(task, "auto", share) == expected
     assert sizes(task) == tried
-    # What fits is tried twice: the second step has the optimizer's state in memory, as all later ones have.
+    # What fits is tried twice: the second step has the optimizer's state in memory, as
+    # all later ones have.
     assert all(task.tried.count(size) == 1 + (size <= fits) for size in tried)
 
 
@@ -130,7 +154,9 @@ def test_a_fixed_size_that_does_not_fit_raises(where: str) -> None:
 
 
 class OwnState(Optimizer):
-    """An optimizer of a user: moments from the start, a step count in the group (schedule-free, Prodigy)."""
+    """An optimizer of a user: moments from the start, a step count in the group
+    (schedule-free, Prodigy).
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.5, "k": 0})
@@ -143,7 +169,9 @@ class OwnState(Optimizer):
         group["k"] += 1
         for parameter in group["params"]:
             self.state[parameter]["mean"].lerp_(parameter.grad, 0.1)
-            parameter.sub_(self.state[parameter]["mean"], alpha=group["lr"] / group["k"])
+            parameter.sub_(
+                self.state[parameter]["mean"], alpha=group["lr"] / group["k"]
+            )
 
 
 def optimizers(model: nn.Module) -> dict[str, Callable[[], Optimizer]]:
@@ -157,28 +185,38 @@ def optimizers(model: nn.Module) -> dict[str, Callable[[], Optimizer]]:
 
 
 def rng() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    return (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    )  # type: ignore[index]
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "own"])
-@pytest.mark.parametrize(("wanted", "fits"), [("auto", 64), ("auto", 5), (16, 64), (16, 5)])
-def test_everything_is_put_back_to_the_bit(name: str, wanted: int | str, fits: int) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "fits"), [("auto", 64), ("auto", 5), (16, 64), (16, 5)]
+)
+def test_everything_is_put_back_to_the_bit(
+    name: str, wanted: int | str, fits: int
+) -> None:
     model = Net()
     optimizer = optimizers(model)[name]()
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     before = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    state, random_state, places = (
-        copy.deepcopy(optimizer.state_dict()),
-        rng(),
-        {k: t.data_ptr() for k, t in tensors.items()},
-    )
+    state = copy.deepcopy(optimizer.state_dict())
+    random_state = rng()
+    places = {k: t.data_ptr() for k, t in tensors.items()}
     try:
         choose(Hungry(fits, "backward"), wanted, 32, model, optimizer)
     except torch.OutOfMemoryError:
         assert (wanted, fits) == (16, 5)
 
     after = dict([*model.named_parameters(), *model.named_buffers()])
-    assert [key for key in before if key != "calls" and not torch.equal(after[key], before[key])] == []
+    assert [
+        key
+        for key in before
+        if key != "calls" and not torch.equal(after[key], before[key])
+    ] == []
     assert {key: tensor.data_ptr() for key, tensor in after.items()} == places
     assert all(parameter.grad is None for parameter in model.parameters())
     assert str(optimizer.state_dict()) == str(state)
@@ -193,14 +231,19 @@ def test_the_optimizers_own_memory_counts() -> None:
                 raise torch.OutOfMemoryError("no room for the moments")
             super().step()
 
-    task, model = Hungry(1000), Net()
-    optimizer = Large([parameter for parameter in model.parameters() if parameter.requires_grad])
+    task = Hungry(1000)
+    model = Net()
+    optimizer = Large(
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
     assert choose(task, "auto", 32, model, optimizer) == 8
 
 
 @pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])
 def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
-    """The largest even part that fits, for every limit; no size is tried twice, and few that do not fit."""
+    """The largest even part that fits, for every limit; no size is tried twice, and few
+    that do not fit.
+    """
     for limit in range(1, share + 1):
         tried = []
 
@@ -208,7 +251,9 @@ def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
             tried.append(size)
             return size <= limit
 
-        fewest = next(parts for parts in range(1, share + 1) if -(-share // parts) <= limit)
+        fewest = next(
+            parts for parts in range(1, share + 1) if -(-share // parts) <= limit
+        )
         assert fewest_parts(share, fits) == -(-share // fewest)
         assert len(set(tried)) == len(tried)
         assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1
@@ -217,9 +262,18 @@ def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
 def told(
     fits: int, wanted: int | str, bounds: tuple[int | None, int | None]
 ) -> tuple[int, set[int], list[tuple[int, bool]]]:
-    """The size where other trials have told `bounds`, the sizes that were tried, and what was told."""
-    task, said = Hungry(fits), []
-    size = choose(task, wanted, 64, bounds=bounds, tell=lambda size, fits: said.append((size, fits)))
+    """The size where other trials have told `bounds`, the sizes that were tried, and
+    what was told.
+    """
+    task = Hungry(fits)
+    said = []
+    size = choose(
+        task,
+        wanted,
+        64,
+        bounds=bounds,
+        tell=lambda size, fits: said.append((size, fits)),
+    )
     return size, set(task.tried), said
 
 
@@ -240,10 +294,14 @@ def test_a_wanted_size_that_is_known_to_fit_is_not_tried() -> None:
 
 @pytest.mark.parametrize("wanted", [32, 33, 64])
 def test_a_wanted_size_that_is_known_not_to_fit_is_refused(wanted: int) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="a microbatch of 32 is known not to fit"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="a microbatch of 32 is known not to fit"
+    ):
         told(31, wanted, (16, 32))
 
 
 def test_when_not_even_one_sample_fits_auto_is_refused() -> None:
-    with pytest.raises(torch.OutOfMemoryError, match="a microbatch of 1 is known not to fit"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match="a microbatch of 1 is known not to fit"
+    ):
         told(0, "auto", (None, 1))

@@ -1,4 +1,6 @@
-"""What a worker measures of itself: windows, MFU, the comparison of ranks, the backward pass without waiting."""
+"""What a worker measures of itself: windows, MFU, the comparison of ranks, the backward
+pass without waiting.
+"""
 
 import logging
 import types
@@ -22,7 +24,9 @@ class Ranks:
     """A group of two, of which the other rank says what it is told to."""
 
     def __init__(self, rank: int = 0, **other: Any) -> None:
-        self.rank, self.world_size, self.other = rank, 2, other
+        self.rank = rank
+        self.world_size = 2
+        self.other = other
 
     def gather(self, row: Any) -> list[Any]:
         return [row, row | {"rank": 1 - self.rank} | self.other]
@@ -31,7 +35,14 @@ class Ranks:
 class Clock(StepClock):
     """A StepClock that is told how long steps take."""
 
-    def steps(self, count: int, seconds: float, samples: int = 10, own: int | None = None, wait_s: float = 0.0) -> None:
+    def steps(
+        self,
+        count: int,
+        seconds: float,
+        samples: int = 10,
+        own: int | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
         for _ in range(count):
             self.start_span()
             self._began -= seconds
@@ -48,12 +59,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def monitor(clock: StepClock, group: Any = None, flops: float | None = None) -> Monitor:
-    group = group or types.SimpleNamespace(rank=0, world_size=1, gather=lambda row: [row])
+    group = group or types.SimpleNamespace(
+        rank=0, world_size=1, gather=lambda row: [row]
+    )
     parts = types.SimpleNamespace(
         device=CPU,
         group=group,
         flops_per_sample=flops,
-        step=types.SimpleNamespace(forward=types.SimpleNamespace(model=nn.Linear(1, 1))),
+        step=types.SimpleNamespace(
+            forward=types.SimpleNamespace(model=nn.Linear(1, 1))
+        ),
         spec=resolve_precision("fp32", CPU),
     )
     return Monitor(parts, clock)
@@ -80,7 +95,9 @@ def test_mfu_where_the_peak_is_known(clock: Clock) -> None:
     assert watch.mfu(clock.throughput().samples_per_s) == pytest.approx(0.1)
 
 
-def test_a_comparison_is_about_the_steps_since_the_last(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_comparison_is_about_the_steps_since_the_last(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     watch = monitor(clock, Ranks(data_wait_share=0.5))
     clock.steps(4, 1.0, samples=10, own=5, wait_s=0.02)
     with caplog.at_level(logging.WARNING):
@@ -88,11 +105,21 @@ def test_a_comparison_is_about_the_steps_since_the_last(clock: Clock, caplog: py
         clock.steps(2, 2.0, samples=10, own=0, wait_s=1.0)
         (later, _) = watch.compare(20.0) or []
         watch.compare(30.0)
-    assert (ours["steps"], ours["samples_per_step"], ours["idle_share"]) == (4, 5.0, 0.0)
+    assert (ours["steps"], ours["samples_per_step"], ours["idle_share"]) == (
+        4,
+        5.0,
+        0.0,
+    )
     assert ours["samples_per_s"] == pytest.approx(5.0)
     assert ours["data_wait_share"] == pytest.approx(0.02)
-    assert (later["steps"], later["idle_share"], later["samples_per_s"]) == (2, 1.0, 0.0)
-    assert [record.getMessage().split(" the others")[0] for record in caplog.records] == [
+    assert (later["steps"], later["idle_share"], later["samples_per_s"]) == (
+        2,
+        1.0,
+        0.0,
+    )
+    assert [
+        record.getMessage().split(" the others")[0] for record in caplog.records
+    ] == [
         f"ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
         "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
         "ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
@@ -129,18 +156,23 @@ class Slow(torch.autograd.Function):
 
 
 class Sleepy(nn.Module):
-    """Sleeps in the forward pass, and in the backward pass between the last layer and the first."""
+    """Sleeps in the forward pass, and in the backward pass between the last layer and
+    the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.first = nn.Linear(2, 2)
+        self.last = nn.Linear(2, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
         NOW.sleep(0.05)
         return self.last(Slow.apply(self.first(inputs)))
 
 
-def test_the_backward_timer_leaves_out_what_is_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backward_timer_leaves_out_what_is_before_and_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("trainers.loop.monitor.time", NOW)
     model = Sleepy()
     timer = BackwardTimer(model, CPU)
@@ -161,18 +193,36 @@ def test_the_backward_timer_leaves_out_what_is_before_and_after(monkeypatch: pyt
 def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:
     result = train(tmp_path, epochs=2)
     rows = [row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row]
-    assert all(row["samples_per_s"] > 0 and row["step_time_s"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in rows)
-    assert all("mfu" not in row and "ranks" not in row for row in rows), "a CPU has no peak, and one rank no others"
+    assert all(
+        row["samples_per_s"] > 0
+        and row["step_time_s"] > 0
+        and 0 <= row["data_wait_share"] <= 1
+        for row in rows
+    )
+    assert all("mfu" not in row and "ranks" not in row for row in rows), (
+        "a CPU has no peak, and one rank no others"
+    )
     (row,) = result.ranks
-    assert row["samples_per_step"] == pytest.approx(SAMPLES / PER_EPOCH), "the second epoch: the first is the warm-up"
+    assert row["samples_per_step"] == pytest.approx(SAMPLES / PER_EPOCH), (
+        "the second epoch: the first is the warm-up"
+    )
     assert row["peak_bytes"] == result.peak_memory_bytes
     assert result.mfu is None
 
 
-def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU steps are counted when the device is next waited for: an epoch may end in between."""
-    monkeypatch.setattr("trainers.loop.attempt.StepClock", lambda device: StepClock(torch.device("meta")))
+def test_steps_are_timed_to_the_end_of_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU steps are counted when the device is next waited for: an epoch may end
+    in between.
+    """
+    monkeypatch.setattr(
+        "trainers.loop.attempt.StepClock",
+        lambda device: StepClock(torch.device("meta")),
+    )
     steps = 4 * PER_EPOCH + 3
-    result = train(None, max_steps=steps, log_every_steps=1000, evaluate={"every_steps": 1000})
+    result = train(
+        None, max_steps=steps, log_every_steps=1000, evaluate={"every_steps": 1000}
+    )
     assert result.ranks[0]["steps"] == steps
     assert result.throughput.steps == steps - WARMUP_STEPS

@@ -1,6 +1,8 @@
-"""Batches on their way to a device, and the sentence that names a tensor which stayed behind.
+"""Batches on their way to a device, and the sentence that names a tensor which stayed
+behind.
 
-The `meta` device stands for the other one: torch refuses to mix it with a CPU as it refuses CUDA.
+The `meta` device stands for the other one: torch refuses to mix it with a CPU as it
+refuses CUDA.
 """
 
 import dataclasses
@@ -29,7 +31,8 @@ from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 Pair = namedtuple("Pair", ["left", "right"])
 
 
@@ -43,7 +46,9 @@ class Sample:
 
 
 class Recorded:
-    """Copies that write down what happens when, and leave the batch unready until it is handed over."""
+    """Copies that write down what happens when, and leave the batch unready until it is
+    handed over.
+    """
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -55,7 +60,8 @@ class Recorded:
         return batch
 
     def hand_over(self, batch: Batch) -> Batch:
-        # A wait covers everything that is in the copying stream: more than this batch would be waited for in vain.
+        # A wait covers everything that is in the copying stream: more than this batch
+        # would be waited for in vain.
         assert self.pending == [batch]
         self.pending.clear()
         self.events.append(f"wait {batch}")
@@ -91,8 +97,12 @@ def test_the_next_copy_begins_before_the_step_at_hand() -> None:
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_pinning_keeps_every_nesting(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own pinning passes dataclasses by, so their copies would wait for the device."""
+def test_pinning_keeps_every_nesting(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own pinning passes dataclasses by, so their copies would wait for the
+    device.
+    """
     pinned = []
 
     def pin(tensor: Tensor) -> Tensor:
@@ -101,14 +111,17 @@ def test_pinning_keeps_every_nesting(batch: Batch, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     moved = torch.utils.data._utils.pin_memory.pin_memory(Pinnable(batch))
-    before, after = list(named_tensors(batch, "batch")), list(named_tensors(moved.batch, "batch"))
+    before = list(named_tensors(batch, "batch"))
+    after = list(named_tensors(moved.batch, "batch"))
     assert type(moved.batch) is type(batch)
     assert len(pinned) == len(before) > 0
     assert [name for name, _ in after] == [name for name, _ in before]
-    assert all(torch.equal(new, old) for (_, new), (_, old) in zip(after, before, strict=True))
+    assert all(
+        torch.equal(new, old) for (_, new), (_, old) in zip(after, before, strict=True)
+    )
 
 
-# --- tensors left behind ---------------------------------------------------------------------------------------------
+# --- tensors left behind
 
 
 class Plain(nn.Module):
@@ -140,20 +153,27 @@ class Weighted(Task):
         self.made = made
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        labels = batch.labels if isinstance(batch, (Sample, Holder)) else batch["labels"]
+        labels = (
+            batch.labels if isinstance(batch, (Sample, Holder)) else batch["labels"]
+        )
         made = torch.ones(len(labels), device=self.made)
-        per_sample = nn.functional.cross_entropy(outputs, labels, weight=self.balance["classes"], reduction="none")
+        per_sample = nn.functional.cross_entropy(
+            outputs, labels, weight=self.balance["classes"], reduction="none"
+        )
         return (per_sample * made).mean()
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch.inputs if isinstance(batch, (Sample, Holder)) else batch["inputs"])
+        return model(
+            batch.inputs if isinstance(batch, (Sample, Holder)) else batch["inputs"]
+        )
 
 
 class Holder:
     """No nesting that is moved: a class without fields."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
-        self.inputs, self.labels = inputs, labels
+        self.inputs = inputs
+        self.labels = labels
 
 
 def good() -> dict[str, Tensor]:
@@ -163,14 +183,49 @@ def good() -> dict[str, Tensor]:
 def cases() -> dict[str, tuple[Task, nn.Module, Batch, str]]:
     far = {name: tensor.to(META) for name, tensor in good().items()}
     return {
-        "batch": (Weighted(), Plain(CPU), good() | {"inputs": far["inputs"]}, "`batch['inputs']` on meta cannot"),
-        "dataclass": (Weighted(), Plain(CPU), Sample(far["inputs"], good()["labels"]), "`batch.inputs` on meta"),
-        "object": (Weighted(), Plain(CPU), Holder(far["inputs"], good()["labels"]), "`batch.inputs` on meta"),
-        "parameter": (Weighted(), Plain(CPU).to(META), good(), "parameter `layer.weight` on meta"),
+        "batch": (
+            Weighted(),
+            Plain(CPU),
+            good() | {"inputs": far["inputs"]},
+            "`batch['inputs']` on meta cannot",
+        ),
+        "dataclass": (
+            Weighted(),
+            Plain(CPU),
+            Sample(far["inputs"], good()["labels"]),
+            "`batch.inputs` on meta",
+        ),
+        "object": (
+            Weighted(),
+            Plain(CPU),
+            Holder(far["inputs"], good()["labels"]),
+            "`batch.inputs` on meta",
+        ),
+        "parameter": (
+            Weighted(),
+            Plain(CPU).to(META),
+            good(),
+            "parameter `layer.weight` on meta",
+        ),
         "buffer": (Weighted(), Buffered(META), good(), "buffer `scale` on meta"),
-        "attribute": (Weighted(), nn.Sequential(Plain(META)), good(), "attribute `0.masks[0]` on meta"),
-        "task": (Weighted(META), Plain(CPU), good(), "`Weighted.balance['classes']` on meta"),
-        "made in loss": (Weighted(made=META), Plain(CPU), good(), "forward() or loss() makes a tensor"),
+        "attribute": (
+            Weighted(),
+            nn.Sequential(Plain(META)),
+            good(),
+            "attribute `0.masks[0]` on meta",
+        ),
+        "task": (
+            Weighted(META),
+            Plain(CPU),
+            good(),
+            "`Weighted.balance['classes']` on meta",
+        ),
+        "made in loss": (
+            Weighted(made=META),
+            Plain(CPU),
+            good(),
+            "forward() or loss() makes a tensor",
+        ),
     }
 
 
@@ -204,16 +259,22 @@ def test_the_probe_and_evaluation_name_it_too() -> None:
             return {"inputs": batch[0].to(META), "labels": batch[1]}
 
     data = TensorDataset(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64))
-    model, group, task = Plain(CPU), Group(0, 1, CPU), Far()
+    model = Plain(CPU)
+    group = Group(0, 1, CPU)
+    task = Far()
     optimizer = SGD(model.parameters(), lr=0.1, fused=True)
     with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
-        choose_microbatch("auto", 4, Probe(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, data, group))
+        choose_microbatch(
+            "auto",
+            4,
+            Probe(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, data, group),
+        )
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
         evaluate(model, task, feed, 4, TABLE["fp32"], group)
 
 
-# --- memory formats --------------------------------------------------------------------------------------------------
+# --- memory formats
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -229,7 +290,9 @@ def adamw(parameters: Any) -> Optimizer:
 def test_moments_of_another_memory_format_are_taken_back_right(
     make: Callable[[Any], Optimizer], before: bool, after: bool
 ) -> None:
-    """A fused step walks weight and moment in memory order: of two formats it would mix up the elements, silently."""
+    """A fused step walks weight and moment in memory order: of two formats it would mix
+    up the elements, silently.
+    """
     inputs = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
 
     def train(switch: bool) -> Tensor:
@@ -239,9 +302,12 @@ def test_moments_of_another_memory_format_are_taken_back_right(
         optimizer = make(model.parameters())
         for number in range(4):
             if switch and number == 2:
-                kept, weights = optimizer.state_dict(), model.state_dict()
+                kept = optimizer.state_dict()
+                weights = model.state_dict()
                 model = nn.Conv2d(3, 8, 3)
-                model = TABLE["fp32"].with_layout(after, model, CPU).convert_model(model)
+                model = (
+                    TABLE["fp32"].with_layout(after, model, CPU).convert_model(model)
+                )
                 model.load_state_dict(weights)
                 optimizer = make(model.parameters())
                 optimizer.load_state_dict(kept)
@@ -251,4 +317,6 @@ def test_moments_of_another_memory_format_are_taken_back_right(
             optimizer.step()
         return model.weight.detach().contiguous()  # type: ignore[operator, union-attr]
 
-    torch.testing.assert_close(train(switch=True), train(switch=False), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        train(switch=True), train(switch=False), rtol=1e-5, atol=1e-6
+    )

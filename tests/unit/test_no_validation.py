@@ -1,4 +1,6 @@
-"""A task without a validation split: it trains as with one, nothing is evaluated, and what needs that is refused."""
+"""A task without a validation split: it trains as with one, nothing is evaluated, and
+what needs that is refused.
+"""
 
 import logging
 from pathlib import Path
@@ -9,7 +11,15 @@ import torch
 from torch.utils.data import Dataset
 
 import tests.unit.test_predict as predicted
-from tests.unit.test_loop import Context, Tiny, config, curve, evaluations, train, weights
+from tests.unit.test_loop import (
+    Context,
+    Tiny,
+    config,
+    curve,
+    evaluations,
+    train,
+    weights,
+)
 from trainers.errors import ConfigError
 from trainers.loop.fit import fit
 
@@ -19,7 +29,9 @@ class Unseen(Tiny):
         return super().dataset(split) if split == "train" else None
 
 
-def test_it_trains_as_with_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_trains_as_with_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path / "with")
     with caplog.at_level(logging.INFO):
         result = train(tmp_path / "without", Unseen())
@@ -28,20 +40,26 @@ def test_it_trains_as_with_one(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert curve(tmp_path / "without") == curve(tmp_path / "with")
     assert evaluations(tmp_path / "without") == []
     assert (result.status, set(result.metrics)) == ("done", {"train_loss"})
-    before, after = weights(tmp_path / "with"), weights(tmp_path / "without")
+    before = weights(tmp_path / "with")
+    after = weights(tmp_path / "without")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_the_best_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r'`checkpoint\.best` is "val_loss".*dataset\("val"\) gives none; return a few'
+        ConfigError,
+        match=r'`checkpoint\.best` is "val_loss".*dataset\("val"\) gives none; return a few',
     ):
         train(tmp_path, Unseen(), checkpoint={"best": "val_loss"})
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(("watched", "refused"), [("val_accuracy", True), ("train_loss", False)])
-def test_an_objective_that_needs_an_evaluation_is_refused(watched: str, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("watched", "refused"), [("val_accuracy", True), ("train_loss", False)]
+)
+def test_an_objective_that_needs_an_evaluation_is_refused(
+    watched: str, refused: bool
+) -> None:
     context = Context(None)
     context.watches = ("samples_per_s", watched)
     if refused:
@@ -56,8 +74,14 @@ def test_a_split_that_is_none_can_neither_be_evaluated_nor_predicted(
 ) -> None:
     predicted.train(tmp_path)
     found = predicted.Kept.dataset
-    monkeypatch.setattr(predicted.Kept, "dataset", lambda self, split: None if split == "val" else found(self, split))
+    monkeypatch.setattr(
+        predicted.Kept,
+        "dataset",
+        lambda self, split: None if split == "val" else found(self, split),
+    )
     for out in (None, tmp_path / "out.parquet"):
-        with pytest.raises(ConfigError, match=r'`--split` is "val".*gives None; name another split'):
+        with pytest.raises(
+            ConfigError, match=r'`--split` is "val".*gives None; name another split'
+        ):
             predicted.work(tmp_path / "runs/run", out=out)
     assert predicted.work(tmp_path / "runs/run", split="train").samples == 203

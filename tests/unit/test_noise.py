@@ -1,4 +1,6 @@
-"""The gradient noise scale against linear regression, where it is known, over microbatches and over ranks."""
+"""The gradient noise scale against linear regression, where it is known, over
+microbatches and over ranks.
+"""
 
 import math
 from collections.abc import Callable
@@ -22,18 +24,25 @@ from trainers.step.noise_scale import NoiseScale
 torch.set_num_threads(1)
 WIDTH = 20
 SIGMA = 1.5
-# y = x . theta + SIGMA * e with normal x and e, at the distance delta from theta, |delta| = 1, has the loss
-# (x . delta - SIGMA e)^2. One sample's gradient is 2 x (x . delta - SIGMA e), so G = 2 delta and
+# y = x . theta + SIGMA * e with normal x and e, at the distance delta from theta,
+# |delta| = 1, has the loss (x . delta - SIGMA e)^2. One sample's gradient is 2 x (x .
+# delta - SIGMA e), so G = 2 delta and
 GRADIENT_SQUARE = 4.0
 TRACE = 4.0 * ((WIDTH + 1) + WIDTH * SIGMA**2)
 NOISE_SCALE = TRACE / GRADIENT_SQUARE  # 66 samples
 
 
-def measured(group: Group, sizes: list[int], scale: float = 1.0, steps: int = 1500) -> float | None:
-    """The noise scale by steps of these microbatches on each rank, as the training step calls the estimator."""
+def measured(
+    group: Group, sizes: list[int], scale: float = 1.0, steps: int = 1500
+) -> float | None:
+    """The noise scale by steps of these microbatches on each rank, as the training step
+    calls the estimator.
+    """
     model = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
     with torch.no_grad():
-        model.weight.fill_(1 / math.sqrt(WIDTH))  # this is delta: the target is the noise alone
+        model.weight.fill_(
+            1 / math.sqrt(WIDTH)
+        )  # this is delta: the target is the noise alone
     noise = NoiseScale(group)
     if group.world_size > 1:
         model = DistributedDataParallel(model)
@@ -46,8 +55,13 @@ def measured(group: Group, sizes: list[int], scale: float = 1.0, steps: int = 15
         noise.begin(shares)
         for index, (size, share) in enumerate(zip(sizes, shares, strict=True)):
             inputs = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)
-            targets = SIGMA * torch.randn(size, 1, generator=generator, dtype=torch.float64)
-            ((model(inputs) - targets).square().mean() * (share * group.world_size * scale)).backward()
+            targets = SIGMA * torch.randn(
+                size, 1, generator=generator, dtype=torch.float64
+            )
+            (
+                (model(inputs) - targets).square().mean()
+                * (share * group.world_size * scale)
+            ).backward()
             if index == 0:
                 noise.first([parameter.grad for parameter in model.parameters()])
         with torch.no_grad():
@@ -62,8 +76,12 @@ def _in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "scale"), [([24, 8, 8], 1.0), ([16, 16], 1024.0)])
-def test_microbatches_give_the_analytic_noise_scale(sizes: list[int], scale: float) -> None:
-    assert measured(Group(0, 1, torch.device("cpu")), sizes, scale) == pytest.approx(NOISE_SCALE, rel=0.2)
+def test_microbatches_give_the_analytic_noise_scale(
+    sizes: list[int], scale: float
+) -> None:
+    assert measured(Group(0, 1, torch.device("cpu")), sizes, scale) == pytest.approx(
+        NOISE_SCALE, rel=0.2
+    )
 
 
 def on_rank(rank: int, world_size: int) -> float | None:
@@ -79,7 +97,9 @@ def test_ranks_give_it_too_and_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_step_of_one_part_says_nothing(share: float) -> None:
-    """Of half a step, too: two ranks with one microbatch each have DDP's average, not their own gradient."""
+    """Of half a step, too: two ranks with one microbatch each have DDP's average, not
+    their own gradient.
+    """
     noise = NoiseScale(Group(0, 1, torch.device("cpu")))
     noise.begin([share])
     noise.first([torch.tensor([1.0])])
@@ -88,7 +108,9 @@ def test_a_step_of_one_part_says_nothing(share: float) -> None:
 
 
 def test_a_gradient_that_is_not_finite_does_not_count() -> None:
-    """By hand: |g_4|^2 = (0.6 / 0.5)^2 and |g_8|^2 = 1 give |G|^2 = 0.56 and tr(Sigma) = 3.52."""
+    """By hand: |g_4|^2 = (0.6 / 0.5)^2 and |g_8|^2 = 1 give |G|^2 = 0.56 and tr(Sigma)
+    = 3.52.
+    """
     noise = NoiseScale(Group(0, 1, torch.device("cpu")))
     for value in (math.inf, 1.0):
         noise.begin([0.5, 0.5])
@@ -98,13 +120,20 @@ def test_a_gradient_that_is_not_finite_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "workers", "microbatch"), [(run_local, 1, 6), pytest.param(run_spawn, 2, "auto", marks=pytest.mark.full)]
+    ("run", "workers", "microbatch"),
+    [(run_local, 1, 6), pytest.param(run_spawn, 2, "auto", marks=pytest.mark.full)],
 )
 def test_a_run_logs_it_and_trains_the_same_bits(
-    run: Callable[[RunSpec], RunResult], workers: int, microbatch: int | str, tmp_path: Path
+    run: Callable[[RunSpec], RunResult],
+    workers: int,
+    microbatch: int | str,
+    tmp_path: Path,
 ) -> None:
     options = {"max_steps": 100, "log_every_steps": 20, "microbatch_size": microbatch}
-    options |= {"scaling__num_workers": workers, "launcher": "local" if workers == 1 else "spawn"}
+    options |= {
+        "scaling__num_workers": workers,
+        "launcher": "local" if workers == 1 else "spawn",
+    }
     plain = make(tmp_path, name="plain", **options)
     spec = make(tmp_path, name="measured", noise_scale=True, **options)
     with forked_launcher():

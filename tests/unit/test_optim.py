@@ -14,11 +14,22 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import ScheduleConfig
 from trainers.errors import ConfigError
-from trainers.model.optimizer import build_optimizer, built_lr, check_optimizer, lr_factor, scaled_decay
+from trainers.model.optimizer import (
+    build_optimizer,
+    built_lr,
+    check_optimizer,
+    lr_factor,
+    scaled_decay,
+)
 
 
 def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
-    tree = {"task": "t:T", "epochs": 1, "global_batch_size": 64, "optimizer": {"lr": 0.1, **(optimizer or {})}}
+    tree = {
+        "task": "t:T",
+        "epochs": 1,
+        "global_batch_size": 64,
+        "optimizer": {"lr": 0.1, **(optimizer or {})},
+    }
     return build(TrainConfig, tree | changes, "f")
 
 
@@ -34,9 +45,13 @@ def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConf
         ("sde", 256, 0.2),
     ],
 )
-def test_the_learning_rate_follows_the_batch_size(rule: str, batch: int, expected: float) -> None:
+def test_the_learning_rate_follows_the_batch_size(
+    rule: str, batch: int, expected: float
+) -> None:
     scaling = {"rule": rule, "base_batch_size": 64}
-    assert built_lr(config(global_batch_size=batch, lr_scaling=scaling)) == pytest.approx(expected)
+    assert built_lr(
+        config(global_batch_size=batch, lr_scaling=scaling)
+    ) == pytest.approx(expected)
 
 
 ADAM = {"name": "adamw", "weight_decay": 0.5, "betas": [0.9, 0.999], "eps": 1e-6}
@@ -44,7 +59,11 @@ ADAM = {"name": "adamw", "weight_decay": 0.5, "betas": [0.9, 0.999], "eps": 1e-6
 
 def by_sde(size: int, optimizer: dict[str, Any]) -> dict[str, Any]:
     """The options of the only group at a batch size, lr 0.1 at 64."""
-    made = config(optimizer, global_batch_size=size, lr_scaling={"rule": "sde", "base_batch_size": 64})
+    made = config(
+        optimizer,
+        global_batch_size=size,
+        lr_scaling={"rule": "sde", "base_batch_size": 64},
+    )
     (group,) = build_optimizer(nn.Linear(2, 2), made).param_groups
     return group
 
@@ -54,20 +73,31 @@ def test_sde_by_hand() -> None:
     assert larger["lr"] == pytest.approx(0.2)
     assert larger["betas"] == pytest.approx((0.6561, 0.996005996))  # 0.9^4, 0.999^4
     assert larger["eps"] == pytest.approx(5e-7)
-    assert larger["weight_decay"] == pytest.approx(1.0)  # lr * weight_decay: 0.05 in 64 samples, 0.2 in 256
+    assert larger["weight_decay"] == pytest.approx(
+        1.0
+    )  # lr * weight_decay: 0.05 in 64 samples, 0.2 in 256
     smaller = by_sde(16, {"name": "adam", "weight_decay": 0.5})
-    assert smaller["betas"] == pytest.approx((0.974003746, 0.999749906))  # torch's 0.9 and 0.999, to the power 1/4
+    assert smaller["betas"] == pytest.approx(
+        (0.974003746, 0.999749906)
+    )  # torch's 0.9 and 0.999, to the power 1/4
     assert smaller["eps"] == pytest.approx(2e-8)
     assert smaller["weight_decay"] == 0.5, "L2 is a part of the loss"
     same = by_sde(64, ADAM)
-    assert (same["lr"], same["betas"], same["eps"], same["weight_decay"]) == (0.1, (0.9, 0.999), 1e-6, 0.5)
+    assert (same["lr"], same["betas"], same["eps"], same["weight_decay"]) == (
+        0.1,
+        (0.9, 0.999),
+        1e-6,
+        0.5,
+    )
 
 
 @pytest.mark.parametrize("size", [32, 128, 1024])
 def test_betas_by_sde_are_those_of_the_paper_to_the_first_order(size: int) -> None:
     """1 - k (1 - beta), which is below 0 where k is above 10 and beta 0.9."""
     betas = by_sde(size, {"betas": [1 - 1e-5, 1 - 1e-6]})["betas"]
-    assert betas == pytest.approx((1 - size / 64 * 1e-5, 1 - size / 64 * 1e-6), abs=2e-8)
+    assert betas == pytest.approx(
+        (1 - size / 64 * 1e-5, 1 - size / 64 * 1e-6), abs=2e-8
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -82,11 +112,21 @@ def test_sde_keeps_every_time_scale_in_samples(seed: int) -> None:
     scales = []
     for size in (64, draw.randint(1, 1000)):
         group = by_sde(size, base)
-        ema = config(lr_scaling={"rule": "sde", "base_batch_size": 64}, ema={"decay": decay})
-        forgotten = [size / -math.log(kept) for kept in (*group["betas"], scaled_decay(ema, size) or 0.0)]
+        ema = config(
+            lr_scaling={"rule": "sde", "base_batch_size": 64}, ema={"decay": decay}
+        )
+        forgotten = [
+            size / -math.log(kept)
+            for kept in (*group["betas"], scaled_decay(ema, size) or 0.0)
+        ]
         noise = math.sqrt(size)  # the inverse of the gradient's
         scales.append(
-            [*forgotten, group["lr"] * group["weight_decay"] / size, group["eps"] * noise, group["lr"] / noise]
+            [
+                *forgotten,
+                group["lr"] * group["weight_decay"] / size,
+                group["eps"] * noise,
+                group["lr"] / noise,
+            ]
         )
     assert scales[0] == pytest.approx(scales[1])
 
@@ -127,7 +167,9 @@ def test_cosine_is_half_a_cosine() -> None:
         ({"name": "sgd", "momentum": 0.9, "nesterov": True}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     ],
 )  # fmt: skip
-def test_the_configured_optimizer_is_built(options: dict[str, Any], cls: type, expected: dict[str, Any]) -> None:
+def test_the_configured_optimizer_is_built(
+    options: dict[str, Any], cls: type, expected: dict[str, Any]
+) -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), config(options))
     assert type(optimizer) is cls
     (group,) = optimizer.param_groups
@@ -141,4 +183,8 @@ def test_frozen_parameters_are_there_for_later_and_weights_of_bits_are_not() -> 
     model[0].requires_grad_(False)
     model[0].bias = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     (group,) = build_optimizer(model, config()).param_groups
-    assert [tuple(parameter.shape) for parameter in group["params"]] == [(3, 2), (1, 3), (1,)]
+    assert [tuple(parameter.shape) for parameter in group["params"]] == [
+        (3, 2),
+        (1, 3),
+        (1,),
+    ]

@@ -1,4 +1,6 @@
-"""Samplers of a task's own: the same order on every rank and after a resume, and what cannot keep that is refused."""
+"""Samplers of a task's own: the same order on every rank and after a resume, and what
+cannot keep that is refused.
+"""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -17,7 +19,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from tests.unit.test_loop import SAMPLES, Context, Power, Tiny, assert_same_run, config, train
+from tests.unit.test_loop import (
+    SAMPLES,
+    Context,
+    Power,
+    Tiny,
+    assert_same_run,
+    config,
+    train,
+)
 from trainers import GroupedByLength, TrainConfig
 from trainers.data.order import Drawn
 from trainers.errors import CheckpointError, ConfigError
@@ -64,13 +74,16 @@ class Sampled(Tiny):
 
     def __init__(self, sampler: Iterable[int] | None = None) -> None:
         super().__init__()
-        self.given, self.trained = sampler, [[0][:0]]
+        self.given = sampler
+        self.trained = [[0][:0]]
 
     def dataset(self, split: str) -> Dataset[Any]:
         inputs, labels = super().dataset(split).tensors  # type: ignore[attr-defined]
         return TensorDataset(inputs, labels, torch.arange(len(labels)))
 
-    def sampler(self, dataset: Dataset[Any], config: TrainConfig) -> Iterable[int] | None:
+    def sampler(
+        self, dataset: Dataset[Any], config: TrainConfig
+    ) -> Iterable[int] | None:
         return self.given
 
     def transform(self, batch: Any, training: bool) -> Any:
@@ -95,21 +108,30 @@ def test_an_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     before = random.random(), np.random.rand(), torch.rand(()).item()
     random.seed(11), np.random.seed(11), torch.manual_seed(11)
     first = orders(range(4))
-    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before, "the caller's random state"
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before, (
+        "the caller's random state"
+    )
     assert orders([3, 0, 2, 1]) == [first[3], first[0], first[2], first[1]]
     assert len({tuple(order) for order in first}) == 4
     assert (orders([0], seed=4) != [first[0]]) == (name != "by epoch")
 
 
 @pytest.mark.parametrize("name", ["weighted with a generator", "by epoch"])
-def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(name: str, tmp_path: Path) -> None:
+def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(
+    name: str, tmp_path: Path
+) -> None:
     reference = Sampled(SAMPLERS[name]())
     train(tmp_path / "whole", reference, epochs=2)
     every = [index for batch in reference.trained for index in batch]
     for cut in (1, 7):
-        path, again = tmp_path / str(cut), Sampled(SAMPLERS[name]())
+        path = tmp_path / str(cut)
+        again = Sampled(SAMPLERS[name]())
         with pytest.raises(Power):
-            fit(Sampled(SAMPLERS[name]()), config(epochs=2), Context(path, cut_at_step=cut))
+            fit(
+                Sampled(SAMPLERS[name]()),
+                config(epochs=2),
+                Context(path, cut_at_step=cut),
+            )
         train(path, again, epochs=2)
         assert_same_run(path, tmp_path / "whole")
         rest = [index for batch in again.trained for index in batch]
@@ -127,7 +149,10 @@ def test_batches_by_length_are_of_about_one_length_and_in_no_order() -> None:
     shuffled = sum(int(batch.max()) * len(batch) for batch in lengths.split(8))
     assert padded < 1.06 * int(lengths.sum()) < 1.6 * int(lengths.sum()) < shuffled
     longest = torch.stack([batch.max() for batch in batches]).double()
-    assert abs(torch.corrcoef(torch.stack([longest, torch.arange(251.0).double()]))[0, 1]) < 0.2
+    assert (
+        abs(torch.corrcoef(torch.stack([longest, torch.arange(251.0).double()]))[0, 1])
+        < 0.2
+    )
 
 
 class Growing(Epochs):
@@ -163,7 +188,9 @@ def test_what_keeps_no_order_is_refused(name: str) -> None:
     ({"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)},
      {"sampler": WeightedRandomSampler(WEIGHTS.tolist(), SAMPLES)}),
 ])  # fmt: skip
-def test_a_run_does_not_go_on_in_another_order(then: dict[str, Any], now: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_in_another_order(
+    then: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
     def go(epochs: int, sampler: Any = None, **changes: Any) -> None:
         train(tmp_path, Sampled(sampler), epochs=epochs, **changes)
 

@@ -1,4 +1,6 @@
-"""What each strategy puts around a model, and how a sharded state is taken apart; without a process group."""
+"""What each strategy puts around a model, and how a sharded state is taken apart;
+without a process group.
+"""
 
 from typing import Any
 
@@ -36,14 +38,23 @@ class Language(nn.Module):
 
 def names(model: nn.Module) -> list[str]:
     units = shard_units(model)
-    return [name for name, module in model.named_modules() if any(module is unit for unit in units)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if any(module is unit for unit in units)
+    ]
 
 
 def test_repeated_blocks_are_sharded_whole() -> None:
     assert names(Language()) == ["blocks.0", "blocks.1"]
-    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
+    assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == [
+        "0",
+        "2",
+    ]
     stages = nn.Sequential(
-        nn.Sequential(Pair(nn.Linear(2, 2), nn.Linear(2, 2)), Block()), nn.Flatten(), nn.Linear(2, 2)
+        nn.Sequential(Pair(nn.Linear(2, 2), nn.Linear(2, 2)), Block()),
+        nn.Flatten(),
+        nn.Linear(2, 2),
     )
     assert names(stages) == ["0.0", "0.1", "2"]
     assert names(nn.Linear(2, 2)) == []

@@ -1,4 +1,6 @@
-"""Steps of several phases, each beside a plain PyTorch loop: GANs, gradient penalties, and several optimizers."""
+"""Steps of several phases, each beside a plain PyTorch loop: GANs, gradient penalties,
+and several optimizers.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -31,7 +33,9 @@ class Gan(nn.Module):
 
 
 class Adversarial(Task):
-    """The non-saturating GAN, both of its phases in every step; noise is part of a sample."""
+    """The non-saturating GAN, both of its phases in every step; noise is part of a
+    sample.
+    """
 
     def model(self) -> nn.Module:
         return Gan()
@@ -41,7 +45,9 @@ class Adversarial(Task):
             return None
         generator = torch.Generator().manual_seed(5)
         sizes = (2, 3, 3, 1)
-        real, noise, other_noise, share = (torch.randn(33, n, generator=generator).double() for n in sizes)
+        real, noise, other_noise, share = (
+            torch.randn(33, n, generator=generator).double() for n in sizes
+        )
         return TensorDataset(real + 2, noise, other_noise, share.sigmoid())
 
     def optimizer(self, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
@@ -63,7 +69,9 @@ class SingleAdversarial(Single, Adversarial):
 
 
 class Wasserstein(Adversarial):
-    """WGAN-GP (Gulrajani et al. 2017): five steps of the critic, each with samples of its own, to one of the other."""
+    """WGAN-GP (Gulrajani et al. 2017): five steps of the critic, each with samples of
+    its own, to one of the other.
+    """
 
     def phases(self, step: int) -> Sequence[str]:
         return ("critic", "generator") if step % 5 == 4 else ("critic",)
@@ -74,8 +82,12 @@ class Wasserstein(Adversarial):
             return -model.critic(model.generator(other_noise)).mean()
         fake = model.generator(noise).detach()
         between = (share * real + (1 - share) * fake).requires_grad_()
-        [slope] = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)
-        return (model.critic(fake) - model.critic(real)).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        [slope] = torch.autograd.grad(
+            model.critic(between).sum(), between, create_graph=True
+        )
+        return (model.critic(fake) - model.critic(real)).mean() + 10 * (
+            slope.norm(dim=1) - 1
+        ).square().mean()
 
 
 def plain(task: Adversarial, due: Callable[[int], Sequence[str]]) -> Losses:
@@ -90,7 +102,9 @@ def plain(task: Adversarial, due: Callable[[int], Sequence[str]]) -> Losses:
         for phase in due(step):
             model.critic.requires_grad_(phase == "critic")
             model.generator.requires_grad_(phase == "generator")
-            losses[phase].append(descend(optimizers[phase], task.training_step(model, batch, phase)))
+            losses[phase].append(
+                descend(optimizers[phase], task.training_step(model, batch, phase))
+            )
     return losses
 
 
@@ -102,12 +116,16 @@ def by_phase(task: Adversarial, context: Context) -> Losses:
         due = task.phases(step) or tuple(losses)
         for phase in due:
             losses[phase].append(row[f"train_loss_{phase}"])
-        assert row["train_loss"] == pytest.approx(sum(row[f"train_loss_{phase}"] for phase in due), rel=1e-12)
+        assert row["train_loss"] == pytest.approx(
+            sum(row[f"train_loss_{phase}"] for phase in due), rel=1e-12
+        )
     return losses
 
 
 @pytest.mark.parametrize("microbatch", [1, 4, 6])
-@pytest.mark.parametrize(("task", "lengths"), [(Adversarial(), (12, 12)), (Wasserstein(), (12, 2))])
+@pytest.mark.parametrize(
+    ("task", "lengths"), [(Adversarial(), (12, 12)), (Wasserstein(), (12, 2))]
+)
 def test_the_curves_are_those_of_a_plain_loop(
     task: Adversarial, lengths: tuple[int, int], microbatch: int, tmp_path: Path
 ) -> None:
@@ -120,9 +138,15 @@ def test_the_curves_are_those_of_a_plain_loop(
         assert found[phase] == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize(("task", "at_step"), [(Adversarial(), 3), (Wasserstein(), 3), (Wasserstein(), 7)])
-def test_a_power_cut_changes_nothing(task: Adversarial, at_step: int, tmp_path: Path) -> None:
-    """Also in the middle of five steps of the critic, and with the states of one optimizer alone."""
+@pytest.mark.parametrize(
+    ("task", "at_step"), [(Adversarial(), 3), (Wasserstein(), 3), (Wasserstein(), 7)]
+)
+def test_a_power_cut_changes_nothing(
+    task: Adversarial, at_step: int, tmp_path: Path
+) -> None:
+    """Also in the middle of five steps of the critic, and with the states of one
+    optimizer alone.
+    """
     changes = SETTINGS | {"ema": {"decay": 0.9}, "lr_schedule": {"name": "cosine"}}
     check_resume(tmp_path, lambda: task, at_step, **changes)
 
@@ -132,7 +156,9 @@ def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> 
         def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
             self.calls = getattr(self, "calls", 0) + 1
             loss = super().training_step(model, batch, phase)
-            return loss * (float("nan") if phase == "critic" and self.calls > 30 else 1.0)
+            return loss * (
+                float("nan") if phase == "critic" and self.calls > 30 else 1.0
+            )
 
     changes = {"max_steps": 40, "microbatch_size": 6, "checkpoint": {"every_steps": 10}}
     settings = {name: value for name, value in SETTINGS.items() if name != "epochs"}
@@ -145,7 +171,10 @@ def given(**methods: Any) -> Task:
 
 
 def shared(self: Task, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
-    return {"one": SGD(model.critic.parameters(), 0.1), "other": SGD(model.parameters(), 0.1)}
+    return {
+        "one": SGD(model.critic.parameters(), 0.1),
+        "other": SGD(model.parameters(), 0.1),
+    }
 
 
 def frozen(self: Task, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
@@ -158,24 +187,52 @@ def apart(self: Task, model: Any, batch: Any, phase: str) -> Tensor:
 
 
 REFUSED = [
-    ({"optimizer": shared}, {}, r"has parameter `critic.0.weight` in both one and other"),
-    ({"optimizer": lambda self, model, config: {"one": 1}}, {}, "must be an optimizer by its name"),
-    ({"optimizer": frozen}, {}, "`Given.optimizer.*` is .critic., but has no parameter that requires a gradient"),
+    (
+        {"optimizer": shared},
+        {},
+        r"has parameter `critic.0.weight` in both one and other",
+    ),
+    (
+        {"optimizer": lambda self, model, config: {"one": 1}},
+        {},
+        "must be an optimizer by its name",
+    ),
+    (
+        {"optimizer": frozen},
+        {},
+        "`Given.optimizer.*` is .critic., but has no parameter that requires a gradient",
+    ),
     (
         {"training_step": apart},
         {},
         "`Given.training_step.*` is .generator., but gives a loss that depends on no",
     ),
-    ({"phases": lambda self, step: ["critic", "critics"]}, {}, r"phases\(0\).* among critic, generator"),
+    (
+        {"phases": lambda self, step: ["critic", "critics"]},
+        {},
+        r"phases\(0\).* among critic, generator",
+    ),
     ({"phases": lambda self, step: ["critic"] if step < 2 else []}, {}, r"phases\(2\)"),
-    ({"dataset": lambda self, split: Adversarial.dataset(self, "train")}, {}, r"has no loss\(\) for the samples"),
-    ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
+    (
+        {"dataset": lambda self, split: Adversarial.dataset(self, "train")},
+        {},
+        r"has no loss\(\) for the samples",
+    ),
+    (
+        {},
+        {"strategy": "fsdp"},
+        r"`strategy` is .fsdp., but is for steps of one loss, and Given defines",
+    ),
     ({}, {"noise_scale": True}, "`noise_scale` is true"),
     ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
 ]
 
 
-@pytest.mark.parametrize(("methods", "changes", "words"), REFUSED, ids=itertools.count())
-def test_what_cannot_be_is_refused(methods: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+@pytest.mark.parametrize(
+    ("methods", "changes", "words"), REFUSED, ids=itertools.count()
+)
+def test_what_cannot_be_is_refused(
+    methods: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         fit(given(**methods), config(**SETTINGS | changes), Context(None))

@@ -1,4 +1,6 @@
-"""What a plain PyTorch loop trains is trained as there, in microbatches and after resumes, and evaluated as trained."""
+"""What a plain PyTorch loop trains is trained as there, in microbatches and after
+resumes, and evaluated as trained.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,26 @@ torch.set_num_threads(1)
 def test_every_kind_is_trained_as_by_a_plain_loop(kind: str, tmp_path: Path) -> None:
     make = KINDS[kind]
     for end in (2, 6, STEPS):
-        found = in_the_loop(make(), configured(max_steps=end, microbatch_size=3), tmp_path)
-    torch.testing.assert_close(found, in_a_plain_loop(make(), configured()), rtol=1e-9, atol=1e-11)
+        found = in_the_loop(
+            make(), configured(max_steps=end, microbatch_size=3), tmp_path
+        )
+    torch.testing.assert_close(
+        found, in_a_plain_loop(make(), configured()), rtol=1e-9, atol=1e-11
+    )
 
-    storage, config = Storage(str(tmp_path)), configured()
+    storage = Storage(str(tmp_path))
+    config = configured()
     storage.write("config.yaml", json.dumps(config.tree()).encode())
-    job = Inference(config.tree(), (), "test", storage.uri, split="val", which="newest", out=None)
+    job = Inference(
+        config.tree(), (), "test", storage.uri, split="val", which="newest", out=None
+    )
     evaluated = infer(make(), config, LocalContext(storage, "local"), job).metrics
     assert evaluated == {"val_loss": read_log(storage)[-1]["val_loss"]}
 
 
-@pytest.mark.parametrize("kind", ["thawed once", "thawed again", "lazy buffer", "words complex"])
+@pytest.mark.parametrize(
+    "kind", ["thawed once", "thawed again", "lazy buffer", "words complex"]
+)
 def test_a_moving_average_follows_what_is_unfrozen(kind: str, tmp_path: Path) -> None:
     """As of a model of which nothing was frozen: what does not move is its own average."""
     means = {}
@@ -40,7 +51,10 @@ def test_a_moving_average_follows_what_is_unfrozen(kind: str, tmp_path: Path) ->
             config = configured(max_steps=end, ema={"decay": 0.5})
             means[name] = in_the_loop(KINDS[kind](), config, tmp_path / name)
     torch.testing.assert_close(means["resumed"], means["whole"], rtol=0, atol=0)
-    weights = [in_a_plain_loop(KINDS[kind](), configured(max_steps=steps)) for steps in range(1, STEPS + 1)]
+    weights = [
+        in_a_plain_loop(KINDS[kind](), configured(max_steps=steps))
+        for steps in range(1, STEPS + 1)
+    ]
     torch.manual_seed(0)
     begun = KINDS[kind]().model().state_dict()
     for key, first in begun.items():

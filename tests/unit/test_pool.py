@@ -1,4 +1,6 @@
-"""When the pool of `tune.ray` starts lanes, and in which order it ends them (tune/ray/pool.py); without a cluster."""
+"""When the pool of `tune.ray` starts lanes, and in which order it ends them
+(tune/ray/pool.py); without a cluster.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_a_lane_that_is_being_given_back_is_waited_for(removed: list[Group]) -> 
     assert run(steps) == (1, 0)
 
 
-def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed: list[Group]) -> None:
+def test_a_trial_ends_once_as_many_as_are_expected_have_begun(
+    removed: list[Group],
+) -> None:
     async def steps(pool: Pool) -> list[bool]:
         await pool.enter("first")
         await pool.expect(2)

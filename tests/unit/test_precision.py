@@ -24,28 +24,53 @@ NAMES = ["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
         ("fp16-pure", None, False, torch.float16),
     ],
 )
-def test_a_row(name: str, autocast: torch.dtype | None, scaler: bool, parameters: torch.dtype | None) -> None:
+def test_a_row(
+    name: str,
+    autocast: torch.dtype | None,
+    scaler: bool,
+    parameters: torch.dtype | None,
+) -> None:
     spec = resolve_precision(name, CPU)
-    assert (spec.autocast, spec.scaler, spec.parameters, spec.matmul) == (autocast, scaler, parameters, "ieee")
+    assert (spec.autocast, spec.scaler, spec.parameters, spec.matmul) == (
+        autocast,
+        scaler,
+        parameters,
+        "ieee",
+    )
 
 
 def test_tf32_is_refused_on_a_cpu_with_what_it_can_do() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve_precision("tf32", CPU)
     text = str(raised.value)
-    assert text.startswith('`precision` is "tf32", but is not something that cpu can do; use one of ')
+    assert text.startswith(
+        '`precision` is "tf32", but is not something that cpu can do; use one of '
+    )
     assert all(name in text for name in NAMES if name != "fp8")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)])
-def test_pure_formats_convert_parameters_buffers_and_floating_inputs(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)]
+)
+def test_pure_formats_convert_parameters_buffers_and_floating_inputs(
+    name: str, dtype: torch.dtype
+) -> None:
     spec = resolve_precision(name, CPU)
     model = spec.convert_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     assert {tensor.dtype for tensor in model.parameters()} == {dtype}
     assert model[1].running_mean.dtype is dtype  # type: ignore[union-attr]
-    batch = {"x": torch.ones(2), "ids": torch.ones(2, dtype=torch.int64), "mask": torch.ones(2) > 0, "name": "a"}
+    batch = {
+        "x": torch.ones(2),
+        "ids": torch.ones(2, dtype=torch.int64),
+        "mask": torch.ones(2) > 0,
+        "name": "a",
+    }
     converted = spec.convert_batch(batch)
-    assert [converted[key].dtype for key in ("x", "ids", "mask")] == [dtype, torch.int64, torch.bool]
+    assert [converted[key].dtype for key in ("x", "ids", "mask")] == [
+        dtype,
+        torch.int64,
+        torch.bool,
+    ]
     assert converted["name"] == "a"
     assert batch["x"].dtype is torch.float32  # type: ignore[union-attr]
 
@@ -58,9 +83,15 @@ def switches_come_back() -> Iterator[None]:
 
 @pytest.mark.usefixtures("switches_come_back")
 @pytest.mark.parametrize("before", ["older", "newer", "cuDNN", "everything"])
-@pytest.mark.parametrize(("name", "expected"), [("fp32", False), ("bf16", False), ("tf32", True)])
-def test_matmul_switches_are_set_whatever_they_were(name: str, expected: bool, before: str) -> None:
-    """By every name that torch has for them: reading one that contradicts another raises."""
+@pytest.mark.parametrize(
+    ("name", "expected"), [("fp32", False), ("bf16", False), ("tf32", True)]
+)
+def test_matmul_switches_are_set_whatever_they_were(
+    name: str, expected: bool, before: str
+) -> None:
+    """By every name that torch has for them: reading one that contradicts another
+    raises.
+    """
     if before == "older":
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = not expected
@@ -73,8 +104,16 @@ def test_matmul_switches_are_set_whatever_they_were(name: str, expected: bool, b
         torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
         torch.backends.mkldnn.conv.fp32_precision = "bf16"  # type: ignore[attr-defined]
     apply_matmul(TABLE[name])
-    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is expected
-    for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):  # type: ignore[attr-defined]
+    assert (
+        torch.backends.cuda.matmul.allow_tf32
+        is torch.backends.cudnn.allow_tf32
+        is expected
+    )
+    for part in (
+        torch.backends.cuda.matmul,
+        torch.backends.cudnn.conv,
+        torch.backends.cudnn.rnn,
+    ):  # type: ignore[attr-defined]
         assert (part.fp32_precision == "tf32") is expected
     assert torch.get_float32_matmul_precision() == ("high" if expected else "highest")
     assert torch.backends.mkldnn.conv.fp32_precision == "none"  # type: ignore[attr-defined]
@@ -85,7 +124,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flat, self.deep = nn.Conv2d(3, 8, 3), nn.Conv3d(3, 8, 3)
+        self.flat = nn.Conv2d(3, 8, 3)
+        self.deep = nn.Conv3d(3, 8, 3)
         self.register_buffer("picture", torch.randn(1, 3, 4, 4))
 
 
@@ -99,7 +139,9 @@ def test_channels_last_is_the_layout_of_4d_tensors_only() -> None:
         assert not tensor.is_contiguous()  # type: ignore[operator, union-attr]
     assert model.deep.weight.is_contiguous()  # type: ignore[operator, union-attr]
     assert torch.equal(model.flat.weight, weight)  # type: ignore[arg-type]
-    images, labels, mask = torch.randn(2, 3, 4, 4), torch.arange(2), torch.ones(2, 3, 4, 4, dtype=torch.int64)
+    images = torch.randn(2, 3, 4, 4)
+    labels = torch.arange(2)
+    mask = torch.ones(2, 3, 4, 4, dtype=torch.int64)
     converted = spec.convert_batch({"images": images, "labels": labels, "mask": mask})
     assert converted["images"].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(converted["images"], images)
@@ -107,11 +149,14 @@ def test_channels_last_is_the_layout_of_4d_tensors_only() -> None:
     assert converted["mask"] is mask
 
 
-@pytest.mark.parametrize(("wanted", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)])
+@pytest.mark.parametrize(
+    ("wanted", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)]
+)
 def test_channels_last_by_itself_is_for_convolutions_on_cuda(
     wanted: Literal["auto"], device: str, expected: bool
 ) -> None:
-    spec, where = TABLE["fp32"], torch.device(device)
+    spec = TABLE["fp32"]
+    where = torch.device(device)
     assert spec.with_layout(wanted, Mixed(), where).channels_last is expected
     assert not spec.with_layout(wanted, nn.Linear(4, 4), where).channels_last
     assert not spec.with_layout(False, Mixed(), where).channels_last

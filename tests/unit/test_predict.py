@@ -1,4 +1,6 @@
-"""Predictions and evaluations of a trained run, in this process: every sample, in order, with the run's own weights."""
+"""Predictions and evaluations of a trained run, in this process: every sample, in
+order, with the run's own weights.
+"""
 
 import dataclasses
 import json
@@ -43,14 +45,27 @@ class Plain(Blobs):
     def predictions(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         if not self.columns:
             return super().predictions(outputs, batch)
-        return {name: make_column(outputs) for name, make_column in self.columns.items()}
+        return {
+            name: make_column(outputs) for name, make_column in self.columns.items()
+        }
 
 
-def written(task: Task, path: Path, size: int = 32, precision: str = "fp32") -> pa.Table:
+def written(
+    task: Task, path: Path, size: int = 32, precision: str = "fp32"
+) -> pa.Table:
     torch.manual_seed(0)
     feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
     model = TABLE[precision].convert_model(task.model())
-    predict(model, task, feed, size, TABLE[precision], Group(0, 1, CPU), Storage(str(path)), {"split": "val"})
+    predict(
+        model,
+        task,
+        feed,
+        size,
+        TABLE[precision],
+        Group(0, 1, CPU),
+        Storage(str(path)),
+        {"split": "val"},
+    )
     return pq.read_table(path)
 
 
@@ -58,7 +73,9 @@ def outputs_of(task: Blobs, size: int) -> Tensor:
     torch.manual_seed(0)
     model = task.model().eval()
     with torch.no_grad():
-        return torch.cat([model(part) for part in task.dataset("val").tensors[0].split(size)])
+        return torch.cat(
+            [model(part) for part in task.dataset("val").tensors[0].split(size)]
+        )
 
 
 def test_memory_that_runs_out_names_the_key(tmp_path: Path) -> None:
@@ -77,7 +94,9 @@ def test_every_sample_in_order(size: int, tmp_path: Path) -> None:
     table = written(task, tmp_path / "out.parquet", size)
     assert table.column_names == ["index", "output"]
     assert table["index"].to_pylist() == list(range(SAMPLES))
-    assert torch.equal(torch.tensor(table["output"].to_pylist()), outputs_of(task, size))
+    assert torch.equal(
+        torch.tensor(table["output"].to_pylist()), outputs_of(task, size)
+    )
     assert table.schema.metadata == {b"split": b"val"}
     assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
 
@@ -97,7 +116,9 @@ def test_columns_of_every_type_and_shape_come_back(tmp_path: Path) -> None:
         "sure": "bool",
         "half": "float",
     }
-    read = ArrowDataset(tmp_path / "out.parquet", cache=tmp_path / "cache").__getitems__(range(SAMPLES))
+    read = ArrowDataset(
+        tmp_path / "out.parquet", cache=tmp_path / "cache"
+    ).__getitems__(range(SAMPLES))
     for name, column in task.columns.items():
         expected = column(out).float() if name == "half" else column(out)
         assert torch.equal(read[name], expected), name
@@ -115,7 +136,9 @@ def test_columns_of_every_type_and_shape_come_back(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)),
 )
-def test_what_is_no_column_is_refused_and_leaves_no_file(columns: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_no_column_is_refused_and_leaves_no_file(
+    columns: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError):
         written(Plain(**columns), tmp_path / "out.parquet")
     assert not list(tmp_path.iterdir())
@@ -129,11 +152,21 @@ class Kept(Blobs):
         self.seen = torch.zeros(())
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+        return nn.Sequential(
+            nn.Linear(12, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(16, 4),
+        )
 
     def dataset(self, split: str) -> TensorDataset:
         found = super().dataset("train" if split == "train" else "val")
-        return TensorDataset(*(tensor[:50] for tensor in found.tensors)) if split == "few" else found
+        return (
+            TensorDataset(*(tensor[:50] for tensor in found.tensors))
+            if split == "few"
+            else found
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         if outputs.requires_grad:
@@ -143,7 +176,11 @@ class Kept(Blobs):
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         auroc = torchmetrics.classification.MulticlassAUROC(4)
         auroc.update(outputs.float().softmax(1), batch[1])
-        return {**super().metrics(outputs, batch), "auroc": auroc, "seen": self.seen.expand(len(outputs))}
+        return {
+            **super().metrics(outputs, batch),
+            "auroc": auroc,
+            "seen": self.seen.expand(len(outputs)),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
@@ -163,7 +200,9 @@ class Turned(Kept):
     """Lists its rows in another order, as a set of names does in another process."""
 
     def dataset(self, split: str) -> TensorDataset:
-        return TensorDataset(*(tensor.flip(0) for tensor in super().dataset(split).tensors))
+        return TensorDataset(
+            *(tensor.flip(0) for tensor in super().dataset(split).tensors)
+        )
 
 
 def work(
@@ -174,26 +213,55 @@ def work(
     kind: type[Kept] = Kept,
     **changes: Any,
 ) -> Any:
-    spec = run_spec(str(location), {key.replace("__", "."): value for key, value in changes.items()}, None)
-    job = Inference(**dataclasses.asdict(spec), split=split, which=which, out=str(out) if out else None)
-    result = infer(kind(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"), job)
+    spec = run_spec(
+        str(location),
+        {key.replace("__", "."): value for key, value in changes.items()},
+        None,
+    )
+    job = Inference(
+        **dataclasses.asdict(spec),
+        split=split,
+        which=which,
+        out=str(out) if out else None,
+    )
+    result = infer(
+        kind(**spec.config.task_args),
+        spec.config,
+        LocalContext(spec.storage, "local"),
+        job,
+    )
     assert job.read_result(result.to_json().encode()) == result
     return result
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
-def test_the_figures_of_training_come_out_again_to_the_last_bit(precision: str, tmp_path: Path) -> None:
-    spec = train(tmp_path, precision=precision, evaluate__microbatch_size=64, checkpoint__keep=9)
+def test_the_figures_of_training_come_out_again_to_the_last_bit(
+    precision: str, tmp_path: Path
+) -> None:
+    spec = train(
+        tmp_path, precision=precision, evaluate__microbatch_size=64, checkpoint__keep=9
+    )
     for before in evaluations(spec):
         result = work(Path(spec.uri), which=f"step-{before['step']}")
-        assert result.metrics == {name: value for name, value in before.items() if name.startswith("val_")}
-        assert result.metrics["val_seen"] == before["step"], "the task's own state is the checkpoint's"
+        assert result.metrics == {
+            name: value for name, value in before.items() if name.startswith("val_")
+        }
+        assert result.metrics["val_seen"] == before["step"], (
+            "the task's own state is the checkpoint's"
+        )
         assert (result.samples, result.step) == (203, before["step"])
 
 
-@pytest.mark.parametrize(("kind", "split", "said"), [(Kept, "val", 0), (Turned, "val", 1), (Turned, "few", 0)])
+@pytest.mark.parametrize(
+    ("kind", "split", "said"),
+    [(Kept, "val", 0), (Turned, "val", 1), (Turned, "few", 0)],
+)
 def test_other_validation_samples_than_in_training_are_said(
-    kind: type[Kept], split: str, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: type[Kept],
+    split: str,
+    said: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     spec = train(tmp_path)
     caplog.clear()
@@ -205,32 +273,57 @@ def test_predictions_are_the_trained_models(tmp_path: Path) -> None:
     spec = train(tmp_path)
     result = work(Path(spec.uri), out=tmp_path / "deep/out.parquet")
     table = pq.read_table(result.out)
-    task, model = Kept(), Kept().model()
-    state = torch.load(Path(spec.uri, "checkpoints/step-000000000030/state.pt"), weights_only=True)
+    task = Kept()
+    model = Kept().model()
+    state = torch.load(
+        Path(spec.uri, "checkpoints/step-000000000030/state.pt"), weights_only=True
+    )
     model.load_state_dict(state["model"])
     with torch.no_grad():
         expected = model.eval()(task.dataset("val").tensors[0])
-    assert torch.allclose(torch.tensor(table["output"].to_pylist()), expected, atol=1e-6)
+    assert torch.allclose(
+        torch.tensor(table["output"].to_pylist()), expected, atol=1e-6
+    )
     assert table.schema.metadata[b"checkpoint"] == b"step-30"
 
 
-def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path: Path) -> None:
+def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(
+    tmp_path: Path,
+) -> None:
     spec = train(tmp_path)
-    config = json.loads(json.dumps(spec.tree)) | {"launcher": "ray", "strategy": "fsdp", "scaling": {"num_workers": 64}}
-    prepare_storage(dataclasses.replace(spec, tree=config, uri=str(tmp_path / "moved")), fresh=False)
+    config = json.loads(json.dumps(spec.tree)) | {
+        "launcher": "ray",
+        "strategy": "fsdp",
+        "scaling": {"num_workers": 64},
+    }
+    prepare_storage(
+        dataclasses.replace(spec, tree=config, uri=str(tmp_path / "moved")), fresh=False
+    )
     opened = run_spec(str(tmp_path / "moved"), {"evaluate.microbatch_size": 7}, None)
     assert opened.uri == str(tmp_path / "moved")
     assert (opened.config.launcher, opened.config.scaling.num_workers) == ("local", 1)
     assert opened.config.evaluate.microbatch_size == 7
-    assert run_spec(str(tmp_path / "moved"), {"scaling.num_workers": 2}, None).config.launcher == "spawn"
-    assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, "torchrun's are started already"
+    assert (
+        run_spec(
+            str(tmp_path / "moved"), {"scaling.num_workers": 2}, None
+        ).config.launcher
+        == "spawn"
+    )
+    assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, (
+        "torchrun's are started already"
+    )
     with pytest.raises(ConfigError):
         run_spec(str(tmp_path / "moved"), {"launcher": "ray"}, None)
 
 
 def test_where_no_file_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for out in (str(tmp_path), str(tmp_path / "file/out.parquet"), "/proc/out.parquet", "s4://bucket/out.parquet"):
+    for out in (
+        str(tmp_path),
+        str(tmp_path / "file/out.parquet"),
+        "/proc/out.parquet",
+        "s4://bucket/out.parquet",
+    ):
         with pytest.raises(ConfigError) as met:
             check_out(out)
         assert not isinstance(met.value, StorageError)

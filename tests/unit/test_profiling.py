@@ -1,4 +1,6 @@
-"""What a run shows of itself: profiled steps, compilation, and memory on out of memory; CUDA's calls are faked."""
+"""What a run shows of itself: profiled steps, compilation, and memory on out of memory;
+CUDA's calls are faked.
+"""
 
 import functools
 import gzip
@@ -46,45 +48,75 @@ def config(**changes: Any) -> TrainConfig:
 
 
 def train(path: Path | None, task: Blobs | None = None, **changes: Any) -> RunResult:
-    return fit(task or Blobs(), config(**changes), LocalContext(Storage(str(path)) if path else None, "local"))
+    return fit(
+        task or Blobs(),
+        config(**changes),
+        LocalContext(Storage(str(path)) if path else None, "local"),
+    )
 
 
 def losses(path: Path) -> list[float]:
-    return [record["train_loss"] for record in read_log(Storage(str(path))) if "train_loss" in record]
+    return [
+        record["train_loss"]
+        for record in read_log(Storage(str(path)))
+        if "train_loss" in record
+    ]
 
 
 def profiled_steps(path: Path) -> set[str]:
     with gzip.open(path / "profile" / "trace.json.gz", "rt") as stream:
         events = json.load(stream)["traceEvents"]
-    return {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
+    return {
+        event["name"]
+        for event in events
+        if str(event.get("name")).startswith("ProfilerStep")
+    }
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="trainers"):
         yield caplog
 
 
-def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_the_steps_after_warm_up_are_recorded_and_left_out(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     result = train(tmp_path / "profiled", profile_steps=3)
     plain = train(tmp_path / "plain")
 
     first = WARMUP_STEPS + 1
-    assert profiled_steps(tmp_path / "profiled") == {f"ProfilerStep#{first + index}" for index in range(3)}
+    assert profiled_steps(tmp_path / "profiled") == {
+        f"ProfilerStep#{first + index}" for index in range(3)
+    }
     assert result.throughput.steps == 20 - WARMUP_STEPS - 1 - 3
     assert plain.throughput.steps == 20 - WARMUP_STEPS
     assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
     assert not (tmp_path / "plain" / "profile").exists()
-    table = next(record.getMessage() for record in log.records if "profile of 3 steps" in record.getMessage())
+    table = next(
+        record.getMessage()
+        for record in log.records
+        if "profile of 3 steps" in record.getMessage()
+    )
     assert "aten::addmm" in table
     assert "Self CPU" in table
-    points = json.loads((tmp_path / "profiled" / "profile" / "memory_timeline.json").read_text())
+    points = json.loads(
+        (tmp_path / "profiled" / "profile" / "memory_timeline.json").read_text()
+    )
     assert max(allocated for _, allocated in points) > 203 * 4
-    assert (tmp_path / "profiled" / "profile" / "memory_timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        (tmp_path / "profiled" / "profile" / "memory_timeline.png")
+        .read_bytes()
+        .startswith(b"\x89PNG")
+    )
 
 
-def test_a_run_that_ends_inside_the_window_keeps_what_there_is(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_ends_inside_the_window_keeps_what_there_is(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     train(tmp_path, profile_steps=50, max_steps=WARMUP_STEPS + 1 + 2)
     assert "profile of 2 steps" in log.text
     assert len(profiled_steps(tmp_path)) >= 2
@@ -112,28 +144,46 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's memory calls, where there is no device."""
-    monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
+    monkeypatch.setattr(
+        torch.cuda, "memory_summary", lambda device: f"|summary of {device}|"
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory,
+        "_dump_snapshot",
+        lambda name: Path(name).write_bytes(b"snapshot"),
+    )
     monkeypatch.setattr(profiler, "resolve_device", lambda name, index: GPU)
 
 
 @pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
-def test_out_of_memory_is_reported(error: Exception, cuda: None, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_is_reported(
+    error: Exception, cuda: None, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
-    assert (tmp_path / "memory" / "rank-3-summary.txt").read_text() == "|summary of cuda:1|"
+    assert (
+        tmp_path / "memory" / "rank-3-summary.txt"
+    ).read_text() == "|summary of cuda:1|"
     assert (tmp_path / "memory" / "rank-3-snapshot.pickle").read_bytes() == b"snapshot"
-    assert f"{tmp_path}/memory/rank-3-snapshot.pickle for https://pytorch.org/memory_viz" in log.text
+    assert (
+        f"{tmp_path}/memory/rank-3-snapshot.pickle for https://pytorch.org/memory_viz"
+        in log.text
+    )
 
 
 @pytest.mark.parametrize(
-    ("error", "device"), [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))]
+    ("error", "device"),
+    [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))],
 )
-def test_nothing_else_is_reported(error: Exception, device: torch.device, cuda: None, tmp_path: Path) -> None:
+def test_nothing_else_is_reported(
+    error: Exception, device: torch.device, cuda: None, tmp_path: Path
+) -> None:
     save_memory_report(error, device, Storage(str(tmp_path)), 0)
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_run_that_ends_out_of_memory_leaves_a_report(cuda: None, tmp_path: Path) -> None:
+def test_a_run_that_ends_out_of_memory_leaves_a_report(
+    cuda: None, tmp_path: Path
+) -> None:
     context = LocalContext(Storage(str(tmp_path)), "local")
     with pytest.raises(type(OOM)), memory_watched(config(), context):
         raise OOM
@@ -156,14 +206,20 @@ class BreakingBlobs(Blobs):
 
 @pytest.fixture
 def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are traced and guarded as they always are, and then run as they are: no compiler, in a second."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    """Graphs are traced and guarded as they always are, and then run as they are: no
+    compiler, in a second.
+    """
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager")
+    )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-def test_training_its_loss_and_evaluation_are_one_graph_each(tmp_path: Path, dynamo: None) -> None:
+def test_training_its_loss_and_evaluation_are_one_graph_each(
+    tmp_path: Path, dynamo: None
+) -> None:
     result = train(tmp_path, compile="default")
     assert result.compile == {"graphs": 3, "graph_breaks": 0, "recompiles": 1}
     assert result.throughput is not None
@@ -171,9 +227,15 @@ def test_training_its_loss_and_evaluation_are_one_graph_each(tmp_path: Path, dyn
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]
+    "model",
+    [
+        nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    ],
 )
-def test_a_model_of_torchs_own_class_is_one_graph(model: nn.Module, dynamo: None) -> None:
+def test_a_model_of_torchs_own_class_is_one_graph(
+    model: nn.Module, dynamo: None
+) -> None:
     """By itself torch 2.11 leaves such a module eager, and says nothing."""
     compile_model(model, "default", fullgraph=True)
     watch = profiler.CompileWatch()
@@ -182,7 +244,9 @@ def test_a_model_of_torchs_own_class_is_one_graph(model: nn.Module, dynamo: None
 
 
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
+)
 def test_so_they_are_where_code_is_generated(tmp_path: Path) -> None:
     torch._dynamo.reset()
     result = train(tmp_path, compile="default")
@@ -190,11 +254,16 @@ def test_so_they_are_where_code_is_generated(tmp_path: Path) -> None:
     torch._dynamo.reset()
 
 
-def test_graph_breaks_are_counted_and_named(tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture) -> None:
+def test_graph_breaks_are_counted_and_named(
+    tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture
+) -> None:
     result = train(tmp_path, BreakingBlobs(), compile="default")
     assert result.compile["graph_breaks"] == 1
     assert result.compile["graphs"] >= 2
-    assert "torch.compile broke the graph at 1 places: Call to `torch._dynamo.graph_break()`" in log.text
+    assert (
+        "torch.compile broke the graph at 1 places: Call to `torch._dynamo.graph_break()`"
+        in log.text
+    )
     stored = RunResult.from_json((tmp_path / "result.json").read_bytes())
     assert stored.compile == result.compile
     assert stored.first_step_s == result.first_step_s
@@ -204,7 +273,8 @@ def test_graph_breaks_are_counted_and_named(tmp_path: Path, dynamo: None, log: p
 def test_a_step_that_compiles_again_is_no_measure_of_speed(
     tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture
 ) -> None:
-    # 203 = 3 x 60 + 23: the fourth step of an epoch is another shape, in the warm-up; evaluation has its own graphs.
+    # 203 = 3 x 60 + 23: the fourth step of an epoch is another shape, in the warm-up;
+    # evaluation has its own graphs.
     short = train(tmp_path / "warm", compile="default", global_batch_size=60)
     assert short.compile["graph_breaks"] == 0
     assert short.compile["recompiles"] >= 1
@@ -212,5 +282,7 @@ def test_a_step_that_compiles_again_is_no_measure_of_speed(
     assert "size mismatch at index 0" in log.text
 
     torch._dynamo.reset()
-    late = train(tmp_path / "late", compile="default", global_batch_size=24, max_steps=18)  # 203 = 8 x 24 + 11
+    late = train(
+        tmp_path / "late", compile="default", global_batch_size=24, max_steps=18
+    )  # 203 = 8 x 24 + 11
     assert late.throughput.steps == 18 - WARMUP_STEPS - 1

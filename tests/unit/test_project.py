@@ -1,4 +1,6 @@
-"""What others read: one version everywhere, workflows, the dashboard's metrics, SkyPilot's file, the devcontainer."""
+"""What others read: one version everywhere, workflows, the dashboard's metrics,
+SkyPilot's file, the devcontainer.
+"""
 
 import csv
 import json
@@ -26,7 +28,10 @@ def test_the_version_is_one() -> None:
     assert set(re.findall(r"^### (.*)", changes, re.MULTILINE)) <= {
         "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"
     }  # fmt: skip
-    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+    assert (
+        yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"]
+        == PROJECT["version"]
+    )
 
 
 def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -37,19 +42,31 @@ def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_may_little_and_runs_what_is_there(path: Any) -> None:
     workflow = yaml.safe_load(path.read_text())
-    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(
+        r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE
+    )
     assert workflow["permissions"] == {"contents": "read"}
     for step in steps(workflow):
         if "run" in step:
             program, *words = step["run"].split()
-            assert (words[0] in targets) if program == "make" else (REPOSITORY / program).is_file(), step
-            assert "${{" not in step["run"], "what a pull request is called would be a command"
+            assert (
+                (words[0] in targets)
+                if program == "make"
+                else (REPOSITORY / program).is_file()
+            ), step
+            assert "${{" not in step["run"], (
+                "what a pull request is called would be a command"
+            )
         else:
-            assert re.fullmatch(r"[\w./-]+@(v\d+|release/v1)", step["uses"]), "a tag of a major version"
+            assert re.fullmatch(r"[\w./-]+@(v\d+|release/v1)", step["uses"]), (
+                "a tag of a major version"
+            )
     for job in workflow["jobs"].values():
         assert job["timeout-minutes"] <= 360
         for version in job.get("strategy", {}).get("matrix", {}).get("python", []):
-            assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+            assert (
+                f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+            )
 
 
 def test_only_publishing_gets_an_identity_and_it_needs_the_environment() -> None:
@@ -60,10 +77,14 @@ def test_only_publishing_gets_an_identity_and_it_needs_the_environment() -> None
         if "permissions" in job
     }
     [(name, publish)] = jobs.items()
-    assert (name, publish["permissions"], publish["environment"]) == ("publish", {"id-token": "write"}, "pypi")
-    assert not any("run" in step or "checkout" in step["uses"] for step in publish["steps"]), (
-        "no code of a package runs"
+    assert (name, publish["permissions"], publish["environment"]) == (
+        "publish",
+        {"id-token": "write"},
+        "pypi",
     )
+    assert not any(
+        "run" in step or "checkout" in step["uses"] for step in publish["steps"]
+    ), "no code of a package runs"
 
 
 MONITORING = REPOSITORY / "cluster" / "monitoring"
@@ -87,9 +108,15 @@ def dashboard() -> dict[str, Any]:
 
 
 def queries(dashboard: dict[str, Any]) -> list[str]:
-    found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    found = [
+        target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
+    ]
     variables = dashboard["templating"]["list"]
-    return found + [variable["query"]["query"] for variable in variables if variable["type"] == "query"]
+    return found + [
+        variable["query"]["query"]
+        for variable in variables
+        if variable["type"] == "query"
+    ]
 
 
 def words(query: str) -> set[str]:
@@ -106,7 +133,9 @@ def test_queries_name_only_metrics_that_there_are_with_tags_that_they_have(
         assert words(query) - {name} <= metrics[name], query
 
 
-def test_every_metric_is_shown(metrics: dict[str, set[str]], dashboard: dict[str, Any]) -> None:
+def test_every_metric_is_shown(
+    metrics: dict[str, set[str]], dashboard: dict[str, Any]
+) -> None:
     targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
     assert set(metrics) <= set().union(*(words(target["expr"]) for target in targets))
     for target in targets:
@@ -119,10 +148,13 @@ def test_prometheus_finds_nodes_where_ray_writes_them() -> None:
 
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))
     (job,) = config["scrape_configs"]
-    assert job["file_sd_configs"][0]["files"] == [f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}"]
+    assert job["file_sd_configs"][0]["files"] == [
+        f"/tmp/ray/{PROMETHEUS_SERVICE_DISCOVERY_FILE}"
+    ]
 
 
-# docs.skypilot.co, "SkyPilot YAML"; containers.dev, "Dev Container metadata reference": read in November 2026.
+# docs.skypilot.co, "SkyPilot YAML"; containers.dev, "Dev Container metadata reference":
+# read in November 2026.
 KEYS = {
     "skypilot.yaml": "name workdir num_nodes resources envs secrets file_mounts setup run config",
     "skypilot.yaml, resources": "infra accelerators accelerator_args cpus memory instance_type use_spot disk_size "
@@ -133,10 +165,16 @@ KEYS = {
 
 
 def tree_of(name: str) -> dict[str, Any]:
-    text = (REPOSITORY / (".devcontainer" if name.endswith("json") else "cluster") / name).read_text(encoding="utf-8")
+    text = (
+        REPOSITORY / (".devcontainer" if name.endswith("json") else "cluster") / name
+    ).read_text(encoding="utf-8")
     # JSON with comments, each on a line of its own.
     tree: dict[str, Any]
-    tree = json.loads(re.sub(r"(?m)^\s*//.*$", "", text)) if name.endswith("json") else yaml.safe_load(text)
+    tree = (
+        json.loads(re.sub(r"(?m)^\s*//.*$", "", text))
+        if name.endswith("json")
+        else yaml.safe_load(text)
+    )
     return tree
 
 
@@ -148,16 +186,24 @@ def test_it_has_keys_of_its_schema_alone(place: str) -> None:
 
 
 def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage() -> None:
-    tree, versions = tree_of("skypilot.yaml"), expected_versions()
+    tree = tree_of("skypilot.yaml")
+    versions = expected_versions()
     script = f"{tree['setup']}\n{tree['run']}"
     packages = f'"ray[default,train,tune]=={versions["ray"]}" "torch=={versions["torch"]}" ".[examples]"'
-    assert re.search(rf"uv pip install .*-c constraints.txt (?:\\\n\s*)?{re.escape(packages)}", script)
-    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert re.search(
+        rf"uv pip install .*-c constraints.txt (?:\\\n\s*)?{re.escape(packages)}",
+        script,
+    )
+    checked = subprocess.run(
+        ["bash", "-n"], input=script, capture_output=True, text=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
     assert tree["secrets"] == {"RAY_AUTH_TOKEN": None}, "from the user's shell"
     assert "export RAY_AUTH_MODE=token" in tree["run"]
     assert tree["envs"] == {"PACELINE_STORAGE": "s3://MY-BUCKET/paceline"}
-    assert not re.search(r"(?:=|:)(?:6380|8266)\b|symmetric-run|ray stop", tree["run"]), "SkyPilot's own Ray is there"
+    assert not re.search(
+        r"(?:=|:)(?:6380|8266)\b|symmetric-run|ray stop", tree["run"]
+    ), "SkyPilot's own Ray is there"
 
 
 def test_validate_says_whose_file_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,5 +214,10 @@ def test_validate_says_whose_file_it_is(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_devcontainer_sets_up_what_make_does() -> None:
     command = tree_of("devcontainer.json")["postCreateCommand"]
     assert command.split()[0] == "make"
-    done = subprocess.run(["make", "-n", *command.split()[1:]], cwd=REPOSITORY, capture_output=True, check=False)
+    done = subprocess.run(
+        ["make", "-n", *command.split()[1:]],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,8 @@
-"""Inputs made of reports that users of other trainers have filed in public, named as project#number.
+"""Inputs made of reports that users of other trainers have filed in public, named as
+project#number.
 
-What other tests have already (accumulation, short steps, resumes, schedules, several ranks) is not here again.
+What other tests have already (accumulation, short steps, resumes, schedules, several
+ranks) is not here again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from trainers.storage import Storage
 from trainers.task import Task
 
 torch.set_num_threads(1)
-SAMPLES, SEED, RATE = 10, 3, 0.1
+SAMPLES = 10
+SEED = 3
+RATE = 0.1
 BASE = {
     "seed": SEED,
     "epochs": 3,
@@ -62,17 +66,24 @@ class Masked(Line):
 
 
 class Another(Line):
-    """A run that goes on, and is not what it was: by `what`, from its second start on or in the middle."""
+    """A run that goes on, and is not what it was: by `what`, from its second start on
+    or in the middle.
+    """
 
     def __init__(self, what: str, start: int = 0) -> None:
-        self.what, self.start = what, start
+        self.what = what
+        self.start = start
 
     def dataset(self, split: str) -> Any:
         data = super().dataset(split)
         if self.what == "grows" and split == "train":
             self.samples = [data[row] for row in range(SAMPLES)]
             return self.samples
-        rows = torch.arange(SAMPLES).flip(0) if self.what == "order" and self.start else torch.arange(SAMPLES)
+        rows = (
+            torch.arange(SAMPLES).flip(0)
+            if self.what == "order" and self.start
+            else torch.arange(SAMPLES)
+        )
         return TensorDataset(*(tensor[rows] for tensor in data.tensors))
 
     def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
@@ -81,7 +92,9 @@ class Another(Line):
 
     def schedule(self, optimizer: Any, config: Any) -> Any:
         if self.what == "one cycle":
-            return torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=3 * config.epochs)
+            return torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, RATE, total_steps=3 * config.epochs
+            )
         return None
 
 
@@ -93,12 +106,20 @@ COSINE = {"name": "cosine"}
     [
         ("same", {}, 0),
         ("longer", {"epochs": 4}, 0),
-        ("longer", {"epochs": 4, "lr_schedule": COSINE}, 1),  # composer#1384, transformers#27749
+        (
+            "longer",
+            {"epochs": 4, "lr_schedule": COSINE},
+            1,
+        ),  # composer#1384, transformers#27749
         ("order", {}, 1),  # of files, as a directory lists them
     ],
 )
 def test_what_a_run_that_goes_on_is_told(
-    what: str, changes: dict[str, Any], warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    what: str,
+    changes: dict[str, Any],
+    warnings: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys = {key: value for key, value in changes.items() if key != "epochs"}
     with contextlib.suppress(Power):
@@ -111,11 +132,21 @@ def test_what_a_run_that_goes_on_is_told(
 @pytest.mark.parametrize(
     ("what", "changes", "refused"),
     [
-        ("one cycle", {"epochs": 4}, "schedule()"),  # torch's ValueError, steps after the resume
-        ("grows", {"evaluate": {"every_epochs": 1}}, 'dataset("train")'),  # new samples were left out
+        (
+            "one cycle",
+            {"epochs": 4},
+            "schedule()",
+        ),  # torch's ValueError, steps after the resume
+        (
+            "grows",
+            {"evaluate": {"every_epochs": 1}},
+            'dataset("train")',
+        ),  # new samples were left out
     ],
 )
-def test_what_cannot_go_on_is_refused(what: str, changes: dict[str, Any], refused: str, tmp_path: Path) -> None:
+def test_what_cannot_go_on_is_refused(
+    what: str, changes: dict[str, Any], refused: str, tmp_path: Path
+) -> None:
     with contextlib.suppress(Power):
         fit(Another(what), config(**BASE), Context(tmp_path, cut_at_step=4))
     with pytest.raises(ConfigError) as raised:
@@ -123,21 +154,27 @@ def test_what_cannot_go_on_is_refused(what: str, changes: dict[str, Any], refuse
     assert raised.value.field == refused
 
 
-def test_steps_without_a_label_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_a_label_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """trl#6668: their loss was logged as zero."""
     fit(Masked(), config(**BASE), Context(tmp_path))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
 
 
 class Figures(Line):
-    """Figures by the sign of a sample's first input, as of several validation sets in one (Lightning#9683)."""
+    """Figures by the sign of a sample's first input, as of several validation sets in
+    one (Lightning#9683).
+    """
 
     def __init__(self, names: str) -> None:
-        self.names, self.calls = names, 0
+        self.names = names
+        self.calls = 0
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         self.calls += 1
-        error, high = (outputs - batch[1]).abs()[:, 0], batch[0][:, 0] > 0
+        error = (outputs - batch[1]).abs()[:, 0]
+        high = batch[0][:, 0] > 0
         if self.names == "one of two":
             return {"high" if high[0] else "low": error}
         if self.names == "other order":
@@ -146,18 +183,29 @@ class Figures(Line):
         found = {"high": torchmetrics.MeanMetric(), "low": torchmetrics.MeanMetric()}
         for metric, rows in zip(found.values(), (high, ~high), strict=True):
             metric.update(error[rows])
-        return {name: metric for name, metric in found.items() if metric.update_called and metric.weight}
+        return {
+            name: metric
+            for name, metric in found.items()
+            if metric.update_called and metric.weight
+        }
 
 
 @pytest.mark.parametrize("names", ["one of two", "other order", "torchmetrics"])
 def test_metrics_whose_names_differ_between_batches(names: str, tmp_path: Path) -> None:
     """Lightning#21409: figures were given under each other's names."""
     size = {"one of two": 1}.get(names, 3)
-    fit(Figures(names), config(**BASE | {"evaluate": {"microbatch_size": size}}), Context(tmp_path))
+    fit(
+        Figures(names),
+        config(**BASE | {"evaluate": {"microbatch_size": size}}),
+        Context(tmp_path),
+    )
     model, (inputs, targets) = Line().model(), Line().dataset("val").tensors
     model.load_state_dict(weights(tmp_path))
-    error, high = (model(inputs) - targets).abs()[:, 0], inputs[:, 0] > 0
+    error = (model(inputs) - targets).abs()[:, 0]
+    high = inputs[:, 0] > 0
     found = [row for row in read_log(Storage(str(tmp_path))) if "val_loss" in row][-1]
     for name, rows in (("high", high), ("low", ~high)):
-        expected = error[rows].sum() / (SAMPLES if names == "other order" else rows.sum())
+        expected = error[rows].sum() / (
+            SAMPLES if names == "other order" else rows.sum()
+        )
         assert found[f"val_{name}"] == pytest.approx(expected.item(), rel=1e-6)

@@ -1,4 +1,6 @@
-"""`train()` and `sweep()`: what Python gives becomes what a file would say, in the same directories as the commands."""
+"""`train()` and `sweep()`: what Python gives becomes what a file would say, in the same
+directories as the commands.
+"""
 
 import importlib
 import linecache
@@ -45,11 +47,23 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_class_trains_and_its_run_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
-    before = [logging.getLogger("trainers").handlers[:], logging.getLogger("trainers").level]
+def test_a_class_trains_and_its_run_can_be_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = [
+        logging.getLogger("trainers").handlers[:],
+        logging.getLogger("trainers").level,
+    ]
     run = train(RUN, epochs=1, **{"optimizer.lr": 0.2})
-    assert (run.status, run.epochs, run.uri) == ("done", 1, str(Path.cwd() / "results/blobs"))
-    assert Storage(run.uri).read_json("result.json", dict[str, Any])["metrics"] == run.metrics
+    assert (run.status, run.epochs, run.uri) == (
+        "done",
+        1,
+        str(Path.cwd() / "results/blobs"),
+    )
+    assert (
+        Storage(run.uri).read_json("result.json", dict[str, Any])["metrics"]
+        == run.metrics
+    )
     assert "val_loss" in run.metrics
     assert run.checkpoint is not None
     assert [row["lr"] for row in run.log() if "lr" in row] == [0.2]
@@ -58,7 +72,10 @@ def test_a_class_trains_and_its_run_can_be_used(capsys: pytest.CaptureFixture[st
     assert not run.model("newest").training
     assert repr(run).startswith("done: ")
     assert "val_loss" in capsys.readouterr().out, "the log is shown"
-    assert before == [logging.getLogger("trainers").handlers, logging.getLogger("trainers").level]
+    assert before == [
+        logging.getLogger("trainers").handlers,
+        logging.getLogger("trainers").level,
+    ]
 
     again = train(RUN, epochs=1, **{"optimizer.lr": 0.2})
     assert "is complete already (fresh=True starts it anew)" in capsys.readouterr().out
@@ -72,14 +89,18 @@ def test_a_class_trains_and_its_run_can_be_used(capsys: pytest.CaptureFixture[st
 def test_a_file_is_read_as_the_command_reads_it(tmp_path: Path) -> None:
     tree = {**RUN, "task": "its_task:Mine", "epochs": 1}
     (tmp_path / "user").mkdir()
-    (tmp_path / "user/its_task.py").write_text("from tests.tasks import Blobs\n\nclass Mine(Blobs): pass\n")
+    (tmp_path / "user/its_task.py").write_text(
+        "from tests.tasks import Blobs\n\nclass Mine(Blobs): pass\n"
+    )
     (tmp_path / "user/train.yaml").write_text(dump_yaml(tree))
     assert train(Path("user/train.yaml"), name="other").uri.endswith("results/other")
     with pytest.raises(ConfigError, match=r"did you mean `user/train\.yaml`"):
         train("user/trian.yaml")
 
 
-def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_of_the_task_is_the_cause_of_the_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(RunFailedError, match="the run ended as `error`") as raised:
         train(RUN, task_args={"fail_at": 3})
     assert isinstance(raised.value.__cause__, ValueError)
@@ -89,15 +110,29 @@ def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (Blobs(), "`train()` is a Blobs, where a file, a mapping, a Task class or a function is needed"),
-        ({**RUN, "epoch": 1}, "train(): `epoch` is 1, but there is no such key; did you mean `epochs`?"),
-        ({**RUN, "task_args": {"x": torch.ones(1)}}, "train(): `task_args.x` holds a Tensor, which no file can"),
-        ({**RUN, "task": Path}, 'train(): `task` is "pathlib:Path", but is not a trainers.task.Task'),
+        (
+            Blobs(),
+            "`train()` is a Blobs, where a file, a mapping, a Task class or a function is needed",
+        ),
+        (
+            {**RUN, "epoch": 1},
+            "train(): `epoch` is 1, but there is no such key; did you mean `epochs`?",
+        ),
+        (
+            {**RUN, "task_args": {"x": torch.ones(1)}},
+            "train(): `task_args.x` holds a Tensor, which no file can",
+        ),
+        (
+            {**RUN, "task": Path},
+            'train(): `task` is "pathlib:Path", but is not a trainers.task.Task',
+        ),
         ({**RUN, "task": lambda: None}, "train(): `task` is "),
         ("", "`the file` cannot be read"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_starts(run: Any, said: str) -> None:
+def test_what_cannot_be_trained_is_said_before_anything_starts(
+    run: Any, said: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         train(run)
     assert str(raised.value).startswith(said)
@@ -118,7 +153,10 @@ def test_a_thread_hears_no_interrupt(call: str) -> None:
     thread.start()
     thread.join()
     [error] = raised
-    assert str(error) == f"`{call}()` was called in a thread of its own; call it in the main thread."
+    assert (
+        str(error)
+        == f"`{call}()` was called in a thread of its own; call it in the main thread."
+    )
 
 
 class AskedError(Exception):
@@ -152,12 +190,24 @@ def test_a_sweep_is_the_one_that_a_file_would_be(asked: Any, tmp_path: Path) -> 
         budget={"trials": 3},
         **{"train.epochs": 5, "objective.mode": "max"},
     )
-    assert (spec.config.name, spec.config.search, spec.config.budget.trials) == ("mine", "random", 3)
-    assert spec.config.space == {"optimizer.lr": Range(loguniform=[1e-4, 1e-2]), "seed": [0, 1]}
-    assert (spec.config.objective.metric, spec.config.objective.direction) == ("val_accuracy", "max")
+    assert (spec.config.name, spec.config.search, spec.config.budget.trials) == (
+        "mine",
+        "random",
+        3,
+    )
+    assert spec.config.space == {
+        "optimizer.lr": Range(loguniform=[1e-4, 1e-2]),
+        "seed": [0, 1],
+    }
+    assert (spec.config.objective.metric, spec.config.objective.direction) == (
+        "val_accuracy",
+        "max",
+    )
     assert (spec.train["task"], spec.train["epochs"]) == ("tests.tasks:Blobs", 5)
     assert spec.uri == str(tmp_path / "results/mine")
-    target = asked(RUN, {"seed": [1]}, {"metric": "time_to_target", "target": {"val_loss": 0.1}})
+    target = asked(
+        RUN, {"seed": [1]}, {"metric": "time_to_target", "target": {"val_loss": 0.1}}
+    )
     assert target.config.objective.target == {"val_loss": 0.1}
 
 
@@ -215,14 +265,18 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(source: str) -> Any:
         name = f"/cells/{next(cells)}.py"
-        monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
+        monkeypatch.setitem(
+            linecache.cache, name, (len(source), None, source.splitlines(True), name)
+        )
         exec(compile(source, name, "exec"), vars(main))  # noqa: S102
         return main
 
     return run
 
 
-def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook: Any) -> None:
+def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(
+    notebook: Any,
+) -> None:
     cells = notebook(NOTEBOOK)
     run = train(RUN, task=cells.Mine, epochs=1)
     [file] = Path("notebook_tasks").glob("*.py")
@@ -230,18 +284,30 @@ def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook:
     assert module.Mine.known
     assert (module.WIDTH, module.TABLE) == (4, {"a": [1, 2]})
     assert not hasattr(module, "tensor"), "only what is used"
-    assert parse_mapping((Path(run.uri) / "config.yaml").read_text(), "f")["task"] == f"notebook_tasks.{file.stem}:Mine"
+    assert (
+        parse_mapping((Path(run.uri) / "config.yaml").read_text(), "f")["task"]
+        == f"notebook_tasks.{file.stem}:Mine"
+    )
     with pytest.raises(
-        ConfigError, match="cannot be given to workers: `tensor` is a ndarray that only this notebook has"
+        ConfigError,
+        match="cannot be given to workers: `tensor` is a ndarray that only this notebook has",
     ):
         train(RUN, task=cells.Bad)
-    with pytest.raises(ConfigError, match="`API_KEY` holds a secret, which no file may; read it from the environment"):
+    with pytest.raises(
+        ConfigError,
+        match="`API_KEY` holds a secret, which no file may; read it from the environment",
+    ):
         train(RUN, task=cells.Secret)
-    with pytest.raises(ConfigError, match="cannot be given to workers: `Silent` has no source that can be found"):
+    with pytest.raises(
+        ConfigError,
+        match="cannot be given to workers: `Silent` has no source that can be found",
+    ):
         train(RUN, task=cells.Silent)
 
 
-def test_a_script_s_class_is_imported_from_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_s_class_is_imported_from_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "my_script.py"
     script.write_text("class Mine: pass\n")
     main = ModuleType("__main__")

@@ -57,10 +57,16 @@ def test_the_likely_lane_is_read_and_not_run() -> None:
     def enclosed(config: dict[str, Any]) -> None:
         ScalingConfig(num_workers=inside)
 
-    assert likely_scaling(literal) == {"num_workers": 2, "use_gpu": False, "resources_per_worker": {"CPU": 2}}
+    assert likely_scaling(literal) == {
+        "num_workers": 2,
+        "use_gpu": False,
+        "resources_per_worker": {"CPU": 2},
+    }
     assert likely_scaling(enclosed) == {"num_workers": 4}
     assert likely_scaling(splatted) == SCALING
-    assert likely_scaling(computed) == {}, "half of it would be a guess at another group"
+    assert likely_scaling(computed) == {}, (
+        "half of it would be a guess at another group"
+    )
     assert likely_scaling(len) == likely_scaling(lambda config: None) == {}
     assert made == []
 
@@ -69,7 +75,9 @@ def test_the_likely_lane_is_read_and_not_run() -> None:
     ("driver", "num_workers"),
     [(literal, 2), (splatted, 2), (computed, 1), (labelled, 2), (unknown_name, None)],
 )
-def test_no_guess_at_the_first_lane_fails_a_run(driver: Any, num_workers: int | None) -> None:
+def test_no_guess_at_the_first_lane_fails_a_run(
+    driver: Any, num_workers: int | None
+) -> None:
     shape = likely_shape(driver)
     assert (shape and shape.num_workers) == num_workers
 
@@ -97,7 +105,18 @@ def with_module(config: dict[str, Any]) -> None:
 
 
 def plain(config: dict[str, Any]) -> float:
-    return float(len([made, json.dumps(config), types.FunctionType, types.MethodType, Misfits, functools.partial]))
+    return float(
+        len(
+            [
+                made,
+                json.dumps(config),
+                types.FunctionType,
+                types.MethodType,
+                Misfits,
+                functools.partial,
+            ]
+        )
+    )
 
 
 def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -> None:
@@ -118,7 +137,14 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -
 
     assert makes_trainer(recursive)
     assert makes_trainer(given_the_class(type("TorchTrainer", (), {})))
-    for driver in (build, calls_another, imports_inside, with_module, enclosing(build), functools.partial(build)):
+    for driver in (
+        build,
+        calls_another,
+        imports_inside,
+        with_module,
+        enclosing(build),
+        functools.partial(build),
+    ):
         assert makes_trainer(driver), driver
     for function in (plain, enclosing(plain), functools.partial(plain), len):
         assert not makes_trainer(function), function
@@ -139,7 +165,9 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -
         ({"batch_size": 0}, None, None),
     ],
 )
-def test_the_batch_is_found_by_its_key(config: dict[str, Any], key: str | None, size: int | None) -> None:
+def test_the_batch_is_found_by_its_key(
+    config: dict[str, Any], key: str | None, size: int | None
+) -> None:
     found = sized("train", config, key)
     assert (found and found.size) == size
 
@@ -148,14 +176,22 @@ def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are() -> None:
     misfits = Misfits()
 
     def why_not(size: int, function: str = "train", **others: Any) -> str | None:
-        one = sized(function, {"batch_size": size, "precision": "fp32", "layers": 4, "lr": 0.1, **others})
+        one = sized(
+            function,
+            {"batch_size": size, "precision": "fp32", "layers": 4, "lr": 0.1, **others},
+        )
         return misfits.why_not(one)
 
-    failed = sized("train", {"batch_size": 64, "precision": "fp32", "layers": 4, "lr": 0.1})
+    failed = sized(
+        "train", {"batch_size": 64, "precision": "fp32", "layers": 4, "lr": 0.1}
+    )
     assert failed is not None
     assert why_not(64) is None
     misfits.note(failed)
-    assert why_not(64) == "batch_size 64 is not tried: 64 ran out of memory with the same configuration"
+    assert (
+        why_not(64)
+        == "batch_size 64 is not tried: 64 ran out of memory with the same configuration"
+    )
     assert why_not(128) is not None
     assert why_not(128, lr=0.3) is not None  # a rate takes no memory
     assert why_not(63) is None
@@ -187,13 +223,18 @@ def test_a_cluster_holds_so_many_lanes() -> None:
         (PopulationBasedTraining(hyperparam_mutations={"lr": [0.1, 0.2]}), False),
     ],
 )
-def test_trials_that_are_compared_or_let_pause_all_run(scheduler: TrialScheduler | None, is_paced: bool) -> None:
+def test_trials_that_are_compared_or_let_pause_all_run(
+    scheduler: TrialScheduler | None, is_paced: bool
+) -> None:
     config = TuneConfig(scheduler=scheduler)
     _Pace("pool").limit(config)
-    assert getattr(config.search_alg, "max_concurrent", None) == (1 if is_paced else None)
+    assert getattr(config.search_alg, "max_concurrent", None) == (
+        1 if is_paced else None
+    )
 
 
 def test_no_run_goes_on_from_another_that_began_in_the_same_second() -> None:
-    unnamed, named = ray.train.RunConfig(), ray.train.RunConfig(name="mine")
+    unnamed = ray.train.RunConfig()
+    named = ray.train.RunConfig(name="mine")
     assert len({with_own_name(unnamed).name for _ in range(3)} | {unnamed.name}) == 4
     assert with_own_name(named).name == "mine"

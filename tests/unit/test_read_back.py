@@ -1,4 +1,6 @@
-"""Whatever lies in a run's or a sweep's directory: skipped and named, or the end of a command in one sentence."""
+"""Whatever lies in a run's or a sweep's directory: skipped and named, or the end of a
+command in one sentence.
+"""
 
 import json
 import logging
@@ -23,24 +25,40 @@ from tune.trials.live import read_live
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def seen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("tune"), "propagate", True)
     return caplog
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("step", None), ("step", -1), ("epoch", float("nan")), ("train_time_s", float("inf"))]
+    ("name", "value"),
+    [
+        ("step", None),
+        ("step", -1),
+        ("epoch", float("nan")),
+        ("train_time_s", float("inf")),
+    ],
 )
-def test_an_evaluation_at_no_place_of_a_run_is_refused(name: str, value: float | None, tmp_path: Path) -> None:
+def test_an_evaluation_at_no_place_of_a_run_is_refused(
+    name: str, value: float | None, tmp_path: Path
+) -> None:
     """What searches and figures count with; None: it is not there."""
     whole = asdict(done()[0])
     rows = [row for row in whole["curve"] if row is not whole["curve"][-1]]
-    last = {key: one for key, one in (whole["curve"][-1] | {name: value}).items() if one is not None}
+    last = {
+        key: one
+        for key, one in (whole["curve"][-1] | {name: value}).items()
+        if one is not None
+    }
     journal = Journal(Storage(str(tmp_path)))
     journal.append(done()[0])
     assert journal.find(whole["id"]) is not None
-    (tmp_path / f"trials/{whole['id']}.json").write_text(json.dumps(whole | {"curve": [*rows, last]}))
+    (tmp_path / f"trials/{whole['id']}.json").write_text(
+        json.dumps(whole | {"curve": [*rows, last]})
+    )
     with pytest.raises(CheckpointError):
         journal.find(whole["id"])
 
@@ -59,9 +77,18 @@ FILES = [b"", b"[]", b"{", b"\xff", b'{"a": "b"}', b'{"a": NaN}', b"[" * 100_000
 
 @pytest.mark.parametrize("data", [*FILES, "fifo", "directory", "device"])
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
-    data: bytes | str, tmp_path: Path, seen: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    data: bytes | str,
+    tmp_path: Path,
+    seen: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("microbatch.json", "boundary.json", "summary.json", "progress.json", "result.json"):
+    for name in (
+        "microbatch.json",
+        "boundary.json",
+        "summary.json",
+        "progress.json",
+        "result.json",
+    ):
         path = tmp_path / name
         if isinstance(data, bytes):
             path.write_bytes(data)
@@ -82,7 +109,12 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
         ("boundary.json", seen.text),
         ("summary.json", seen.text),
     ):
-        fits = name == "summary.json" and isinstance(data, bytes) and data[:4] == b'{"a"' and b"NaN" not in data
+        fits = (
+            name == "summary.json"
+            and isinstance(data, bytes)
+            and data[:4] == b'{"a"'
+            and b"NaN" not in data
+        )
         assert (f"{tmp_path}/{name}" in said) != fits
     with pytest.raises((CheckpointError, StorageError)):
         storage.read_json("result.json", RunResult)

@@ -1,4 +1,6 @@
-"""What a worker can read of its GPU and of the other ranks: NVML that is not there, energy, and who is named."""
+"""What a worker can read of its GPU and of the other ranks: NVML that is not there,
+energy, and who is named.
+"""
 
 import sys
 import types
@@ -73,7 +75,9 @@ class FakeNvml(types.ModuleType):
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
-    properties = types.SimpleNamespace(uuid="11112222", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    properties = types.SimpleNamespace(
+        uuid="11112222", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+    )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return fake
@@ -86,7 +90,9 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock
 
 
-def test_means_of_the_samples_and_every_reason_met(nvml: FakeNvml, now: list[float]) -> None:
+def test_means_of_the_samples_and_every_reason_met(
+    nvml: FakeNvml, now: list[float]
+) -> None:
     readings = GpuReadings(GPU)
     readings.sample()
     now[0] += 0.5
@@ -99,7 +105,9 @@ def test_means_of_the_samples_and_every_reason_met(nvml: FakeNvml, now: list[flo
         "power_w": 312.5,
         "slowed_by": ["heat", "power cap"],
     }
-    assert nvml.asked == ["second", "second"], "the device that torch numbers so, not NVML's"
+    assert nvml.asked == ["second", "second"], (
+        "the device that torch numbers so, not NVML's"
+    )
     assert readings.take() is None, "nothing new within a second"
     readings.close()
     assert nvml.open == 0
@@ -121,9 +129,15 @@ def test_a_slice_of_a_gpu_is_found_by_its_own_uuid(nvml: FakeNvml) -> None:
 
 
 @pytest.mark.parametrize("what", ["no library", "no device", "no package", "cpu"])
-def test_without_nvml_there_is_nothing(what: str, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvml_there_is_nothing(
+    what: str, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if what == "no library":
-        monkeypatch.setattr(nvml, "nvmlInit", lambda: (_ for _ in ()).throw(NVMLError("Shared Library Not Found")))
+        monkeypatch.setattr(
+            nvml,
+            "nvmlInit",
+            lambda: (_ for _ in ()).throw(NVMLError("Shared Library Not Found")),
+        )
     if what == "no device":
         nvml.by_uuid.clear()
         nvml.by_address.clear()
@@ -152,13 +166,17 @@ def said(*rows: RankFigures) -> list[str]:
 
 def test_even_ranks_are_not_named() -> None:
     assert said(row(0), row(1, data_wait_share=0.05, backward_s=0.0115), row(2)) == []
-    assert said(row(0, data_wait_share=0.9)) == [], "one rank has nobody to be compared with"
+    assert said(row(0, data_wait_share=0.9)) == [], (
+        "one rank has nobody to be compared with"
+    )
 
 
 def test_a_rank_that_waits_for_data_is_named() -> None:
     words = "rank 3 (node-3) waits 41% of its time for data, the others 2%"
     assert said(row(0), row(1), row(2), row(3, data_wait_share=0.41)) == [words]
-    assert said(*(row(rank, data_wait_share=0.41) for rank in range(4))) == [], "all wait alike: slow, but even"
+    assert said(*(row(rank, data_wait_share=0.41) for rank in range(4))) == [], (
+        "all wait alike: slow, but even"
+    )
 
 
 def test_a_slow_rank_is_named() -> None:
@@ -170,22 +188,33 @@ def test_a_slow_rank_is_named() -> None:
 
 
 def test_a_difference_that_costs_nothing_is_not_named() -> None:
-    assert said(row(0, backward_s=0.001), row(1, backward_s=0.002)) == [], "1 ms of a 40 ms step"
+    assert said(row(0, backward_s=0.001), row(1, backward_s=0.002)) == [], (
+        "1 ms of a 40 ms step"
+    )
     short = {"train_time_s": 0.4}
-    assert said(row(0, **short), row(1, backward_s=0.03, data_wait_share=0.9, **short)) == [], "too little is measured"
+    assert (
+        said(row(0, **short), row(1, backward_s=0.03, data_wait_share=0.9, **short))
+        == []
+    ), "too little is measured"
     assert said(row(0, backward_s=None), row(1, backward_s=0.02)) == []
 
 
 def test_an_idle_rank_is_named_and_not_called_slow_or_fast() -> None:
-    (words,) = said(row(0), row(1, idle_share=1.0, samples_per_step=0.0, backward_s=0.02, train_time_s=0.1))
+    (words,) = said(
+        row(0),
+        row(1, idle_share=1.0, samples_per_step=0.0, backward_s=0.02, train_time_s=0.1),
+    )
     assert words.startswith("rank 1 has no sample in 100% of its steps")
-    assert said(row(0), row(1, idle_share=0.04)) == [], "the short last step of an epoch"
+    assert said(row(0), row(1, idle_share=0.04)) == [], (
+        "the short last step of an epoch"
+    )
 
 
 def test_heat_is_named_and_a_power_cap_is_not() -> None:
-    assert said(row(0, gpu={"slowed_by": ["power cap"]}), row(1, gpu={"slowed_by": ["heat", "power cap"]})) == [
-        "the GPU of rank 1 (node-1) is slowed by heat"
-    ]
+    assert said(
+        row(0, gpu={"slowed_by": ["power cap"]}),
+        row(1, gpu={"slowed_by": ["heat", "power cap"]}),
+    ) == ["the GPU of rank 1 (node-1) is slowed by heat"]
 
 
 CPU = torch.device("cpu")

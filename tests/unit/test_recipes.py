@@ -1,4 +1,6 @@
-"""Known ways of training, each beside a plain PyTorch loop over the same order of samples: equal loss curves."""
+"""Known ways of training, each beside a plain PyTorch loop over the same order of
+samples: equal loss curves.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ from trainers.data.sampler import StepSampler
 from trainers.loop.fit import fit
 from trainers.task import Task
 
-SEED, BATCH = 3, 6
+SEED = 3
+BATCH = 6
 SETTINGS = {
     "seed": SEED,
     "global_batch_size": BATCH,
@@ -51,11 +54,17 @@ def order(task: Task) -> Iterator[list[int]]:
     """The samples of each step."""
     dataset = task.dataset("train")
     given = task.sampler(dataset, config(**SETTINGS))
-    drawn = None if given is None else Drawn(given, len(dataset), SEED, torch.device("cpu"))
-    sampler = StepSampler(dataset, 1, 0, seed=SEED, global_batch_size=BATCH, drawn=drawn)
+    drawn = (
+        None if given is None else Drawn(given, len(dataset), SEED, torch.device("cpu"))
+    )
+    sampler = StepSampler(
+        dataset, 1, 0, seed=SEED, global_batch_size=BATCH, drawn=drawn
+    )
     for epoch in (0, 1):
         sampler.set_epoch(epoch)
-        yield from (sampler.share(step).tolist() for step in range(sampler.steps_per_epoch))
+        yield from (
+            sampler.share(step).tolist() for step in range(sampler.steps_per_epoch)
+        )
 
 
 class Single(Task):
@@ -66,7 +75,9 @@ class Single(Task):
 
     def transform(self, batch: Any, training: bool) -> Any:
         batch = super().transform(batch, training)
-        return map_tensors(lambda one: one.float() if one.is_floating_point() else one, batch)
+        return map_tensors(
+            lambda one: one.float() if one.is_floating_point() else one, batch
+        )
 
 
 class Taught(nn.Module):
@@ -74,7 +85,11 @@ class Taught(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 3)).requires_grad_(False).double()
+        self.teacher = (
+            nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 3))
+            .requires_grad_(False)
+            .double()
+        )
         self.student = nn.Linear(5, 3).double()
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,15 +105,26 @@ class Distilled(Task):
         return Taught()
 
     def dataset(self, split: str) -> TensorDataset:
-        rows = torch.randn(33, 5, generator=torch.Generator().manual_seed(len(split)), dtype=torch.float64)
+        rows = torch.randn(
+            33,
+            5,
+            generator=torch.Generator().manual_seed(len(split)),
+            dtype=torch.float64,
+        )
         return TensorDataset(rows, rows.argmax(1) % 3)
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         return distillation(*outputs, batch[1])
 
 
-def distillation(student: Tensor, teacher: Tensor, labels: Tensor, heat: float = 3.0) -> Tensor:
-    soft = F.kl_div((student / heat).log_softmax(1), (teacher / heat).softmax(1), reduction="batchmean")
+def distillation(
+    student: Tensor, teacher: Tensor, labels: Tensor, heat: float = 3.0
+) -> Tensor:
+    soft = F.kl_div(
+        (student / heat).log_softmax(1),
+        (teacher / heat).softmax(1),
+        reduction="batchmean",
+    )
     return 0.5 * F.cross_entropy(student, labels) + 0.5 * heat**2 * soft
 
 
@@ -109,24 +135,37 @@ class Repeated(Sampler[int]):
         self.length = length
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.length).repeat_interleave(3)[: self.length].tolist()
+        yield from (
+            torch.randperm(self.length).repeat_interleave(3)[: self.length].tolist()
+        )
 
 
 class Reference(Task):
-    """What torchvision's reference has: repeated augmentation, mixup, label smoothing, warm-up, EMA."""
+    """What torchvision's reference has: repeated augmentation, mixup, label smoothing,
+    warm-up, EMA.
+    """
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)).double()
+        return nn.Sequential(
+            nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+        ).double()
 
     def dataset(self, split: str) -> TensorDataset:
-        rows = torch.randn(33, 5, generator=torch.Generator().manual_seed(len(split)), dtype=torch.float64)
+        rows = torch.randn(
+            33,
+            5,
+            generator=torch.Generator().manual_seed(len(split)),
+            dtype=torch.float64,
+        )
         return TensorDataset(rows, rows.argmax(1) % 3)
 
     def sampler(self, dataset: Any, config: TrainConfig) -> Repeated:
         return Repeated(len(dataset))
 
     def transform(self, batch: Any, training: bool) -> Any:
-        return mixup(*batch) if training else (batch[0], F.one_hot(batch[1], 3).double())
+        return (
+            mixup(*batch) if training else (batch[0], F.one_hot(batch[1], 3).double())
+        )
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(outputs, batch[1], label_smoothing=0.1)
@@ -136,30 +175,44 @@ class Reference(Task):
 
 
 def mixup(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    share, targets = torch.distributions.Beta(0.2, 0.2).sample(), F.one_hot(labels, 3).double()
-    return rows * share + rows.roll(1, 0) * (1 - share), targets * share + targets.roll(1, 0) * (1 - share)
+    share = torch.distributions.Beta(0.2, 0.2).sample()
+    targets = F.one_hot(labels, 3).double()
+    return rows * share + rows.roll(1, 0) * (1 - share), targets * share + targets.roll(
+        1, 0
+    ) * (1 - share)
 
 
 def warmed_up(optimizer: Optimizer) -> SequentialLR:
-    return SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8)], [4])
+    return SequentialLR(
+        optimizer,
+        [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8)],
+        [4],
+    )
 
 
 def test_torchvisions_reference(tmp_path: Path) -> None:
     task = Reference()
     rows, labels = task.dataset("train").tensors
     torch.manual_seed(SEED)
-    model, losses = task.model(), []
+    model = task.model()
+    losses = []
     optimizer = SGD(model.parameters(), 0.2, momentum=0.9, weight_decay=0.01)
-    schedule, average = (
-        warmed_up(optimizer),
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True),
+    schedule = warmed_up(optimizer)
+    average = AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True
     )
-    average.update_parameters(model)  # the first call copies: both averages begin with the weights
+    average.update_parameters(
+        model
+    )  # the first call copies: both averages begin with the weights
     steps = list(order(task))
     torch.manual_seed(SEED)
     for at in steps:
         inputs, targets = mixup(rows[at], labels[at])
-        losses.append(descend(optimizer, F.cross_entropy(model(inputs), targets, label_smoothing=0.1)))
+        losses.append(
+            descend(
+                optimizer, F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
+            )
+        )
         schedule.step()
         average.update_parameters(model)
     average.eval()

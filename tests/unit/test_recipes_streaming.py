@@ -1,4 +1,6 @@
-"""Hugging Face `datasets` over Parquet, tars and JSON lines, streamed: a plain loop's curve, also cut and resumed."""
+"""Hugging Face `datasets` over Parquet, tars and JSON lines, streamed: a plain loop's
+curve, also cut and resumed.
+"""
 
 import io
 import itertools
@@ -19,8 +21,13 @@ from torch.optim import SGD
 from tests.unit.test_loop import assert_same_run, train
 from tests.unit.test_recipes import SEED, SETTINGS, curve, descend
 
-FILES, ROWS, BATCH, STEPS = 3, 700, 40, 40
-"""Two passes and more; a state of the stream's own is kept at row 1,000, after 25 steps."""
+FILES = 3
+ROWS = 700
+BATCH = 40
+STEPS = 40
+"""Two passes and more; a state of the stream's own is kept at row 1,000, after 25
+steps.
+"""
 datasets = pytest.importorskip("datasets")
 
 from trainers.task import Task  # noqa: E402
@@ -30,17 +37,27 @@ class Words(Task):
     """Which letter a word ends in, decoded in `collate`."""
 
     def __init__(self, directory: Path, kind: str, shuffle: bool = False) -> None:
-        self.directory, self.kind, self.shuffle = directory, kind, shuffle
+        self.directory = directory
+        self.kind = kind
+        self.shuffle = shuffle
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(27, 6), nn.Flatten(), nn.Linear(30, 3)).double()
+        return nn.Sequential(
+            nn.Embedding(27, 6), nn.Flatten(), nn.Linear(30, 3)
+        ).double()
 
     def stream(self, split: str) -> Any:
         files = sorted(map(str, self.directory.glob(f"{split}-*.{self.kind}")))
         reader = {"jsonl": "json", "tar": "webdataset"}.get(self.kind, self.kind)
         cache = str(self.directory / "cache")
-        stream = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, cache_dir=cache)
-        return stream.shuffle(seed=SEED, buffer_size=64) if self.shuffle and split == "train" else stream
+        stream = datasets.load_dataset(
+            reader, data_files=files, split="train", streaming=True, cache_dir=cache
+        )
+        return (
+            stream.shuffle(seed=SEED, buffer_size=64)
+            if self.shuffle and split == "train"
+            else stream
+        )
 
     def collate(self, samples: list[Any]) -> Any:
         texts = [sample["txt"] for sample in samples]
@@ -69,7 +86,8 @@ def write(path: Path, texts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, draw = tmp_path_factory.mktemp("words"), torch.Generator().manual_seed(0)
+    made = tmp_path_factory.mktemp("words")
+    draw = torch.Generator().manual_seed(0)
     for split, number in itertools.product(("train", "val"), range(FILES)):
         count = ROWS // FILES + number if split == "train" else 7
         codes = torch.randint(26, (count, 5), generator=draw).tolist()
@@ -82,7 +100,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(task: Words) -> list[float]:
     """A loop as the library's documentation has it, pass after pass."""
     torch.manual_seed(SEED)
-    model, stream = task.model(), task.stream("train")
+    model = task.model()
+    stream = task.stream("train")
     optimizer = SGD(model.parameters(), 0.2)
 
     def samples() -> Any:
@@ -90,15 +109,20 @@ def plain(task: Words) -> list[float]:
             stream.set_epoch(epoch)
             yield from stream
 
-    passes, losses = samples(), []
+    passes = samples()
+    losses = []
     for _ in range(STEPS):
         batch = task.collate(list(itertools.islice(passes, BATCH)))
-        losses.append(descend(optimizer, F.cross_entropy(model(batch["tokens"]), batch["label"])))
+        losses.append(
+            descend(optimizer, F.cross_entropy(model(batch["tokens"]), batch["label"]))
+        )
     return losses
 
 
 @pytest.mark.parametrize(("kind", "shuffle"), [("tar", False), ("jsonl", True)])
-def test_it_trains_as_a_plain_loop_does(directory: Path, tmp_path: Path, kind: str, shuffle: bool) -> None:
+def test_it_trains_as_a_plain_loop_does(
+    directory: Path, tmp_path: Path, kind: str, shuffle: bool
+) -> None:
     task = Words(directory, kind, shuffle)
     steps = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH}
     losses = curve(task, tmp_path / "run", 20, **steps, data={"num_workers": 1})
@@ -107,12 +131,27 @@ def test_it_trains_as_a_plain_loop_does(directory: Path, tmp_path: Path, kind: s
 
 @pytest.mark.parametrize(("kind", "shuffle"), [("parquet", False), ("jsonl", True)])
 def test_cut_and_resumed_it_goes_on_to_the_bit(
-    directory: Path, tmp_path: Path, kind: str, shuffle: bool, caplog: pytest.LogCaptureFixture
+    directory: Path,
+    tmp_path: Path,
+    kind: str,
+    shuffle: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    settings = SETTINGS | {"epochs": None, "global_batch_size": BATCH, "evaluate": {"every_steps": 10}}
-    train(tmp_path / "whole", Words(directory, kind, shuffle), **settings, max_steps=STEPS)
+    settings = SETTINGS | {
+        "epochs": None,
+        "global_batch_size": BATCH,
+        "evaluate": {"every_steps": 10},
+    }
+    train(
+        tmp_path / "whole", Words(directory, kind, shuffle), **settings, max_steps=STEPS
+    )
     for last in (10, 30, STEPS):  # in the first pass, and in the second one
-        train(tmp_path / "parts", Words(directory, kind, shuffle), **settings, max_steps=last)
+        train(
+            tmp_path / "parts",
+            Words(directory, kind, shuffle),
+            **settings,
+            max_steps=last,
+        )
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
     assert shuffle or "loads its own state_dict" in caplog.text

@@ -1,4 +1,6 @@
-"""transformers' models and collators as people write them, each beside a plain loop: equal loss curves."""
+"""transformers' models and collators as people write them, each beside a plain loop:
+equal loss curves.
+"""
 
 import functools
 from pathlib import Path
@@ -34,7 +36,9 @@ from trainers.task import Task
 
 pytestmark = pytest.mark.full
 
-SPECIAL, WORDS, ROW = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], 35, 16
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = 35
+ROW = 16
 
 
 @functools.cache
@@ -42,41 +46,104 @@ def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = SPECIAL + [f"w{number}" for number in range(WORDS - len(SPECIAL))]
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL[1]))
+    made = Tokenizer(
+        models.WordLevel(
+            {word: number for number, word in enumerate(words)}, unk_token=SPECIAL[1]
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{name}_token": word for name, word in names.items()})
+    names = {
+        "pad": "[PAD]",
+        "unk": "[UNK]",
+        "cls": "[CLS]",
+        "sep": "[SEP]",
+        "mask": "[MASK]",
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, **{f"{name}_token": word for name, word in names.items()}
+    )
 
 
 def bert(kind: Any) -> nn.Module:
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
-    model = kind(BertConfig(vocab_size=WORDS, num_labels=3, max_position_embeddings=ROW, **sizes, **dropout))
+    sizes = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    dropout = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "classifier_dropout": 0.0,
+    }
+    model = kind(
+        BertConfig(
+            vocab_size=WORDS,
+            num_labels=3,
+            max_position_embeddings=ROW,
+            **sizes,
+            **dropout,
+        )
+    )
     return model.double()
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """Without a cache, for with one it looks from a flattened sequence into those before."""
-    sizes = {"vocab_size": WORDS, "n_positions": ROW, "n_embd": 8, "n_layer": 1, "n_head": 2, "use_cache": False}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 2, "eos_token_id": 3}
+    """Without a cache, for with one it looks from a flattened sequence into those
+    before.
+    """
+    sizes = {
+        "vocab_size": WORDS,
+        "n_positions": ROW,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+        "use_cache": False,
+    }
+    dropout = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    }
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropout)).double()
 
 
 def t5() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).double()
+    sizes = {
+        "vocab_size": WORDS,
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+    ).double()
 
 
 class Sentences(Dataset[Any]):
-    """What a tokenizer gives for sentences of 1 to 12 words, with labels as each kind of training has them."""
+    """What a tokenizer gives for sentences of 1 to 12 words, with labels as each kind
+    of training has them.
+    """
 
     def __init__(self, kind: str, split: str) -> None:
-        self.kind, generator = kind, torch.Generator().manual_seed(len(split))
-        lengths = [6] * 33 if kind == "default" else torch.randint(1, 13, (33,), generator=generator).tolist()
-        self.sentences = [torch.randint(0, WORDS - 5, (n,), generator=generator).tolist() for n in lengths]
+        self.kind = kind
+        generator = torch.Generator().manual_seed(len(split))
+        lengths = (
+            [6] * 33
+            if kind == "default"
+            else torch.randint(1, 13, (33,), generator=generator).tolist()
+        )
+        self.sentences = [
+            torch.randint(0, WORDS - 5, (n,), generator=generator).tolist()
+            for n in lengths
+        ]
 
     def __len__(self) -> int:
         return len(self.sentences)
@@ -87,15 +154,27 @@ class Sentences(Dataset[Any]):
         if self.kind in ("padded", "default"):
             sample["label"] = sum(words) % 3
         if self.kind == "tokens":  # each fifth sentence has no label at all
-            sample["labels"] = [-100, *([-100] * len(words) if index % 5 == 0 else (w % 3 for w in words)), -100]
+            sample["labels"] = [
+                -100,
+                *([-100] * len(words) if index % 5 == 0 else (w % 3 for w in words)),
+                -100,
+            ]
         if self.kind == "seq2seq":
             sample["labels"] = [5 + word for word in words[::-1][: 1 + index % 4]] + [3]
         return sample
 
 
 KINDS = {
-    "padded": (lambda: DataCollatorWithPadding(tokenizer()), lambda: bert(BertForSequenceClassification), 1e-12),
-    "default": (DefaultDataCollator, lambda: bert(BertForSequenceClassification), 1e-12),
+    "padded": (
+        lambda: DataCollatorWithPadding(tokenizer()),
+        lambda: bert(BertForSequenceClassification),
+        1e-12,
+    ),
+    "default": (
+        DefaultDataCollator,
+        lambda: bert(BertForSequenceClassification),
+        1e-12,
+    ),
     "tokens": (
         lambda: DataCollatorForTokenClassification(tokenizer()),
         lambda: bert(BertForTokenClassification),
@@ -106,11 +185,17 @@ KINDS = {
         lambda: bert(BertForMaskedLM),
         1e-12,
     ),
-    "causal": (lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False), gpt2, 1e-6),
+    "causal": (
+        lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        gpt2,
+        1e-6,
+    ),
     "flattened": (DataCollatorWithFlattening, gpt2, 1e-6),
     "seq2seq": (lambda: DataCollatorForSeq2Seq(tokenizer()), t5, 1e-6),
 }
-"""Collator and model; the tolerance is float32's where the model computes its loss or its norms in that."""
+"""Collator and model; the tolerance is float32's where the model computes its loss or
+its norms in that.
+"""
 
 
 class Collated(Task):
@@ -149,19 +234,34 @@ def whole_batches(task: Task) -> list[float]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked"])
 @pytest.mark.parametrize(("microbatch", "num_workers"), [(1, 0), (4, 1)])
-def test_a_collator_as_it_is(kind: str, microbatch: int, num_workers: int, tmp_path: Path) -> None:
-    ours = curve(Collated(kind), tmp_path, microbatch, data={"num_workers": num_workers})
+def test_a_collator_as_it_is(
+    kind: str, microbatch: int, num_workers: int, tmp_path: Path
+) -> None:
+    ours = curve(
+        Collated(kind), tmp_path, microbatch, data={"num_workers": num_workers}
+    )
     assert ours == pytest.approx(whole_batches(Collated(kind)), rel=KINDS[kind][2])
 
 
 def test_hidden_words_are_the_same_after_a_resume(tmp_path: Path) -> None:
-    steps = {"epochs": 2, "global_batch_size": BATCH, "microbatch_size": 2, "checkpoint": {"every_steps": 4}}
-    check_resume(tmp_path, lambda: Collated("masked"), 8, **steps, data={"num_workers": 2})
+    steps = {
+        "epochs": 2,
+        "global_batch_size": BATCH,
+        "microbatch_size": 2,
+        "checkpoint": {"every_steps": 4},
+    }
+    check_resume(
+        tmp_path, lambda: Collated("masked"), 8, **steps, data={"num_workers": 2}
+    )
 
 
 @pytest.mark.parametrize("kind", ["tokens", "flattened"])
 def test_an_evaluation_in_batches_is_one_over_all_tokens(kind: str) -> None:
     size = 4
-    task, data, model = Collated(kind), Sentences(kind, "val"), KINDS[kind][1]()
+    task = Collated(kind)
+    data = Sentences(kind, "val")
+    model = KINDS[kind][1]()
     wanted = model(**task.collate([data[index] for index in range(33)])).loss.item()
-    assert run(task, data, size, model)["val_loss"] == pytest.approx(wanted, rel=KINDS[kind][2])
+    assert run(task, data, size, model)["val_loss"] == pytest.approx(
+        wanted, rel=KINDS[kind][2]
+    )

@@ -1,4 +1,6 @@
-"""Fine-tuning as people write it, each beside a plain loop: equal losses, rates and ends; resumed to the bit."""
+"""Fine-tuning as people write it, each beside a plain loop: equal losses, rates and
+ends; resumed to the bit.
+"""
 
 from pathlib import Path
 
@@ -19,14 +21,21 @@ class WithPeft(predicted.Kept):
     def model(self) -> nn.Module:
         import peft
 
-        adapters = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0", "4"], lora_dropout=0.1)
+        adapters = peft.LoraConfig(
+            r=2, lora_alpha=4, target_modules=["0", "4"], lora_dropout=0.1
+        )
         return peft.get_peft_model(super().model(), adapters)  # type: ignore[no-any-return]
 
 
 def test_a_model_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters alone are kept, a resume is bit-equal, and the commands take the base from the task."""
+    """Adapters alone are kept, a resume is bit-equal, and the commands take the base
+    from the task.
+    """
     pytest.importorskip("peft")
-    kept = {"global_batch_size": 64, "checkpoint": {"every_steps": 2, "parameters": "trained"}}
+    kept = {
+        "global_batch_size": 64,
+        "checkpoint": {"every_steps": 2, "parameters": "trained"},
+    }
     check_resume(tmp_path, WithPeft, 6, **kept)
     monkeypatch.setattr(predicted, "Kept", WithPeft)
     spec = predicted.train(tmp_path / "run", checkpoint__parameters="trained")
@@ -37,6 +46,8 @@ def test_a_model_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     predicted.work(Path(spec.uri), kind=WithPeft, out=str(tmp_path / "out.parquet"))
     export(spec.uri, str(tmp_path / "out.safetensors"))
     exported = safetensors.torch.load_file(tmp_path / "out.safetensors")
-    learned = {name for name in exported if "running" not in name and "tracked" not in name}
+    learned = {
+        name for name in exported if "running" not in name and "tracked" not in name
+    }
     assert len(learned) == 4
     assert all("lora_" in name for name in learned)

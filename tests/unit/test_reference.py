@@ -21,7 +21,9 @@ def keys(model: type[Settings], prefix: str = "") -> list[str]:
 
 @pytest.mark.parametrize("model", [TrainConfig, FunctionConfig, SweepConfig])
 def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
-    found = {key: (default, description) for key, default, description in entries(model)}
+    found = {
+        key: (default, description) for key, default, description in entries(model)
+    }
     assert list(found) == keys(model)
     assert all(description for _, description in found.values())
     assert all(key in reference(model) for key in found)
@@ -29,10 +31,19 @@ def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
 
 def test_the_defaults_it_shows_are_the_defaults() -> None:
     """Written into a file they change nothing."""
-    needed = {"task": "t:T", "epochs": 1, "global_batch_size": 1, "optimizer": {"lr": 0.1}}
+    needed = {
+        "task": "t:T",
+        "epochs": 1,
+        "global_batch_size": 1,
+        "optimizer": {"lr": 0.1},
+    }
     tree = {}
     for key, default, _ in entries(TrainConfig):
         if default != "required":
             set_key(tree, key, parse_yaml(default, "reference"))
-    shown = build(TrainConfig, {**tree, **needed, "optimizer": {**tree["optimizer"], "lr": 0.1}}, "f")  # type: ignore[dict-item]
+    shown = build(
+        TrainConfig,
+        {**tree, **needed, "optimizer": {**tree["optimizer"], "lr": 0.1}},
+        "f",
+    )  # type: ignore[dict-item]
     assert shown == build(TrainConfig, needed, "f")

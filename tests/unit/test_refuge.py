@@ -1,4 +1,6 @@
-"""A run that keeps nothing but its state, as a trial in a lane does: when its node is taken away, or to be longer."""
+"""A run that keeps nothing but its state, as a trial in a lane does: when its node is
+taken away, or to be longer.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,29 @@ class Lane(RunContext):
 
     def __init__(self, refuge: Storage | None, taken: bool = False) -> None:
         super().__init__(None, "test")
-        self.refuge, self._taken = refuge, taken
+        self.refuge = refuge
+        self._taken = taken
         self.rows = []
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+    def report(
+        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
+    ) -> None:
         if checkpoint is None:
-            self.rows.append({name: value for name, value in metrics.items() if name != "train_time_s"})
+            self.rows.append(
+                {
+                    name: value
+                    for name, value in metrics.items()
+                    if name != "train_time_s"
+                }
+            )
 
     def preempted(self, elapsed_s: float) -> bool:
         return self._taken
 
 
 def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
-    spec, refuge = make(tmp_path, checkpoint={}), Storage(str(tmp_path / "refuge"))
+    spec = make(tmp_path, checkpoint={})
+    refuge = Storage(str(tmp_path / "refuge"))
     unbroken = Lane(refuge)
     whole = spec.execute(unbroken)
     assert not refuge.exists(), "without a notice nothing is written"
@@ -43,9 +55,17 @@ def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
     rest = spec.execute(second)
     assert rest.train_time_s > rest.earlier_time_s > 0, "no step is trained twice"
     assert [row["step"] for row in first.rows] == [10]
-    assert second.rows == unbroken.rows, "to the bit, and what was told before is told again"
-    assert (rest.status, rest.steps, rest.metrics) == (whole.status, whole.steps, whole.metrics)
-    assert refuge.names("checkpoints") == kept == ["step-000000000010"], "nothing else is kept"
+    assert second.rows == unbroken.rows, (
+        "to the bit, and what was told before is told again"
+    )
+    assert (rest.status, rest.steps, rest.metrics) == (
+        whole.status,
+        whole.steps,
+        whole.metrics,
+    )
+    assert refuge.names("checkpoints") == kept == ["step-000000000010"], (
+        "nothing else is kept"
+    )
 
 
 def test_without_a_refuge_the_notice_is_told_all_the_same(tmp_path: Path) -> None:
@@ -54,18 +74,26 @@ def test_without_a_refuge_the_notice_is_told_all_the_same(tmp_path: Path) -> Non
 
 
 def longer(tmp_path: Path, **changes: Any) -> tuple[Lane, RunResult, Lane]:
-    """A run of 25 steps, which is then one of 50; and one that was that from its beginning."""
+    """A run of 25 steps, which is then one of 50; and one that was that from its
+    beginning.
+    """
     refuge = Storage(str(tmp_path / "refuge"))
     changes = {"log_every_steps": 10, **changes}
     make(tmp_path, max_steps=25, **changes).execute(Lane(refuge))
-    spec, longer, unbroken = make(tmp_path, max_steps=50, **changes), Lane(refuge), Lane(None)
+    spec = make(tmp_path, max_steps=50, **changes)
+    longer = Lane(refuge)
+    unbroken = Lane(None)
     result = spec.execute(longer)
     spec.execute(unbroken)
     return longer, result, unbroken
 
 
-def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(tmp_path: Path) -> None:
-    """Neither the window of the log nor the evaluation that the shorter one ended with is one of its own."""
+def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(
+    tmp_path: Path,
+) -> None:
+    """Neither the window of the log nor the evaluation that the shorter one ended with
+    is one of its own.
+    """
     lane, result, unbroken = longer(tmp_path)
     assert result.train_time_s > result.earlier_time_s > 0
     assert [row["step"] for row in lane.rows] == [10, 20, 30, 40, 50]
@@ -77,7 +105,8 @@ def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path: Path) 
     """Which stays as it is."""
     first, second = (Storage(str(tmp_path / name)) for name in ("first", "second"))
     make(tmp_path, max_steps=20).execute(Lane(first))
-    clone, unbroken = Lane(second), Lane(None)
+    clone = Lane(second)
+    unbroken = Lane(None)
     clone.source = first
     make(tmp_path).execute(clone)
     make(tmp_path).execute(unbroken)
@@ -89,9 +118,18 @@ def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lr_schedule": {"name": "cosine"}}, "the learning rate goes by the number of steps, 25 then, 50 now"),
-        ({"lr_schedule": {"warmup": 0.1}}, "the learning rate goes by the number of steps, 25 then, 50 now"),
-        ({"early_stopping": {"metric": "val_loss", "patience": 9}}, "had one more, at the end of 25 steps"),
+        (
+            {"lr_schedule": {"name": "cosine"}},
+            "the learning rate goes by the number of steps, 25 then, 50 now",
+        ),
+        (
+            {"lr_schedule": {"warmup": 0.1}},
+            "the learning rate goes by the number of steps, 25 then, 50 now",
+        ),
+        (
+            {"early_stopping": {"metric": "val_loss", "patience": 9}},
+            "had one more, at the end of 25 steps",
+        ),
     ],
 )
 def test_where_a_longer_run_would_have_been_another_it_begins_anew_and_says_so(

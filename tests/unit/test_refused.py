@@ -1,4 +1,6 @@
-"""What would be wrong without a word is refused, or said: schedulers, losses that are no mean, taken names, NaN."""
+"""What would be wrong without a word is refused, or said: schedulers, losses that are
+no mean, taken names, NaN.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ torch.set_num_threads(1)
 
 
 class Scheduled(Tiny):
-    """Brings a scheduler: attached at once (it steps, or not yet), made in the first step, or a rate set in a hook."""
+    """Brings a scheduler: attached at once (it steps, or not yet), made in the first
+    step, or a rate set in a hook.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -65,11 +69,15 @@ class Contrastive(Tiny):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         features = nn.functional.normalize(outputs)
-        return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+        return nn.functional.cross_entropy(
+            features @ features.T, torch.arange(len(features))
+        )
 
 
 class Tokens(Tiny):
-    """A mean over tokens, of which samples have one to five; its weight says so, or not."""
+    """A mean over tokens, of which samples have one to five; its weight says so, or
+    not.
+    """
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
@@ -77,7 +85,11 @@ class Tokens(Tiny):
 
     def dataset(self, split: str) -> Dataset[Any]:
         generator = torch.Generator().manual_seed(1)
-        return TensorDataset(torch.randn(22, 4, generator=generator), torch.arange(22) % 2, 1 + torch.arange(22) % 5)
+        return TensorDataset(
+            torch.randn(22, 4, generator=generator),
+            torch.arange(22) % 2,
+            1 + torch.arange(22) % 5,
+        )
 
     def transform(self, batch: Any, training: bool) -> Any:
         return batch
@@ -92,7 +104,9 @@ class Classes(Tiny):
     """Divides by the weights of the classes in a batch."""
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(outputs, batch[1], weight=outputs.new_tensor([0.4, 16.7]))
+        return nn.functional.cross_entropy(
+            outputs, batch[1], weight=outputs.new_tensor([0.4, 16.7])
+        )
 
 
 class Summed(Tiny):
@@ -101,7 +115,9 @@ class Summed(Tiny):
 
 
 class Padded(Tokens):
-    """Sequences whose padding depends on the batch, and a collate of its own: cannot be cut, has to be read again."""
+    """Sequences whose padding depends on the batch, and a collate of its own: cannot be
+    cut, has to be read again.
+    """
 
     def __init__(self) -> None:
         super().__init__(weighted=True)
@@ -137,7 +153,11 @@ class Knowingly(Contrastive):
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
-    task: Tiny, said: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    task: Tiny,
+    said: str,
+    precision: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     changes = {"max_steps": 1, "precision": precision, **RARE}
     if said == "refused":
@@ -146,12 +166,16 @@ def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
         assert raised.value.field == "loss()"
     else:
         warnings = train(tmp_path / "split", task, **changes).warnings
-        assert any("loss() is no mean over weight()" in words for words in warnings) == bool(said)
+        assert any(
+            "loss() is no mean over weight()" in words for words in warnings
+        ) == bool(said)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         train(tmp_path / "whole", task, max_steps=1, microbatch_size=5, **RARE)
     # A step that is one piece is right. An evaluation is one nowhere.
-    assert ("so val_loss depends on the size of its batches" in caplog.text) == isinstance(task, Summed)
+    assert (
+        "so val_loss depends on the size of its batches" in caplog.text
+    ) == isinstance(task, Summed)
 
 
 class Named(Tiny):
@@ -166,7 +190,9 @@ class Named(Tiny):
 
 
 @pytest.mark.parametrize("name", ["loss", 3])
-def test_a_metric_that_takes_a_name_of_ours_is_refused(name: Any, tmp_path: Path) -> None:
+def test_a_metric_that_takes_a_name_of_ours_is_refused(
+    name: Any, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError):
         train(tmp_path, Named("accuracy", name), max_steps=1, **RARE)
     assert not (tmp_path / "checkpoints").exists()
@@ -175,9 +201,15 @@ def test_a_metric_that_takes_a_name_of_ours_is_refused(name: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"checkpoint": {"best": "val_acuracy", "best_mode": "max"}}, "checkpoint.best"),
+        (
+            {"checkpoint": {"best": "val_acuracy", "best_mode": "max"}},
+            "checkpoint.best",
+        ),
         ({"checkpoint": {"best": "accuracy"}}, "checkpoint.best"),
-        ({"early_stopping": {"metric": "val_los", "mode": "min", "patience": 9}}, "early_stopping.metric"),
+        (
+            {"early_stopping": {"metric": "val_los", "mode": "min", "patience": 9}},
+            "early_stopping.metric",
+        ),
     ],
 )
 @pytest.mark.parametrize("keeps", [True, False])
@@ -188,7 +220,10 @@ def test_a_misspelt_metric_ends_a_run_at_its_first_evaluation(
     with pytest.raises(ConfigError) as raised:
         fit(Tiny(), config(evaluate={"every_steps": 1}, **changes), context)
     assert (raised.value.field, context.reports) == (field, [])
-    assert raised.value.fix in ("did you mean `val_accuracy`?", "did you mean `val_loss`?")
+    assert raised.value.fix in (
+        "did you mean `val_accuracy`?",
+        "did you mean `val_loss`?",
+    )
 
 
 def test_no_training_data_is_said_in_its_own_words() -> None:
@@ -200,7 +235,9 @@ def test_no_training_data_is_said_in_its_own_words() -> None:
         train(None, Without())
 
 
-def test_a_parameter_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_that_is_not_trained_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Spare(Tiny):
         def model(self) -> nn.Module:
             model = super().model()
@@ -316,7 +353,9 @@ class Spoilt(Tiny):
         ("model", "4.bias"),
     ],
 )
-def test_a_bad_loss_is_traced_to_what_held_it(where: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_loss_is_traced_to_what_held_it(
+    where: str, words: str, tmp_path: Path
+) -> None:
     with pytest.raises(DivergedError, match=words) as raised:
         train(tmp_path, Spoilt(where), **RARE)
     assert ("optimizer.lr" in raised.value.advice) == (where == "model")
@@ -336,7 +375,9 @@ class Refuses(Hungry):
 
 
 @pytest.mark.parametrize("least", [0, 2])
-def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(least: int) -> None:
+def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(
+    least: int,
+) -> None:
     """With 0 it is the BatchNorm in the model that refuses a single sample."""
     with pytest.raises(torch.OutOfMemoryError) as raised:
         choose(Refuses(0, least), "auto", 32)
@@ -347,7 +388,9 @@ def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(least:
 
 
 def test_a_resumed_run_knows_what_was_before(tmp_path: Path) -> None:
-    stopped = train(tmp_path, max_steps=6, stop=lambda: True, checkpoint={"every_steps": 3})
+    stopped = train(
+        tmp_path, max_steps=6, stop=lambda: True, checkpoint={"every_steps": 3}
+    )
     assert stopped.status == "stopped"
     assert stopped.earlier_time_s == 0
     done = train(tmp_path, max_steps=6, checkpoint={"every_steps": 3})
@@ -356,8 +399,8 @@ def test_a_resumed_run_knows_what_was_before(tmp_path: Path) -> None:
 
 
 class ScheduleFree(Optimizer):
-    """The protocol of schedule-free optimizers (Defazio et al. 2024), with plain SGD: z is stepped, x is its average,
-    y between the two is where gradients are taken.
+    """The protocol of schedule-free optimizers (Defazio et al. 2024), with plain SGD: z
+    is stepped, x is its average, y between the two is where gradients are taken.
     """
 
     beta = 0.9
@@ -384,7 +427,9 @@ class ScheduleFree(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             if not group["train_mode"]:
-                raise RuntimeError("Optimizer was not in train mode when step is called.")
+                raise RuntimeError(
+                    "Optimizer was not in train mode when step is called."
+                )
             group["k"] += 1
             for y in group["params"]:
                 z = self.state[y].setdefault("z", y.detach().clone())
@@ -402,31 +447,63 @@ class Free(Tiny):
         self.evaluated = []
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
-        self.net, self.made = model, ScheduleFree(model.parameters())
+        self.net = model
+        self.made = ScheduleFree(model.parameters())
         return self.made
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         if not self.net.training:
-            assert not self.made.param_groups[0]["train_mode"] or not self.made.param_groups[0]["k"]
-            self.evaluated = [parameter.detach().clone() for parameter in self.net.parameters()]
+            assert (
+                not self.made.param_groups[0]["train_mode"]
+                or not self.made.param_groups[0]["k"]
+            )
+            self.evaluated = [
+                parameter.detach().clone() for parameter in self.net.parameters()
+            ]
         return super().metrics(outputs, batch)
 
 
-def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path: Path) -> None:
+def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(
+    tmp_path: Path,
+) -> None:
     task = Free()
-    changes = {"lr_schedule": {"name": "constant"}, "clip_grad_norm": None, "microbatch_size": 5}
-    result = train(tmp_path / "whole", task, epochs=2, checkpoint={"every_steps": 3}, **changes)
+    changes = {
+        "lr_schedule": {"name": "constant"},
+        "clip_grad_norm": None,
+        "microbatch_size": 5,
+    }
+    result = train(
+        tmp_path / "whole", task, epochs=2, checkpoint={"every_steps": 3}, **changes
+    )
     trained = [parameter.detach().clone() for parameter in task.net.parameters()]
-    assert not all(map(torch.equal, task.evaluated, trained)), "the average is not where gradients are taken"
-    kept = torch.load(sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1] / "state.pt", weights_only=True)
+    assert not all(map(torch.equal, task.evaluated, trained)), (
+        "the average is not where gradients are taken"
+    )
+    kept = torch.load(
+        sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1] / "state.pt",
+        weights_only=True,
+    )
     names = [name for name, _ in task.net.named_parameters()]
     for name, value in zip(names, task.evaluated, strict=True):
-        torch.testing.assert_close(kept["model"][name], value)  # to rounding: there and back is not exact
+        torch.testing.assert_close(
+            kept["model"][name], value
+        )  # to rounding: there and back is not exact
     assert result.metrics["val_loss"] > 0
 
     stops = iter([False] * 3 + [True] * 99)
     broken = Free()
-    train(tmp_path / "broken", broken, stop=lambda: next(stops), epochs=2, checkpoint={"every_steps": 3}, **changes)
+    train(
+        tmp_path / "broken",
+        broken,
+        stop=lambda: next(stops),
+        epochs=2,
+        checkpoint={"every_steps": 3},
+        **changes,
+    )
     again = Free()
-    train(tmp_path / "broken", again, epochs=2, checkpoint={"every_steps": 3}, **changes)
-    torch.testing.assert_close([parameter.detach() for parameter in again.net.parameters()], trained)
+    train(
+        tmp_path / "broken", again, epochs=2, checkpoint={"every_steps": 3}, **changes
+    )
+    torch.testing.assert_close(
+        [parameter.detach() for parameter in again.net.parameters()], trained
+    )

@@ -1,4 +1,6 @@
-"""report.html in a browser without a network: nothing asked for, nothing refused, the figures there."""
+"""report.html in a browser without a network: nothing asked for, nothing refused, the
+figures there.
+"""
 
 import json
 from dataclasses import replace
@@ -12,7 +14,9 @@ from trainers.storage import Storage
 from tune.report.write import write_report
 from tune.trials.record import Spent
 
-pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
+pytestmark = pytest.mark.skipif(
+    chromium() is None, reason="no Chromium on this machine"
+)
 
 WIDTH = "document.documentElement.scrollWidth"
 FIGURES = """JSON.stringify([...document.querySelectorAll('figure svg')].map(svg => {
@@ -27,7 +31,9 @@ SMALL = """Math.min(...[...document.querySelectorAll('main p, main td, main th, 
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     sweep = Storage(str(tmp_path / "digits-sweep"))
     write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
-    page = look_at(tmp_path / "digits-sweep" / "report.html", WIDTH, FIGURES, INK, SMALL)
+    page = look_at(
+        tmp_path / "digits-sweep" / "report.html", WIDTH, FIGURES, INK, SMALL
+    )
 
     assert page.asked == []
     assert page.said == []
@@ -45,7 +51,9 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_a_wide_table_fits_the_page(tmp_path: Path) -> None:
-    """Keys that never vary are in a line above it, and on a narrow page rows become lists."""
+    """Keys that never vary are in a line above it, and on a narrow page rows become
+    lists.
+    """
     keys = {f"task_args.a_rather_long_name_of_a_key_{n}": n for n in range(4)}
     constant = {"task_args.the_same_for_all": "x" * 60}
     records = [
@@ -69,9 +77,15 @@ def test_a_wide_table_fits_the_page(tmp_path: Path) -> None:
     assert ">the_same_for_all</th>" not in text
 
 
-def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(tmp_path: Path) -> None:
+def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
+    tmp_path: Path,
+) -> None:
     records = [
-        replace(record, id=f"{record.id}-{copy}", samples_per_s=(record.samples_per_s or 0.0) + copy)
+        replace(
+            record,
+            id=f"{record.id}-{copy}",
+            samples_per_s=(record.samples_per_s or 0.0) + copy,
+        )
         for copy in range(9)
         for record in done()
     ]
@@ -89,11 +103,20 @@ def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(tmp_path
         "filtered": f"({input_}.value = 'bf16', {input_}.dispatchEvent(new Event('input', {{bubbles: true}})))",
     }
     asked = [f"({step}, JSON.stringify({shown}))" for step in steps.values()]
-    page = look_at(tmp_path / "many" / "report.html", *asked, looks={"wide": ((1280, 900), False, "light")})
+    page = look_at(
+        tmp_path / "many" / "report.html",
+        *asked,
+        looks={"wide": ((1280, 900), False, "light")},
+    )
     assert page.said == []
-    rows = {name: json.loads(page.found[f"wide: {text}"]) for name, text in zip(steps, asked, strict=True)}
+    rows = {
+        name: json.loads(page.found[f"wide: {text}"])
+        for name, text in zip(steps, asked, strict=True)
+    }
     assert [len(rows[name]) for name in steps] == [50, 72, 72, 72, 36]
     rates = [float(row[3].replace(",", "")) for row in rows["rising"]]
     assert rates == sorted(rates)
-    assert [row[3] for row in rows["falling"]] == [row[3] for row in rows["rising"]][::-1]
+    assert [row[3] for row in rows["falling"]] == [row[3] for row in rows["rising"]][
+        ::-1
+    ]
     assert {row[1] for row in rows["filtered"]} == {"bf16"}

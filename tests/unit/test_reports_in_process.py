@@ -1,4 +1,6 @@
-"""How reports pass from the thread of a trial's function to Tune (tune/ray/controller.py), as Ray's session has it."""
+"""How reports pass from the thread of a trial's function to Tune
+(tune/ray/controller.py), as Ray's session has it.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,22 @@ from tune.ray.controller import report_in_process
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What of Ray's session the reports touch."""
-    session = SimpleNamespace(result_queue=queue.Queue(1), stop_event=threading.Event(), _inter_actor_queue=None)
+    session = SimpleNamespace(
+        result_queue=queue.Queue(1),
+        stop_event=threading.Event(),
+        _inter_actor_queue=None,
+    )
     monkeypatch.setattr(controller, "_session", lambda: session)
     report_in_process()
     return session
 
 
-def test_no_report_is_lost_or_overtaken_by_the_trials_end(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_report_is_lost_or_overtaken_by_the_trials_end(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tune has just looked for a report when the last one comes, and with it the end."""
-    reports, heard = session._inter_actor_queue, []
+    reports = session._inter_actor_queue
+    heard = []
     look = queue.Queue.get
 
     def function() -> None:

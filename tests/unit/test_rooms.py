@@ -1,4 +1,6 @@
-"""The rooms: no circle, imports go down, Ray in its folders only; and the checks themselves find what they are for."""
+"""The rooms: no circle, imports go down, Ray in its folders only; and the checks
+themselves find what they are for.
+"""
 
 import re
 from graphlib import TopologicalSorter
@@ -34,7 +36,11 @@ def test_every_import_goes_down_and_every_file_lies_in_a_room() -> None:
 
 def test_ray_is_imported_in_its_folders_only() -> None:
     assert ray_elsewhere() == []
-    places = [place for place in WITH_RAY if not any(_has_ray(path, place) for path in source_files())]
+    places = [
+        place
+        for place in WITH_RAY
+        if not any(_has_ray(path, place) for path in source_files())
+    ]
     assert places == [], "a place without Ray needs no permission"
 
 
@@ -45,8 +51,13 @@ def _has_ray(path: Path, place: str) -> bool:
 
 
 def test_what_ray_does_not_promise_is_used_in_two_files_at_most(tmp_path: Path) -> None:
-    found = {str(path.relative_to(REPOSITORY)): ray_internals_in(path) for path in source_files()}
-    assert len([name for name, uses in found.items() if uses]) <= MOST_WITH_INTERNALS, found
+    found = {
+        str(path.relative_to(REPOSITORY)): ray_internals_in(path)
+        for path in source_files()
+    }
+    assert len([name for name, uses in found.items() if uses]) <= MOST_WITH_INTERNALS, (
+        found
+    )
     probe = tmp_path / "probe.py"
     for line in (
         "from ray.train.v2._internal.util import time_monotonic",
@@ -57,20 +68,30 @@ def test_what_ray_does_not_promise_is_used_in_two_files_at_most(tmp_path: Path) 
     ):
         probe.write_text(line)
         assert ray_internals_in(probe), line
-    probe.write_text("import ray, ray.train\nfrom ray.util.queue import Empty\nray.get(tray._private)")
+    probe.write_text(
+        "import ray, ray.train\nfrom ray.util.queue import Empty\nray.get(tray._private)"
+    )
     assert not ray_internals_in(probe)
 
 
 def test_nothing_of_the_product_imports_tests_examples_or_benchmarks() -> None:
     for path in source_files():
-        assert not {name.split(".")[0] for name in imported_modules(path)} & {"tests", "examples", "benchmarks"}, path
+        assert not {name.split(".")[0] for name in imported_modules(path)} & {
+            "tests",
+            "examples",
+            "benchmarks",
+        }, path
 
 
-def test_the_architecture_page_draws_these_floors_and_names_rooms_and_files_that_are_there() -> None:
+def test_the_architecture_page_draws_these_floors_and_names_rooms_and_files_that_are_there() -> (
+    None
+):
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     assert mermaid(FILES) in page, "python -m tests.rooms prints the drawing"
     for floor, rooms in FLOORS.items():
         named = ", ".join(room for room in rooms if room != "__main__")
         assert f"| {floor.replace('.', ' ')} | {named} |" in page
     for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)?\.py)`", page):
-        assert any((REPOSITORY / package / name).is_file() for package in PACKAGES), name
+        assert any((REPOSITORY / package / name).is_file() for package in PACKAGES), (
+            name
+        )

@@ -1,4 +1,6 @@
-"""Tensors that each rank writes its rows of: cut, written and read back by any number of ranks; strangers' files."""
+"""Tensors that each rank writes its rows of: cut, written and read back by any number
+of ranks; strangers' files.
+"""
 
 import hashlib
 import io
@@ -27,7 +29,9 @@ NAMES = {"embed.weight", "head.weight", "wide.weight", "norm.weight"}
 
 
 class Tied(nn.Module):
-    """Large and small parameters, two that are one, one with fewer rows than there are ranks, and a large buffer."""
+    """Large and small parameters, two that are one, one with fewer rows than there are
+    ranks, and a large buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +65,10 @@ def state() -> dict[str, Any]:
 def write(path: Path, state: dict[str, Any], world_size: int) -> list[Cut]:
     """Write the state as so many ranks would, one after another."""
     archive = Archive(Storage(str(path)))
-    cuts = [cut_rows(state, Group(rank, world_size, CPU), NAMES) for rank in range(world_size)]
+    cuts = [
+        cut_rows(state, Group(rank, world_size, CPU), NAMES)
+        for rank in range(world_size)
+    ]
     files = {"state.pt": archive.write(NAME, "state.pt", cuts[0].rest)}
     for rank, cut in enumerate(cuts):
         files[rank_file(rank)] = archive.write(NAME, rank_file(rank), {})
@@ -92,9 +99,19 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(
 ) -> None:
     cuts = write(tmp_path, state, world_size)
     assert len({cut.digest() for cut in cuts}) == 1
-    moments = {f"optimizer/state/{number}/{name}" for number in (0, 1) for name in ("exp_avg", "exp_avg_sq")}
-    weights = {f"{section}/{name}.weight" for section in ("model", "ema/own") for name in ("embed", "wide")}
-    assert set(cuts[0].rows) == weights | moments  # the small, the buffer and the task's own stay with the rest
+    moments = {
+        f"optimizer/state/{number}/{name}"
+        for number in (0, 1)
+        for name in ("exp_avg", "exp_avg_sq")
+    }
+    weights = {
+        f"{section}/{name}.weight"
+        for section in ("model", "ema/own")
+        for name in ("embed", "wide")
+    }
+    assert (
+        set(cuts[0].rows) == weights | moments
+    )  # the small, the buffer and the task's own stay with the rest
     sizes = [sum(rows.nbytes for rows in cut.rows.values()) for cut in cuts]
     assert max(sizes) * world_size < sum(sizes) * 1.5 or world_size > 2
     archive = Archive(Storage(str(tmp_path)))
@@ -115,7 +132,11 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(
 
 def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in FORMATS}
-    tensors |= {"none": torch.empty(0, 4), "turned": torch.rand(4, 6).t(), "one": torch.rand(1)}
+    tensors |= {
+        "none": torch.empty(0, 4),
+        "turned": torch.rand(4, 6).t(),
+        "one": torch.rand(1),
+    }
     with (tmp_path / "ours.safetensors").open("wb") as stream:
         write_tensors(stream, tensors)
     found = safetensors.torch.load_file(tmp_path / "ours.safetensors")
@@ -130,7 +151,9 @@ def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path: Path) -> Non
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
 
 
-def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(state: dict[str, Any], tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(
+    state: dict[str, Any], tmp_path: Path
+) -> None:
     rank = 1
     write(tmp_path, state, 3)
     archive = Archive(Storage(str(tmp_path)))
@@ -145,7 +168,13 @@ def replace(where: Path, file: str, data: bytes) -> None:
     """Give the file another content, with a manifest that fits."""
     (where / file).write_bytes(data)
     files = json.loads((where / "manifest.json").read_text())["files"]
-    edit_manifest(where, files={**files, file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+    edit_manifest(
+        where,
+        files={
+            **files,
+            file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        },
+    )
 
 
 def header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
@@ -171,13 +200,17 @@ STRANGE = {
     "half": lambda data: data[: len(data) // 2],
     "another dtype": header(entry(dtype="F64")),
     "a negative shape": header(entry(shape=[-1, 300])),
-    "a place beyond the end": header(entry(data_offsets=[1 << 40, (1 << 40) + 502 * 1200])),
+    "a place beyond the end": header(
+        entry(data_offsets=[1 << 40, (1 << 40) + 502 * 1200])
+    ),
     "no such tensor": header(lambda tree: tree.pop("model/embed.weight")),
 }
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_strangers_rows_are_refused_in_a_sentence(name: str, state: dict[str, Any], tmp_path: Path) -> None:
+def test_a_strangers_rows_are_refused_in_a_sentence(
+    name: str, state: dict[str, Any], tmp_path: Path
+) -> None:
     write(tmp_path, state, 2)
     where = tmp_path / "checkpoints" / NAME
     replace(where, shard_file(0), STRANGE[name]((where / shard_file(0)).read_bytes()))

@@ -1,4 +1,6 @@
-"""From a file to a RunSpec, and the run's directory: what is refused, and when a run is complete already."""
+"""From a file to a RunSpec, and the run's directory: what is refused, and when a run is
+complete already.
+"""
 
 import os
 import pickle
@@ -16,7 +18,13 @@ from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, StorageError
 from trainers.launch.run_directory import check_kept, prepare_storage
-from trainers.launch.spec import MARK, RunSpec, check_precision, read_file, torchrun_world_size
+from trainers.launch.spec import (
+    MARK,
+    RunSpec,
+    check_precision,
+    read_file,
+    torchrun_world_size,
+)
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 
@@ -72,21 +80,37 @@ def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
         read_file(str(user / "nothing_like_it"))
 
 
-def test_the_size_of_a_cluster_is_not_this_machines(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_cluster_is_not_this_machines(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert read(user, launcher="ray", scaling__num_workers=100_000).config.scaling.max_workers == 100_000
+    assert (
+        read(
+            user, launcher="ray", scaling__num_workers=100_000
+        ).config.scaling.max_workers
+        == 100_000
+    )
 
 
 def test_torchrun_decides_the_number_of_workers(user: Path) -> None:
-    (user / "train.yaml").write_text(dump_yaml({**TREE, "launcher": "ray", "scaling": {"num_workers": [1, 4]}}))
+    (user / "train.yaml").write_text(
+        dump_yaml({**TREE, "launcher": "ray", "scaling": {"num_workers": [1, 4]}})
+    )
     spec = read_spec(str(user / "train.yaml"), {}, world_size=1)
     assert spec.config.scaling.num_workers == 1
     assert spec.config.launcher == "spawn"
 
 
-def test_torchrun_on_many_machines_is_not_held_against_this_one(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_on_many_machines_is_not_held_against_this_one(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cores = len(os.sched_getaffinity(0))
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4 * cores, "LOCAL_WORLD_SIZE": cores, "LOCAL_RANK": 0}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 4 * cores,
+        "LOCAL_WORLD_SIZE": cores,
+        "LOCAL_RANK": 0,
+    }.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     assert torchrun_world_size() == 4 * cores
@@ -105,7 +129,9 @@ def test_the_precision_is_checked_where_workers_run(user: Path) -> None:
 
 def finish(spec: RunSpec, status: Any = "done") -> RunResult:
     """What a run leaves when it ends."""
-    result = RunResult(status, 2, 2.0, 1, 8, 8, 1, 1.0, 2.0, 100, metrics={"val_loss": 0.5})
+    result = RunResult(
+        status, 2, 2.0, 1, 8, 8, 1, 1.0, 2.0, 100, metrics={"val_loss": 0.5}
+    )
     spec.storage.write("result.json", result.to_json().encode())
     return result
 
@@ -154,17 +180,27 @@ def test_a_longer_run_goes_on_until_it_is_done(user: Path) -> None:
         {"task_args": {"width": 4}},
     ],
 )
-def test_another_run_of_the_same_name_is_refused(user: Path, overrides: dict[str, Any]) -> None:
+def test_another_run_of_the_same_name_is_refused(
+    user: Path, overrides: dict[str, Any]
+) -> None:
     prepare_storage(read(user), fresh=False)
     with pytest.raises(ConfigError) as raised:
         prepare_storage(read(user, **overrides), fresh=False)
-    assert raised.value.field in overrides or raised.value.field == next(iter(overrides)).split("__")[0]
+    assert (
+        raised.value.field in overrides
+        or raised.value.field == next(iter(overrides)).split("__")[0]
+    )
     assert prepare_storage(read(user, name="other", **overrides), fresh=False) is None
 
 
 def test_workers_and_speed_may_change_between_launches(user: Path) -> None:
     prepare_storage(read(user), fresh=False)
-    changed = {"microbatch_size": 2, "data__num_workers": 1, "checkpoint__keep": 5, "compile": "default"}
+    changed = {
+        "microbatch_size": 2,
+        "data__num_workers": 1,
+        "checkpoint__keep": 5,
+        "compile": "default",
+    }
     assert prepare_storage(read(user, **changed), fresh=False) is None
 
 
@@ -178,7 +214,9 @@ def test_fresh_starts_anew(user: Path) -> None:
 
 
 def test_fresh_deletes_nothing_that_is_no_run(user: Path, tmp_path: Path) -> None:
-    """`--name` and `--storage_path` are typed by hand: a directory without our files is not ours to delete."""
+    """`--name` and `--storage_path` are typed by hand: a directory without our files is
+    not ours to delete.
+    """
     (tmp_path / "home" / "mine").mkdir(parents=True)
     (tmp_path / "home" / "mine" / "thesis.tex").write_text("years of work")
     try:
@@ -199,12 +237,18 @@ def checkpoint(spec: RunSpec) -> str:
 
 
 @pytest.mark.parametrize("lost", ["manifest.json", "state.pt", "rank-00000.pt", ""])
-def test_a_result_is_worth_no_more_than_its_checkpoint(user: Path, caplog: pytest.LogCaptureFixture, lost: str) -> None:
-    """Of a run that has just ended, and of one that is found to be complete; wherever the run lies by now."""
+def test_a_result_is_worth_no_more_than_its_checkpoint(
+    user: Path, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
+    """Of a run that has just ended, and of one that is found to be complete; wherever
+    the run lies by now.
+    """
     spec = read(user)
     prepare_storage(spec, fresh=False)
     checkpoint(spec)
-    result = replace(finish(spec), checkpoint=f"/moved/since/checkpoints/{folder_name(2)}")
+    result = replace(
+        finish(spec), checkpoint=f"/moved/since/checkpoints/{folder_name(2)}"
+    )
     spec.storage.write("result.json", result.to_json().encode())
     check_kept(spec.storage, result)
     assert prepare_storage(spec, fresh=False) == result
@@ -225,7 +269,9 @@ def test_fresh_leaves_the_lease(user: Path) -> None:
     assert spec.storage.names() == ["config.yaml", "log"]
 
 
-def test_a_live_run_is_neither_started_again_nor_deleted(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_run_is_neither_started_again_nor_deleted(
+    user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from trainers.__main__ import main
 
     spec = read(user)

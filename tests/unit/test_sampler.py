@@ -1,4 +1,6 @@
-"""Which samples belong to which step: every sample once, the same set for any number of workers."""
+"""Which samples belong to which step: every sample once, the same set for any number of
+workers.
+"""
 
 import random
 from collections.abc import Iterator
@@ -13,7 +15,10 @@ from trainers.data.sampler import StepSampler, split_share
 
 _RANDOM = random.Random(20261101)
 TRIPLES = [
-    *((_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9)) for _ in range(12)),
+    *(
+        (_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9))
+        for _ in range(12)
+    ),
     (1, 1, 1),
     (1, 64, 8),
     (64, 64, 4),
@@ -21,13 +26,21 @@ TRIPLES = [
     (128, 64, 3),
     (7, 3, 7),
     (100, 1, 4),
-    *((length, sizes, workers) for sizes, length, _ in map(drawn, (0, 2, 14, 26, 40)) for workers in (1, 2, 3, 5)),
+    *(
+        (length, sizes, workers)
+        for sizes, length, _ in map(drawn, (0, 2, 14, 26, 40))
+        for workers in (1, 2, 3, 5)
+    ),
 ]
 
 
-def make(n: int, batch: int | Sizes, workers: int = 1, rank: int = 0, **options: object) -> StepSampler:
+def make(
+    n: int, batch: int | Sizes, workers: int = 1, rank: int = 0, **options: object
+) -> StepSampler:
     dataset = TensorDataset(torch.arange(n))
-    return StepSampler(dataset, global_batch_size=batch, num_replicas=workers, rank=rank, **options)  # type: ignore[arg-type]
+    return StepSampler(
+        dataset, global_batch_size=batch, num_replicas=workers, rank=rank, **options
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
@@ -43,7 +56,8 @@ def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
         assert {sampler.steps_per_epoch for sampler in ranks} == {alone.steps_per_epoch}
         for step in range(alone.steps_per_epoch):
             shares = [sampler.share(step) for sampler in ranks]
-            # In rank order the shares are the step itself: not only the same set, the same order.
+            # In rank order the shares are the step itself: not only the same set, the
+            # same order.
             assert torch.cat(shares).tolist() == alone.share(step).tolist()
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
             assert len(alone.share(step)) == alone.step_size(step)
@@ -66,7 +80,9 @@ def test_the_order_follows_seed_and_epoch() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("n", "workers"), [(10, 1), (10, 3), (3, 4), (64, 4), (7, 7)])
-def test_iterating_it_is_torchs_distributed_sampler(n: int, workers: int, drop_last: bool, shuffle: bool) -> None:
+def test_iterating_it_is_torchs_distributed_sampler(
+    n: int, workers: int, drop_last: bool, shuffle: bool
+) -> None:
     dataset = TensorDataset(torch.arange(n))
     for rank in range(workers):
         ours = make(n, 4, workers, rank, seed=5, drop_last=drop_last, shuffle=shuffle)
@@ -88,7 +104,9 @@ def test_a_dataset_without_length_is_refused() -> None:
         StepSampler(Stream(), global_batch_size=4)
 
 
-@pytest.mark.parametrize(("size", "limit"), [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)])
+@pytest.mark.parametrize(
+    ("size", "limit"), [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)]
+)
 def test_a_share_is_split_evenly(size: int, limit: int) -> None:
     share = torch.randperm(size)
     parts = split_share(share, limit)

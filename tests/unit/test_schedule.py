@@ -1,4 +1,6 @@
-"""torch's LR schedulers in the loop: their rates are those of a plain loop, and a resume changes none."""
+"""torch's LR schedulers in the loop: their rates are those of a plain loop, and a
+resume changes none.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    SequentialLR,
+)
 from torch.utils.data import Dataset
 
 from tests.unit.test_graphs import Fake, make
-from tests.unit.test_loop import PER_EPOCH, Context, Tiny, check_resume, config, curve, train
+from tests.unit.test_loop import (
+    PER_EPOCH,
+    Context,
+    Tiny,
+    check_resume,
+    config,
+    curve,
+    train,
+)
 from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
@@ -45,13 +61,17 @@ class Named(Tiny):
 
     def __init__(self, name: str, every: Any = "step", **options: Any) -> None:
         super().__init__()
-        self.name, self.every, self.options = name, every, options or BY_NAME[name]
+        self.name = name
+        self.every = every
+        self.options = options or BY_NAME[name]
 
     def schedule(self, optimizer: Optimizer, config: TrainConfig) -> Any:
         return getattr(lr_scheduler, self.name)(optimizer, **self.options), self.every
 
 
-def plain(name: str, every: str, kind: type[Optimizer] = SGD, **options: Any) -> list[dict[str, Any]]:
+def plain(
+    name: str, every: str, kind: type[Optimizer] = SGD, **options: Any
+) -> list[dict[str, Any]]:
     """The options of each step of a plain loop."""
     optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.05, **options)
     scheduler = getattr(lr_scheduler, name)(optimizer, **BY_NAME[name])
@@ -66,14 +86,20 @@ def plain(name: str, every: str, kind: type[Optimizer] = SGD, **options: Any) ->
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_rates_are_those_of_a_plain_loop(name: str, every: str, tmp_path: Path) -> None:
+def test_the_rates_are_those_of_a_plain_loop(
+    name: str, every: str, tmp_path: Path
+) -> None:
     train(tmp_path, Named(name, every), **OWN, checkpoint={"every_steps": 99})
     expected = plain(name, every, momentum=0.9)
     assert [lr for _, lr, _ in curve(tmp_path)] == [group["lr"] for group in expected]
-    state = torch.load(tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
+    state = torch.load(
+        tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True
+    )
     (group,) = state["optimizer"]["param_groups"]
     assert group["momentum"] == expected[-1]["momentum"]
-    assert set(group) <= set(SGD([nn.Parameter(torch.zeros(1))], 0.1).param_groups[0]), "the stand-in's stay with it"
+    assert set(group) <= set(
+        SGD([nn.Parameter(torch.zeros(1))], 0.1).param_groups[0]
+    ), "the stand-in's stay with it"
 
 
 class Chosen(Tiny):
@@ -85,7 +111,9 @@ class Chosen(Tiny):
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         first, *others = model.parameters()
-        self.made = SGD([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.05, fused=True)
+        self.made = SGD(
+            [{"params": [first], "lr": 0.5}, {"params": others}], lr=0.05, fused=True
+        )
         return self.made
 
     def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
@@ -95,14 +123,19 @@ class Chosen(Tiny):
             return LambdaLR(self.made, lambda step: 0.5**step)
         if self.how == "none":
             return None
-        parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8)]
+        parts = [
+            LinearLR(optimizer, 0.1, total_iters=4),
+            CosineAnnealingLR(optimizer, 8),
+        ]
         return SequentialLR(optimizer, parts, milestones=[4])
 
 
 def test_the_tasks_own(tmp_path: Path) -> None:
     train(tmp_path, Chosen("lambda"), lr_schedule={}, checkpoint={"every_steps": 99})
     assert [lr for _, lr, _ in curve(tmp_path)] == [0.5 * 0.5**n for n in range(STEPS)]
-    state = torch.load(tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
+    state = torch.load(
+        tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True
+    )
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [
         base * 0.5 ** (STEPS - 1) for base in (0.5, 0.05)
     ]
@@ -126,16 +159,30 @@ def plateau() -> Named:
     ],
 )
 @pytest.mark.parametrize("at", [3, 10])
-def test_a_resume_is_bit_equal(task: Callable[[], Tiny], changes: dict[str, Any], at: int, tmp_path: Path) -> None:
+def test_a_resume_is_bit_equal(
+    task: Callable[[], Tiny], changes: dict[str, Any], at: int, tmp_path: Path
+) -> None:
     check_resume(tmp_path, task, at, **changes)
     assert len({lr for _, lr, _ in curve(tmp_path / "cut")}) > 2
 
 
-@pytest.mark.parametrize(("by", "mode"), [("step", "min"), ("val_loss", "min"), ("val_accuracy", "max")])
-def test_a_plateau_is_one_of_the_evaluations(by: str, mode: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("by", "mode"), [("step", "min"), ("val_loss", "min"), ("val_accuracy", "max")]
+)
+def test_a_plateau_is_one_of_the_evaluations(
+    by: str, mode: Any, tmp_path: Path
+) -> None:
     context = Context(tmp_path)
-    fit(Named("ReduceLROnPlateau", by, mode=mode, **PLATEAU), config(**OWN, evaluate={"every_steps": 2}), context)
-    figures = [row["val_loss" if by == "step" else by] for row, kept in context.reports if kept is None]
+    fit(
+        Named("ReduceLROnPlateau", by, mode=mode, **PLATEAU),
+        config(**OWN, evaluate={"every_steps": 2}),
+        context,
+    )
+    figures = [
+        row["val_loss" if by == "step" else by]
+        for row, kept in context.reports
+        if kept is None
+    ]
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, **PLATEAU)
     rates = []
@@ -158,14 +205,22 @@ class Unseen(Named):
         (Unseen("ReduceLROnPlateau", **PLATEAU), {}, "schedule()"),
         (Named("ReduceLROnPlateau", mode="max", **PLATEAU), {}, "schedule()"),
         (Named("ReduceLROnPlateau", "val_accuracy", **PLATEAU), {}, "schedule()"),
-        (Named("ReduceLROnPlateau", "val_acuracy", mode="max", **PLATEAU), {}, "schedule()"),
+        (
+            Named("ReduceLROnPlateau", "val_acuracy", mode="max", **PLATEAU),
+            {},
+            "schedule()",
+        ),
         (Chosen(), {"name": "linear"}, "lr_schedule.name"),
         (Named("StepLR", "batch"), {}, "schedule()"),
         (Chosen("another"), {}, "schedule()"),
         # It ends before the run.
         (Named("OneCycleLR", max_lr=0.1, total_steps=STEPS - 1), {}, "schedule()"),
         (Named("OneCycleLR", "epoch", max_lr=0.1, total_steps=2), {}, "schedule()"),
-        (Named("LambdaLR", lr_lambda=lambda step: [1.0, 0.5, 0.25][step]), {}, "schedule()"),
+        (
+            Named("LambdaLR", lr_lambda=lambda step: [1.0, 0.5, 0.25][step]),
+            {},
+            "schedule()",
+        ),
     ],
 )
 def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:
@@ -181,11 +236,18 @@ def test_another_scheduler_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_a_captured_step_takes_rates_but_no_momenta() -> None:
-    step = make(Fake(), lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True))
+    step = make(
+        Fake(), lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+    )
 
     def follow(name: str) -> None:
         stand_in = StandIn(step.optimizer)
-        made = Schedule(Named(name).schedule(stand_in, config()), stand_in, config(**OWN).lr_schedule, STEPS)
+        made = Schedule(
+            Named(name).schedule(stand_in, config()),
+            stand_in,
+            config(**OWN).lr_schedule,
+            STEPS,
+        )
         made.stepped(1, ends_epoch=False)
         made.stepped(2, ends_epoch=False)
         step.follow(made, 2)

@@ -1,4 +1,6 @@
-"""The JSON schemas for editors: current, named by every example, and as strict as the models where a schema can be."""
+"""The JSON schemas for editors: current, named by every example, and as strict as the
+models where a schema can be.
+"""
 
 import json
 import re
@@ -23,17 +25,33 @@ from tune.config import SweepConfig
 
 SCHEMAS = runpy.run_path(str(REPOSITORY / "docs/make.py"))["SCHEMAS"]
 EXAMPLES = sorted(REPOSITORY.glob("examples/*/*.yaml"))
-RUN = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
-SWEEP = {"train": RUN, "space": {"global_batch_size": [16, 32]}, "objective": {"metric": "val_loss"}}
+RUN = {
+    "task": "task:Task",
+    "epochs": 1,
+    "global_batch_size": 32,
+    "optimizer": {"lr": 0.1},
+}
+SWEEP = {
+    "train": RUN,
+    "space": {"global_batch_size": [16, 32]},
+    "objective": {"metric": "val_loss"},
+}
 
 
 def errors(package: str, tree: Any) -> list[str]:
-    validator = Draft7Validator(json.loads((REPOSITORY / package / "schema.json").read_text()))
-    return [f"{'.'.join(map(str, error.path))}: {error.message}" for error in validator.iter_errors(tree)]
+    validator = Draft7Validator(
+        json.loads((REPOSITORY / package / "schema.json").read_text())
+    )
+    return [
+        f"{'.'.join(map(str, error.path))}: {error.message}"
+        for error in validator.iter_errors(tree)
+    ]
 
 
 @pytest.mark.parametrize("file", SCHEMAS)
-def test_a_schema_is_one_and_is_current(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schema_is_one_and_is_current(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (REPOSITORY / file).read_text()
     assert text == SCHEMAS[file](), "run `make docs`"
     Draft7Validator.check_schema(json.loads(text))
@@ -42,18 +60,27 @@ def test_a_schema_is_one_and_is_current(file: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize(
+    "path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 def test_an_example_names_its_schema_and_is_valid(path: Path) -> None:
     text = path.read_text()
     found = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)
     schema = (path.parent / found[1]).resolve()
-    assert schema.parent.name == ("trainers" if path.name.startswith("train") else "tune")
+    assert schema.parent.name == (
+        "trainers" if path.name.startswith("train") else "tune"
+    )
     assert errors(schema.parent.name, parse_mapping(text, path.name)) == []
 
 
 def test_every_configuration_of_the_pages_is_valid() -> None:
     count = 0
-    for block in (block for page in pages() for block in blocks(page) if block.language == "yaml" and not block.fates):
+    for block in (
+        block
+        for page in pages()
+        for block in blocks(page)
+        if block.language == "yaml" and not block.fates
+    ):
         tree = parse_mapping(block.text, block.page)
         if "train" in tree or "space" in tree:
             assert errors("tune", SWEEP | tree) == [], f"{block.page}:{block.line}"
@@ -76,8 +103,13 @@ def with_key(tree: Tree, dotted: str, value: Any) -> Tree:
     return override(Settings, tree, {dotted: value})
 
 
-@pytest.mark.parametrize(("package", "model", "tree"), [("trainers", TrainConfig, RUN), ("tune", SweepConfig, SWEEP)])
-def test_every_key_that_is_mistyped_is_marked(package: str, model: type[Settings], tree: Tree) -> None:
+@pytest.mark.parametrize(
+    ("package", "model", "tree"),
+    [("trainers", TrainConfig, RUN), ("tune", SweepConfig, SWEEP)],
+)
+def test_every_key_that_is_mistyped_is_marked(
+    package: str, model: type[Settings], tree: Tree
+) -> None:
     for dotted in keys(model):
         above, _, leaf = dotted.rpartition(".")
         mistyped = f"{above}.{leaf[:-1]}".lstrip(".")
@@ -88,10 +120,18 @@ def test_every_key_that_is_mistyped_is_marked(package: str, model: type[Settings
 
 ODD_VALUES = ("nonsense", -1, 1.5, True, [{}], {"nonsense": 1}, 3, [], {}, None)
 TOGETHER = {
-    *("early_stopping.metric", "early_stopping.patience", "fullgraph", "optimizer.nesterov", "data.prefetch_factor"),
+    *(
+        "early_stopping.metric",
+        "early_stopping.patience",
+        "fullgraph",
+        "optimizer.nesterov",
+        "data.prefetch_factor",
+    ),
     *("checkpoint.best", "scaling.num_workers", "lr_schedule.warmup"),
 }
-"""Keys of which some values are wrong for what else there is, or by a rule that no schema has."""
+"""Keys of which some values are wrong for what else there is, or by a rule that no
+schema has.
+"""
 
 
 @pytest.mark.parametrize("dotted", list(keys(TrainConfig)))
@@ -171,4 +211,7 @@ def test_every_choice_of_a_model_is_one_of_the_schema() -> None:
     for name, field in TrainConfig.model_fields.items():
         choices = [one for one in get_args(field.annotation) if isinstance(one, str)]
         if choices and len(choices) == len(get_args(field.annotation)):
-            assert schema["definitions"]["TrainConfig"]["properties"][name]["enum"] == choices
+            assert (
+                schema["definitions"]["TrainConfig"]["properties"][name]["enum"]
+                == choices
+            )

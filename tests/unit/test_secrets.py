@@ -1,4 +1,6 @@
-"""No secret is shown or saved, no text moves the cursor, and what is written is for its owner alone."""
+"""No secret is shown or saved, no text moves the cursor, and what is written is for its
+owner alone.
+"""
 
 import logging
 import os
@@ -10,7 +12,14 @@ import pytest
 
 from tests.specs import read_spec
 from trainers.causes import failure_of
-from trainers.errors import ConfigError, RunFailedError, StorageError, first_line, last_line, show
+from trainers.errors import (
+    ConfigError,
+    RunFailedError,
+    StorageError,
+    first_line,
+    last_line,
+    show,
+)
 from trainers.launch import local
 from trainers.launch.log import setup_logging
 from trainers.launch.spec import read_file
@@ -68,17 +77,41 @@ def test_all_else_stays_what_it_is(text: str) -> None:
     assert redact(text) == text
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "AWS_SESSION_TOKEN", "PGPASSWORD", "my_secret", "AWS_ACCESS_KEY_ID"])
-def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WANDB_API_KEY",
+        "AWS_SESSION_TOKEN",
+        "PGPASSWORD",
+        "my_secret",
+        "AWS_ACCESS_KEY_ID",
+    ],
+)
+def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, SECRET)
-    assert redact(f"ValueError: cannot log in as <{SECRET}>") == f"ValueError: cannot log in as <{HIDDEN}>"
+    assert (
+        redact(f"ValueError: cannot log in as <{SECRET}>")
+        == f"ValueError: cannot log in as <{HIDDEN}>"
+    )
     monkeypatch.setenv(name, "no")
     assert redact("no short word is taken for one") == "no short word is taken for one"
 
 
 def test_nothing_moves_the_cursor() -> None:
-    """Escape sequences could rewrite what stands above; a lone surrogate would end the program that prints it."""
-    for code in [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066, 0xD800, 0xDFFF]:
+    """Escape sequences could rewrite what stands above; a lone surrogate would end the
+    program that prints it.
+    """
+    for code in [
+        *range(9),
+        *range(11, 32),
+        *range(127, 160),
+        0x202E,
+        0x2066,
+        0xD800,
+        0xDFFF,
+    ]:
         shown = redact(f"a{chr(code)}[2Jb")
         assert chr(code) not in shown
         assert shown.startswith("a\\")
@@ -90,7 +123,9 @@ URI = f"s3://AKIAIOSFODNN7:{SECRET.replace('/', '%2F')}@bucket/runs"
 
 def test_errors_hide_it_however_they_are_made() -> None:
     errors = [
-        ConfigError("storage_path", URI, f"cannot be opened ({URI})", "use another", URI),
+        ConfigError(
+            "storage_path", URI, f"cannot be opened ({URI})", "use another", URI
+        ),
         ConfigError("api_key", SECRET, "is no such key", "remove it"),
         StorageError(f"could not write {URI}"),
         failure_of(OSError(f"no bucket in {URI}"), 0),
@@ -99,12 +134,20 @@ def test_errors_hide_it_however_they_are_made() -> None:
     for error in (*errors, *(pickle.loads(pickle.dumps(error)) for error in errors)):  # noqa: S301
         assert "FEMI" not in str(error)
         assert HIDDEN in str(error)
-    assert all("FEMI" not in error.message for error in errors if isinstance(error, RunFailedError))
-    assert "FEMI" not in show(f"{'x' * 130} {URI}") + show({"a": {"secret_key": SECRET}})
+    assert all(
+        "FEMI" not in error.message
+        for error in errors
+        if isinstance(error, RunFailedError)
+    )
+    assert "FEMI" not in show(f"{'x' * 130} {URI}") + show(
+        {"a": {"secret_key": SECRET}}
+    )
     assert "FEMI" not in first_line(OSError(URI)) + last_line(OSError(f"a\n{URI}"))
 
 
-def test_the_log_and_tracebacks_hide_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_and_tracebacks_hide_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     setup_logging(0)
     for name in ("trainers", "cluster", "tune"):
@@ -120,7 +163,9 @@ def test_the_log_and_tracebacks_hide_it(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize("text", NAMED[:12])
 def test_storage_takes_no_credentials(text: str) -> None:
-    """No run has them in its address, so none can be saved with one, or be shown by Ray, pyarrow or the shell."""
+    """No run has them in its address, so none can be saved with one, or be shown by
+    Ray, pyarrow or the shell.
+    """
     uri = text.format(*[SECRET.replace("/", "%2F")] * 2)
     with pytest.raises(ConfigError) as raised:
         Storage(uri)
@@ -128,11 +173,19 @@ def test_storage_takes_no_credentials(text: str) -> None:
     assert "AWS_SECRET_ACCESS_KEY" in str(raised.value)
 
 
-def test_no_door_takes_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_door_takes_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_STORAGE", URI)
-    (tmp_path / "train.yaml").write_text("task: tests.tasks:Blobs\nepochs: 1\nglobal_batch_size: 8\noptimizer: {lr: 1}")
+    (tmp_path / "train.yaml").write_text(
+        "task: tests.tasks:Blobs\nepochs: 1\nglobal_batch_size: 8\noptimizer: {lr: 1}"
+    )
     file = str(tmp_path / "train.yaml")
-    doors = [lambda: read_spec(file, {}), lambda: read_file(URI), lambda: Storage(storage_uri(URI))]
+    doors = [
+        lambda: read_spec(file, {}),
+        lambda: read_file(URI),
+        lambda: Storage(storage_uri(URI)),
+    ]
     doors += [lambda: read_spec(file, {"storage_path": URI})]
     for door in doors:
         with pytest.raises(ConfigError, match="must hold no key or password") as raised:
@@ -140,7 +193,9 @@ def test_no_door_takes_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "FEMI" not in str(raised.value)
 
 
-@pytest.mark.parametrize("uri", ["s3://AKIA:wJalrXUtn/FEMI@bucket/x", "s3://[wJalrXUtnFEMI:x@bucket"])
+@pytest.mark.parametrize(
+    "uri", ["s3://AKIA:wJalrXUtn/FEMI@bucket/x", "s3://[wJalrXUtnFEMI:x@bucket"]
+)
 def test_a_password_that_breaks_the_uri_is_not_shown_either(uri: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Storage(uri).exists()
@@ -152,10 +207,15 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("asked", "file", "directory"), [(None, 0o600, 0o700), ("640", 0o640, 0o750), ("0644", 0o644, 0o755)]
+    ("asked", "file", "directory"),
+    [(None, 0o600, 0o700), ("640", 0o640, 0o750), ("0644", 0o644, 0o755)],
 )
 def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, file: int, directory: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    file: int,
+    directory: int,
 ) -> None:
     if asked:
         monkeypatch.setenv("PACELINE_FILE_MODE", asked)

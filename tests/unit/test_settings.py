@@ -151,7 +151,9 @@ class Outer(Settings):
     """What it is for."""
     inner: Inner = Field(default_factory=Inner)
     """Inner part."""
-    many: int | list[int] = Field(default=1, examples=[2], json_schema_extra={"rule": "must be one or several"})
+    many: int | list[int] = Field(
+        default=1, examples=[2], json_schema_extra={"rule": "must be one or several"}
+    )
     """One or several."""
     free: dict[str, Any] = Field(default_factory=dict)
     """Anything."""
@@ -161,14 +163,24 @@ class Outer(Settings):
     @model_validator(mode="after")
     def _check(self) -> Outer:
         if self.ratio == 0.25:
-            raise ConfigError("ratio", self.ratio, "must not be a quarter", "take a third")
+            raise ConfigError(
+                "ratio", self.ratio, "must not be a quarter", "take a third"
+            )
         return self
 
 
 def test_an_override_replaces_the_other_keys_of_its_group() -> None:
     tree = {"size": 3, "needed": "x", "inner": {"steps": 1, "epochs": None}}
-    assert override(Outer, tree, {"share": 0.5}) == {"share": 0.5, "needed": "x", "inner": {"steps": 1, "epochs": None}}
-    assert override(Outer, tree, {"inner.seconds": 2.0}) == {"size": 3, "needed": "x", "inner": {"seconds": 2.0}}
+    assert override(Outer, tree, {"share": 0.5}) == {
+        "share": 0.5,
+        "needed": "x",
+        "inner": {"steps": 1, "epochs": None},
+    }
+    assert override(Outer, tree, {"inner.seconds": 2.0}) == {
+        "size": 3,
+        "needed": "x",
+        "inner": {"seconds": 2.0},
+    }
     assert override(Outer, tree, {"ratio": 0.1}) == {**tree, "ratio": 0.1}
 
 
@@ -189,17 +201,38 @@ GOOD = {"needed": "x"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"rato": 0.5}, "`rato` is 0.5, but there is no such key; did you mean `ratio`?"),
-        ({"inner": {"step": 1}}, "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?"),
+        (
+            {"rato": 0.5},
+            "`rato` is 0.5, but there is no such key; did you mean `ratio`?",
+        ),
+        (
+            {"inner": {"step": 1}},
+            "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?",
+        ),
         ({"size": "many"}, '`size` is "many", but must be a whole number; write'),
-        ({"kind": False}, "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`"),
-        ({"needed": ""}, '`needed` is "", but must not be empty; write for example `needed: word`'),
-        ({"inner": {"steps": 0}}, "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`"),
+        (
+            {"kind": False},
+            "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`",
+        ),
+        (
+            {"needed": ""},
+            '`needed` is "", but must not be empty; write for example `needed: word`',
+        ),
+        (
+            {"inner": {"steps": 0}},
+            "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`",
+        ),
         ({"inner": [1]}, "`inner` is [1], but must be a mapping; write"),
         ({"free": 3}, "`free` is 3, but must be a mapping; write"),
         ({"ratio": 0.25}, "`ratio` is 0.25, but must not be a quarter; take a third"),
-        ({"ratio": None}, "`ratio` is null, but must be a number; write for example `ratio: 0.5`"),
-        ({"many": "x"}, '`many` is "x", but must be one or several; write for example `many: 2`'),
+        (
+            {"ratio": None},
+            "`ratio` is null, but must be a number; write for example `ratio: 0.5`",
+        ),
+        (
+            {"many": "x"},
+            '`many` is "x", but must be one or several; write for example `many: 2`',
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(tree: dict[str, Any], words: str) -> None:
@@ -210,7 +243,15 @@ def test_a_mistake_is_one_sentence(tree: dict[str, Any], words: str) -> None:
 
 def test_several_mistakes_are_a_line_each() -> None:
     with pytest.raises(ConfigErrors) as raised:
-        build(Outer, {"size": "x", "ratio": 7, "inner": {"steps": -1}, "zzz": 1}, "f.yaml")
+        build(
+            Outer, {"size": "x", "ratio": 7, "inner": {"steps": -1}, "zzz": 1}, "f.yaml"
+        )
     assert len(raised.value.errors) == 5
     assert len(str(raised.value).splitlines()) == 5
-    assert {error.field for error in raised.value.errors} == {"size", "ratio", "inner.steps", "zzz", "needed"}
+    assert {error.field for error in raised.value.errors} == {
+        "size",
+        "ratio",
+        "inner.steps",
+        "zzz",
+        "needed",
+    }

@@ -1,4 +1,6 @@
-"""What asks a process to stop and what ends it; that it ends with the process that started it, and leaves its group."""
+"""What asks a process to stop and what ends it; that it ends with the process that
+started it, and leaves its group.
+"""
 
 import os
 import select
@@ -18,7 +20,9 @@ ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 @pytest.mark.parametrize("first", ALL)
 @pytest.mark.parametrize("second", ALL)
-def test_only_a_second_interrupt_ends_it(first: signal.Signals, second: signal.Signals) -> None:
+def test_only_a_second_interrupt_ends_it(
+    first: signal.Signals, second: signal.Signals
+) -> None:
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ALL}
     told = []
     try:
@@ -39,7 +43,9 @@ def test_only_a_second_interrupt_ends_it(first: signal.Signals, second: signal.S
 
 
 def test_a_signal_amid_a_write_waits_for_its_end() -> None:
-    """A buffered stream that is told from the handler itself would raise: it is being written to."""
+    """A buffered stream that is told from the handler itself would raise: it is being
+    written to.
+    """
     stream = threading.Lock()
     told = []
 
@@ -118,9 +124,16 @@ print(before, threads())
 
 
 def test_a_group_that_was_left_is_gone(tmp_path: Path) -> None:
-    """One that stays until the process ends makes it abort now and then: `terminate called ...`."""
+    """One that stays until the process ends makes it abort now and then: `terminate
+    called ...`.
+    """
     place = f"file://{tmp_path}/rendezvous"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, place], capture_output=True, text=True, cwd=REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, place],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
     assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split())
     assert before > 0

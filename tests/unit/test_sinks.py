@@ -1,4 +1,6 @@
-"""TensorBoard events: whole files by TensorBoard's own format, in parts like the log, each step once after a resume."""
+"""TensorBoard events: whole files by TensorBoard's own format, in parts like the log,
+each step once after a resume.
+"""
 
 import struct
 from pathlib import Path
@@ -23,7 +25,9 @@ def events(run: Path) -> list[Event]:
             (length,) = struct.unpack("<Q", data[:8])
             assert struct.unpack("<I", data[8:12]) == (masked_crc32c(data[:8]),)
             body = data[12 : 12 + length]
-            assert struct.unpack("<I", data[12 + length : 16 + length]) == (masked_crc32c(body),)
+            assert struct.unpack("<I", data[12 + length : 16 + length]) == (
+                masked_crc32c(body),
+            )
             found.append(Event.FromString(body))
             data = data[16 + length :]
     return found
@@ -31,20 +35,37 @@ def events(run: Path) -> list[Event]:
 
 def series(run: Path, name: str) -> list[tuple[int, float]]:
     return [
-        (event.step, value.simple_value) for event in events(run) for value in event.summary.value if value.tag == name
+        (event.step, value.simple_value)
+        for event in events(run)
+        for value in event.summary.value
+        if value.tag == name
     ]
 
 
-def test_numbers_are_scalars_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_scalars_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainers.measure.run_log.time.time", lambda: 1234.5)
     log = RunLog(Storage(str(tmp_path)), tensorboard=True)
-    log.add({"step": 3, "epoch": 0.5, "train_time_s": 1.0, "train_loss": 0.25, "lr": 1, "ranks": [{"rank": 0}]})
+    log.add(
+        {
+            "step": 3,
+            "epoch": 0.5,
+            "train_time_s": 1.0,
+            "train_loss": 0.25,
+            "lr": 1,
+            "ranks": [{"rank": 0}],
+        }
+    )
     log.add({"step": 3, "epoch": 0.5, "train_time_s": 1.0, "val_loss": 0.5})
     log.flush(3)
     first, *rest = events(tmp_path)
     assert first.file_version == "brain.Event:2"
     assert [(event.wall_time, event.step) for event in rest] == [(1234.5, 3)] * 2
-    assert [{value.tag: value.simple_value for value in event.summary.value} for event in rest] == [
+    assert [
+        {value.tag: value.simple_value for value in event.summary.value}
+        for event in rest
+    ] == [
         {"train_loss": 0.25, "lr": 1.0},
         {"val_loss": 0.5},
     ]
@@ -53,7 +74,9 @@ def test_numbers_are_scalars_and_nothing_else_is(tmp_path: Path, monkeypatch: py
 def test_a_run_and_its_curve(tmp_path: Path) -> None:
     train(tmp_path, epochs=2, tracking=["tensorboard"])
     for index, name in ((1, "lr"), (2, "train_loss")):
-        wanted = [(row[0], pytest.approx(row[index], rel=1e-6)) for row in curve(tmp_path)]
+        wanted = [
+            (row[0], pytest.approx(row[index], rel=1e-6)) for row in curve(tmp_path)
+        ]
         assert series(tmp_path, name) == wanted
     assert [step for step, _ in series(tmp_path, "val_loss")] == [5, 10]
     assert all(value > 0 for _, value in series(tmp_path, "samples_per_s"))
@@ -61,9 +84,17 @@ def test_a_run_and_its_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut_at_step", [4, 5, 8])
-def test_after_a_power_cut_each_step_is_there_once(cut_at_step: int, tmp_path: Path) -> None:
-    changes = {"tracking": ["tensorboard"], "checkpoint": {"every_steps": 4}, "epochs": 2}
-    if cut_at_step == 5:  # between two checkpoints, after events that were flushed with none
+def test_after_a_power_cut_each_step_is_there_once(
+    cut_at_step: int, tmp_path: Path
+) -> None:
+    changes = {
+        "tracking": ["tensorboard"],
+        "checkpoint": {"every_steps": 4},
+        "epochs": 2,
+    }
+    if (
+        cut_at_step == 5
+    ):  # between two checkpoints, after events that were flushed with none
         with pytest.raises(Power):
             fit(Tiny(), config(**changes), Context(tmp_path, cut_at_step=4))
         log = RunLog(Storage(str(tmp_path)), tensorboard=True)

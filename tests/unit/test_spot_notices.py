@@ -1,4 +1,6 @@
-"""Spot notices, read from the metadata services of three clouds in all of their moods; and spot that is refused."""
+"""Spot notices, read from the metadata services of three clouds in all of their moods;
+and spot that is refused.
+"""
 
 import os
 import subprocess
@@ -10,7 +12,9 @@ from pathlib import Path
 import pytest
 from ray.autoscaler.v2.instance_manager.node_provider import LaunchNodeError
 from ray.autoscaler.v2.instance_manager.reconciler import Reconciler
-from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
+from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import (
+    CloudResourceMonitor,
+)
 from ray.core.generated.instance_manager_pb2 import Instance
 
 from cluster.__main__ import main
@@ -22,7 +26,8 @@ from tests.specs import REPOSITORY
 from tests.waits import HANG_S, until, when
 
 CLOUDS = ("aws", "gcp", "azure")
-AT, AT_UNIX = "2031-09-18T08:22:00Z", 1947486120.0
+AT = "2031-09-18T08:22:00Z"
+AT_UNIX = 1947486120.0
 
 
 @pytest.fixture
@@ -43,11 +48,19 @@ def preempt(machine: Machine) -> None:
 
 
 def eviction(not_before: str, *names: str, kind: str = "Preempt") -> dict[str, object]:
-    return {"EventType": kind, "Resources": list(names or ("WORKER-7",)), "NotBefore": not_before}
+    return {
+        "EventType": kind,
+        "Resources": list(names or ("WORKER-7",)),
+        "NotBefore": not_before,
+    }
 
 
-def wait(cloud: str, machine: Machine, looks: int = 100) -> tuple[Notice | None, list[float], list[str]]:
-    """The notice, how long was waited for Ray's end before each look, and what was said; nothing is slept."""
+def wait(
+    cloud: str, machine: Machine, looks: int = 100
+) -> tuple[Notice | None, list[float], list[str]]:
+    """The notice, how long was waited for Ray's end before each look, and what was
+    said; nothing is slept.
+    """
     waited = []
     said = []
 
@@ -55,7 +68,11 @@ def wait(cloud: str, machine: Machine, looks: int = 100) -> tuple[Notice | None,
         waited.append(wait_s)
         return len(waited) > looks
 
-    return wait_for_notice(SERVICES[cloud](machine.address), has_ended, said.append), waited, said
+    return (
+        wait_for_notice(SERVICES[cloud](machine.address), has_ended, said.append),
+        waited,
+        said,
+    )
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
@@ -66,7 +83,11 @@ def test_a_notice_is_heard_with_its_deadline(cloud: str, machine: Machine) -> No
     preempt(machine)
     before = time.time()
     notice, waited, said = wait(cloud, machine)
-    assert before + 30 <= notice.deadline_s <= time.time() + 30 if cloud == "gcp" else notice.deadline_s == AT_UNIX
+    assert (
+        before + 30 <= notice.deadline_s <= time.time() + 30
+        if cloud == "gcp"
+        else notice.deadline_s == AT_UNIX
+    )
     assert (waited, said) == ([0.0], []), "at the first look"
 
 
@@ -79,7 +100,9 @@ def test_a_machine_that_is_not_spot_is_left_alone(cloud: str, machine: Machine) 
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_service_that_hangs_is_asked_again(cloud: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_hangs_is_asked_again(
+    cloud: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(notices, "_TIMEOUT_S", 0.5)
     preempt(machine)
     machine.faults.extend([hang] * 2)
@@ -90,10 +113,17 @@ def test_a_service_that_hangs_is_asked_again(cloud: str, machine: Machine, monke
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_service_in_trouble_is_asked_again_and_said_once(cloud: str, machine: Machine) -> None:
-    answers = [*((status, "") for status in (200, 400, 401, 403, 404, 410, 429, 500, 503))]
+def test_a_service_in_trouble_is_asked_again_and_said_once(
+    cloud: str, machine: Machine
+) -> None:
+    answers = [
+        *((status, "") for status in (200, 400, 401, 403, 404, 410, 429, 500, 503))
+    ]
     answers += [(200, text) for text in ("<html>", "[]", "{}", "[" * 9999)]
-    faults = [hang_up, *(lambda handler, said=said: respond(handler, *said) for said in answers)]
+    faults = [
+        hang_up,
+        *(lambda handler, said=said: respond(handler, *said) for said in answers),
+    ]
     machine.faults.extend(faults)
     before = len(machine.asked)
     notice, waited, said = wait(cloud, machine, looks=40)
@@ -146,7 +176,11 @@ NODE = f"unit-test-{os.getpid()}"
 def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like the raylet of the node NODE."""
     command = ["/anywhere/raylet/raylet", "-c", "import time; time.sleep(3600)"]
-    flags = [f"--node_id={NODE}", "--gcs-address=127.0.0.1:9", f"--raylet_socket_name={tmp_path}/sockets/raylet"]
+    flags = [
+        f"--node_id={NODE}",
+        "--gcs-address=127.0.0.1:9",
+        f"--raylet_socket_name={tmp_path}/sockets/raylet",
+    ]
     with subprocess.Popen([*command, *flags], executable=sys.executable) as process:
         while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
             time.sleep(0.001)  # the kernel shows it a moment after the start
@@ -155,7 +189,9 @@ def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_watcher_ends_with_ray(
-    machine: Machine, raylet: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    machine: Machine,
+    raylet: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     when(lambda: bool(machine.asked), raylet.terminate)
     assert main(["watch", "azure", "--node", NODE, "--address", machine.address]) == 0
@@ -186,17 +222,28 @@ def test_ray_is_asked_until_it_drains_the_node(
     preempt(machine)
     assert main(["watch", "aws", "--node", NODE, "--address", machine.address]) == 0
     preemption = 2  # of Ray's DrainNodeReason
-    assert asked == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))] * 3
+    assert (
+        asked
+        == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))] * 3
+    )
 
 
-def test_the_autoscaler_ends_with_ray(raylet: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_the_autoscaler_ends_with_ray(
+    raylet: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
     """It is Ray's own, and writes its log where `ray monitor` looks for it."""
     (tmp_path / "logs").mkdir()
     config = str(REPOSITORY / "cluster" / "aws.yaml")
     command = [sys.executable, "-m", "cluster", "autoscale", config, "--node", NODE]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as autoscaler:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as autoscaler:
         log = tmp_path / "logs" / "monitor.log"
-        until(lambda: log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text(), "its log", process=autoscaler)
+        until(
+            lambda: log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text(),
+            "its log",
+            process=autoscaler,
+        )
         raylet.kill()
         assert autoscaler.wait(HANG_S) == 0
 
@@ -206,10 +253,17 @@ STEPS = ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance")
 
 def refused() -> dict[str, float]:
     """What Ray thinks of node types after EC2 has refused a spot machine."""
-    instance = Instance(instance_id="1", instance_type="gpu_spot", launch_request_id="r", status=Instance.REQUESTED)
+    instance = Instance(
+        instance_id="1",
+        instance_type="gpu_spot",
+        launch_request_id="r",
+        status=Instance.REQUESTED,
+    )
     error = LaunchNodeError("gpu_spot", 1, "r", 0)
     key = "r", "gpu_spot"
-    update = Reconciler._try_resolve_pending_allocation(instance, {}, {key: error}, {key: 1})
+    update = Reconciler._try_resolve_pending_allocation(
+        instance, {}, {key: error}, {key: 1}
+    )
     assert update.new_instance_status == Instance.ALLOCATION_FAILED
     monitor = CloudResourceMonitor()
     monitor.notify([update])
@@ -217,7 +271,9 @@ def refused() -> dict[str, float]:
 
 
 def test_a_refused_type_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused() == {}, "Ray by itself; where this fails, cluster/spot/autoscaler.py has become needless"
+    assert refused() == {}, (
+        "Ray by itself; where this fails, cluster/spot/autoscaler.py has become needless"
+    )
     for step in STEPS:
         monkeypatch.setattr(Reconciler, step, Reconciler.__dict__[step])
     monkeypatch.setattr(CloudResourceMonitor, "notify", CloudResourceMonitor.notify)

@@ -1,4 +1,6 @@
-"""Actions on a sweep: what they come to, what the mailbox makes of them, and what a user may ask for."""
+"""Actions on a sweep: what they come to, what the mailbox makes of them, and what a
+user may ask for.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,13 @@ LANES = 2
 
 
 class Driver:
-    """Submits the trials that have no end yet, as a driver does at its start, to a mailbox of its own."""
+    """Submits the trials that have no end yet, as a driver does at its start, to a
+    mailbox of its own.
+    """
 
     def __init__(self, sweep: Storage, ends: dict[str, str]) -> None:
-        self.actions, self.ends = Actions(sweep), ends
+        self.actions = Actions(sweep)
+        self.ends = ends
         self.steering = Steering()
         self.mailbox = Mailbox()
         self.running: dict[int, Assignment] = {}
@@ -53,21 +58,30 @@ class Driver:
         await self.mailbox.submit(Assignment(new_ticket(trial), trial, {}))
 
     async def look(self) -> None:
-        before, self.steering = self.steering, self.actions.read()
+        before = self.steering
+        self.steering = self.actions.read()
         await self.mailbox.steer(self.steering)
-        for clone in self.steering.clones.keys() - before.clones.keys() - self.ends.keys():
+        for clone in (
+            self.steering.clones.keys() - before.clones.keys() - self.ends.keys()
+        ):
             await self.submit(clone)
 
     async def work(self, lane: int) -> None:
-        """The lane takes a trial, or goes on with the one that it has, which ends at its second report."""
+        """The lane takes a trial, or goes on with the one that it has, which ends at
+        its second report.
+        """
         if lane not in self.running:
             await self.record()
-            waiting = [trial for trial in self.steering.first if trial in self.waiting()]
+            waiting = [
+                trial for trial in self.steering.first if trial in self.waiting()
+            ]
             taken = await self.mailbox.take(lane, 0.001)
             assert not (taken and self.steering.paused)
             if isinstance(taken, Assignment):
                 assert taken.trial not in self.steering.stopped
-                assert not waiting or taken.trial == waiting[0], "what is wanted first comes first"
+                assert not waiting or taken.trial == waiting[0], (
+                    "what is wanted first comes first"
+                )
                 self.running[lane] = taken
             return
         assignment = self.running[lane]
@@ -75,33 +89,56 @@ class Driver:
         goes_on = await self.mailbox.report(assignment.ticket, {"step": self.reports})
         assert goes_on is (assignment.trial not in self.steering.stopped)
         if not goes_on or random.random() < 0.5:
-            await self.mailbox.end(lane, assignment.ticket, {"status": "done" if goes_on else "stopped"})
+            await self.mailbox.end(
+                lane, assignment.ticket, {"status": "done" if goes_on else "stopped"}
+            )
             del self.running[lane]
 
     def waiting(self) -> set[str]:
         held = {assignment.trial for assignment in self.running.values()}
-        return {*TRIALS, *self.steering.clones} - held - self.ends.keys() - self.steering.stopped
+        return (
+            {*TRIALS, *self.steering.clones}
+            - held
+            - self.ends.keys()
+            - self.steering.stopped
+        )
 
     async def record(self) -> None:
         """Note the trials that have ended; of each there is one end."""
         for trial in (*TRIALS, *self.steering.clones):
             events = await self.mailbox.heard(trial)
-            if trial not in self.ends and events and (outcome := events[-1].outcome) is not None:
+            if (
+                trial not in self.ends
+                and events
+                and (outcome := events[-1].outcome) is not None
+            ):
                 self.ends[trial] = outcome["status"]
-                assert (outcome.get("message") == BY_HAND) is (outcome["status"] == "stopped")
+                assert (outcome.get("message") == BY_HAND) is (
+                    outcome["status"] == "stopped"
+                )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path: Path, seed: int) -> None:
-    """A driver that begins anew knows what the one before knew, and all trials come to one end each."""
-    sweep, rng = Storage(str(tmp_path)), random.Random(seed)
+def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
+    tmp_path: Path, seed: int
+) -> None:
+    """A driver that begins anew knows what the one before knew, and all trials come to
+    one end each.
+    """
+    sweep = Storage(str(tmp_path))
+    rng = random.Random(seed)
     random.seed(seed)
 
     def act(driver: Driver) -> None:
         known = [*TRIALS, *driver.steering.clones]
-        kind: Any = rng.choice(["stop", "first", "first", "clone", "pause", "go-on", "go-on", "extend"])
+        kind: Any = rng.choice(
+            ["stop", "first", "first", "clone", "pause", "go-on", "go-on", "extend"]
+        )
         trial = rng.choice(known) if kind in ("stop", "first", "clone") else ""
-        keys = {"clone": {"of": rng.choice(TRIALS)}, "extend": {"train.epochs": rng.randrange(9)}}.get(kind, {})
+        keys = {
+            "clone": {"of": rng.choice(TRIALS)},
+            "extend": {"train.epochs": rng.randrange(9)},
+        }.get(kind, {})
         driver.actions.add(Action(kind, trial, keys))
 
     async def play() -> dict[str, str]:
@@ -113,9 +150,12 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path: 
             for _ in range(rng.randrange(4)):
                 works = [partial(driver.work, lane) for lane in range(LANES)]
                 await rng.choice([driver.look, driver.record, *works, *works])()
-            if rng.random() < 0.1:  # killed: what no record says is lost with its mailbox
+            if (
+                rng.random() < 0.1
+            ):  # killed: what no record says is lost with its mailbox
                 await driver.look()
-                killed, driver = driver, Driver(sweep, ends)
+                killed = driver
+                driver = Driver(sweep, ends)
                 await driver.begin()
                 assert driver.steering == killed.steering
         driver.actions.add(Action("go-on"))
@@ -126,7 +166,9 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path: 
             await driver.record()
         await driver.record()
         assert ends.keys() == {*TRIALS, *driver.steering.clones}
-        assert {trial for trial, status in ends.items() if status == "stopped"} <= driver.steering.stopped
+        assert {
+            trial for trial, status in ends.items() if status == "stopped"
+        } <= driver.steering.stopped
         return ends
 
     ends = asyncio.run(asyncio.wait_for(play(), 60))
@@ -141,8 +183,12 @@ def test_a_damaged_action_is_left_out(tmp_path: Path) -> None:
     assert Actions(sweep).read() == Steering(paused=True)
 
 
-def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(tmp_path: Path) -> None:
-    """Of the mean over seeds neither is a part; nor do searches hear of what was stopped."""
+def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
+    tmp_path: Path,
+) -> None:
+    """Of the mean over seeds neither is a part; nor do searches hear of what was
+    stopped.
+    """
     keys: dict[str, Any] = {"space": {"seed": [0, 1], "global_batch_size": [8, 16]}}
     config = begin(tmp_path, objective={"metric": "val_accuracy"}, **keys).config
     runs = [
@@ -155,7 +201,9 @@ def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(tmp
     assert [one.config["global_batch_size"] for one in found.ranking] == [8, 16, 16]
     assert "how good it would have been is open" in found.text
     again = record(runs[1].config, [0.9], purpose="clone")
-    assert "is open" not in answer(config, [*runs, clone, again]).text, "its clone tells"
+    assert "is open" not in answer(config, [*runs, clone, again]).text, (
+        "its clone tells"
+    )
     assert math.isnan(reward(config.objective, runs[1]))
     assert reward(config.objective, again) == 0.9
 
@@ -166,13 +214,26 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(
     spec = begin(tmp_path)
     ended, running = ({"global_batch_size": size} for size in (8, 16))
     Journal(spec.storage).append(record(ended, NEVER))
-    write_live(spec.storage, Live("running", 2, 1, [Running(trial_id(running), 0, 1.0, running)]))
+    write_live(
+        spec.storage,
+        Live("running", 2, 1, [Running(trial_id(running), 0, 1.0, running)]),
+    )
     clone = trial_id({"global_batch_size": 8, "optimizer.lr": 0.01}, "clone")
-    for words in (["clone", trial_id(ended)[:4], "optimizer.lr=1e-2"], ["stop", trial_id(running)], ["pause"]):
+    for words in (
+        ["clone", trial_id(ended)[:4], "optimizer.lr=1e-2"],
+        ["stop", trial_id(running)],
+        ["pause"],
+    ):
         assert main(["steer", spec.uri, *words]) == 0
     steering = Actions(spec.storage).read()
-    assert (steering.paused, steering.stopped, steering.clones.keys()) == (True, {trial_id(running)}, {clone})
-    assert not steering.clones[clone].goes_on, "with another learning rate it is another run from its beginning"
+    assert (steering.paused, steering.stopped, steering.clones.keys()) == (
+        True,
+        {trial_id(running)},
+        {clone},
+    )
+    assert not steering.clones[clone].goes_on, (
+        "with another learning rate it is another run from its beginning"
+    )
     capsys.readouterr()
     assert main(["steer", spec.uri]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -181,7 +242,9 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(
         [trial_id(running), "running"],
         [clone, "waiting"],
     ]
-    assert steer(spec.uri, "clone", trial_id(ended), epochs=8) == trial_id(ended | {"epochs": 8}, "clone")
+    assert steer(spec.uri, "clone", trial_id(ended), epochs=8) == trial_id(
+        ended | {"epochs": 8}, "clone"
+    )
     assert not is_complete(spec), "its clones are still to run"
 
 
@@ -212,15 +275,23 @@ def test_what_cannot_be_done_is_said_and_not_written(
     assert spec.storage.names("steering") == []
 
 
-def test_a_trial_that_keeps_checkpoints_runs_on_one_lane_at_a_time(tmp_path: Path) -> None:
-    """Its submissions write to the same place; a failed one's is deleted, any other's kept."""
+def test_a_trial_that_keeps_checkpoints_runs_on_one_lane_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """Its submissions write to the same place; a failed one's is deleted, any other's
+    kept.
+    """
 
     async def main() -> None:
         mailbox = Mailbox(Storage(str(tmp_path)))
         one = Assignment("t/1", "t", {"checkpoint": {"every_epochs": 1}})
         for assignment in (one, replace(one, ticket="t/2"), replace(one, ticket="t/3")):
             await mailbox.submit(assignment)
-        for ticket, status, stays in (("t/1", "done", True), ("t/2", "stopped", True), ("t/3", "error", False)):
+        for ticket, status, stays in (
+            ("t/1", "done", True),
+            ("t/2", "stopped", True),
+            ("t/3", "error", False),
+        ):
             taken = await mailbox.take(0, 0.01)
             assert isinstance(taken, Assignment)
             assert taken.refuge is not None

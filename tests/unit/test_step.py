@@ -1,4 +1,6 @@
-"""One optimizer step: the same update for every split, and none when the loss or a gradient is not finite."""
+"""One optimizer step: the same update for every split, and none when the loss or a
+gradient is not finite.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def token_data() -> Batch:
     counted = torch.rand(SAMPLES, LENGTH, generator=generator) < 0.5
     counted[:, 0] = True
     counted[0] = True  # uneven, so that a mean of means would be wrong
-    return torch.randn(SAMPLES, LENGTH, 4, generator=generator, dtype=torch.float64), counted.long()
+    return torch.randn(
+        SAMPLES, LENGTH, 4, generator=generator, dtype=torch.float64
+    ), counted.long()
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -64,42 +68,71 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def make_step(
-    model: nn.Module, task: Task, optimizer: Optimizer, precision: str = "fp32", clip: float | None = None
+    model: nn.Module,
+    task: Task,
+    optimizer: Optimizer,
+    precision: str = "fp32",
+    clip: float | None = None,
 ) -> TrainStep:
     forward = ForwardPass(model, task, resolve_precision(precision, CPU), CPU)
     return TrainStep(forward, optimizer, Group(0, 1, CPU), clip)
 
 
-def run_step(step: TrainStep, data: Batch, sizes: list[int], idle: bool = False) -> None:
+def run_step(
+    step: TrainStep, data: Batch, sizes: list[int], idle: bool = False
+) -> None:
     parts = zip(*(tensor.split(sizes) for tensor in data), strict=True)
     step(iter(list(parts)), sizes, sum(sizes), idle)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
 
 
-FACTORINGS = [[12], [6, 6], [4, 4, 4], [3, 3, 3, 3], [2] * 6, [1] * 12, [5, 4, 3], [1, 11], [7, 5]]
+FACTORINGS = [
+    [12],
+    [6, 6],
+    [4, 4, 4],
+    [3, 3, 3, 3],
+    [2] * 6,
+    [1] * 12,
+    [5, 4, 3],
+    [1, 11],
+    [7, 5],
+]
 
 
 @pytest.mark.parametrize("sizes", FACTORINGS, ids=str)
-@pytest.mark.parametrize(("task", "data"), [(Regression(), regression_data()), (Tokens(), token_data())])
-def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task: Task, data: Batch, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("task", "data"), [(Regression(), regression_data()), (Tokens(), token_data())]
+)
+def test_every_split_of_a_step_gives_the_gradient_of_the_whole(
+    task: Task, data: Batch, sizes: list[int]
+) -> None:
     model = small_model()
     task.loss(task.forward(model, data), data).backward()
-    expected, expected_loss = gradients(model), float(task.loss(task.forward(model, data), data).detach())
+    expected = gradients(model)
+    expected_loss = float(task.loss(task.forward(model, data), data).detach())
 
     split = small_model()
     step = make_step(split, task, SGD(split.parameters(), lr=0.1))
     run_step(step, data, sizes)
     for ours, reference in zip(gradients(split), expected, strict=True):
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
-    assert step.take_losses(1)()["train_loss"][0] == pytest.approx(expected_loss, abs=1e-12)
+    assert step.take_losses(1)()["train_loss"][0] == pytest.approx(
+        expected_loss, abs=1e-12
+    )
     assert not bool(step.bad)
 
 
 class Replayed(torch.autograd.Function):
-    """A product whose gradient for the weight lies in memory that each backward pass overwrites, as a CUDA graph's."""
+    """A product whose gradient for the weight lies in memory that each backward pass
+    overwrites, as a CUDA graph's.
+    """
 
     pool = torch.empty(1, 4, dtype=torch.float64)
 
@@ -111,7 +144,9 @@ class Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
         Replayed.pool.copy_(gradient.T @ ctx.saved_tensors[0])
-        return None, torch.empty_like(Replayed.pool).set_(Replayed.pool)  # autograd takes it as it is
+        return None, torch.empty_like(Replayed.pool).set_(
+            Replayed.pool
+        )  # autograd takes it as it is
 
 
 class Captured(nn.Linear):
@@ -132,11 +167,15 @@ def test_gradients_of_captured_passes_add_up(sizes: list[int]) -> None:
         [found[len(split), copies]] = gradients(model)
     whole = found[1, False]
     torch.testing.assert_close(found[len(sizes), True], whole, rtol=0, atol=1e-12)
-    assert not torch.allclose(found[len(sizes), False], whole), "autograd has copied: nothing is shown"
+    assert not torch.allclose(found[len(sizes), False], whole), (
+        "autograd has copied: nothing is shown"
+    )
 
 
 class Decay(Optimizer):
-    """An optimizer of a user's own: not fused, and it moves weights whatever the gradient is."""
+    """An optimizer of a user's own: not fused, and it moves weights whatever the
+    gradient is.
+    """
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -149,7 +188,9 @@ class Decay(Optimizer):
 
 
 OPTIMIZERS = {
-    "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "sgd": lambda parameters: SGD(
+        parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True
+    ),
     "adam": lambda parameters: Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
     "adamw": lambda parameters: AdamW(parameters, lr=0.1, weight_decay=0.1, fused=True),
     "adam unfused": lambda parameters: Adam(parameters, lr=0.1),
@@ -168,12 +209,16 @@ def poisoned(value: float) -> Batch:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> None:
-    """Neither weights nor moments, and no step after it does: what is kept is the last good state."""
+    """Neither weights nor moments, and no step after it does: what is kept is the last
+    good state.
+    """
     good = tuple(tensor.float() for tensor in regression_data())
 
     def train(plan: list[Batch]) -> tuple[nn.Module, TrainStep]:
         model = small_model(torch.float32)
-        step = make_step(model, Regression(), OPTIMIZERS[name](model.parameters()), clip=1.0)
+        step = make_step(
+            model, Regression(), OPTIMIZERS[name](model.parameters()), clip=1.0
+        )
         for data in plan:
             run_step(step, data, [6, 6])
         return model, step
@@ -184,7 +229,9 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> N
     assert bool(step.bad)
     for ours, reference in zip(hurt.parameters(), clean.parameters(), strict=True):
         assert torch.equal(ours, reference)
-    moments, expected = (tensors_of(list(one.optimizer.state.values())) for one in (step, fine))
+    moments, expected = (
+        tensors_of(list(one.optimizer.state.values())) for one in (step, fine)
+    )
     assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
 
 
@@ -195,7 +242,10 @@ def test_what_weighs_nothing_changes_nothing() -> None:
     step = make_step(model, Tokens(), SGD(model.parameters(), lr=0.0, fused=True))
     run_step(step, (inputs, counted), [SAMPLES])
     expected = gradients(model)
-    padded = (torch.cat([inputs, inputs[:3]]), torch.cat([counted, torch.zeros_like(counted[:3])]))
+    padded = (
+        torch.cat([inputs, inputs[:3]]),
+        torch.cat([counted, torch.zeros_like(counted[:3])]),
+    )
     run_step(step, padded, [SAMPLES, 3])
     for ours, one in zip(gradients(model), expected, strict=True):
         torch.testing.assert_close(ours, one, rtol=0, atol=1e-15)
@@ -206,8 +256,10 @@ def test_what_weighs_nothing_changes_nothing() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision: str) -> None:
-    clip, reference = 0.05, small_model()
-    data, task = regression_data(), Regression()
+    clip = 0.05
+    reference = small_model()
+    data = regression_data()
+    task = Regression()
     optimizer = SGD(reference.parameters(), lr=1.0)
     task.loss(task.forward(reference, data), data).backward()
     norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
@@ -215,26 +267,39 @@ def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision: str) -> No
     optimizer.step()
 
     model = small_model()
-    run_step(make_step(model, task, SGD(model.parameters(), lr=1.0), precision, clip), data, [4, 4, 4])
+    run_step(
+        make_step(model, task, SGD(model.parameters(), lr=1.0), precision, clip),
+        data,
+        [4, 4, 4],
+    )
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "own"])
 def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
-    """Where the scale is too large gradients overflow: the scaler skips that step, lowers it, and training goes on."""
+    """Where the scale is too large gradients overflow: the scaler skips that step,
+    lowers it, and training goes on.
+    """
     data = tuple(tensor.float() for tensor in regression_data())
     model = small_model(torch.float32)
-    step = make_step(model, Regression(), OPTIMIZERS[name](model.parameters()), precision="fp16")
+    step = make_step(
+        model, Regression(), OPTIMIZERS[name](model.parameters()), precision="fp16"
+    )
     step.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     states = [copy.deepcopy(model.state_dict())]
     for scale in (64.0, 2.0**40, 64.0):
-        step.scaler.scale(torch.ones(()))  # the scaler makes its tensors at the first call
+        step.scaler.scale(
+            torch.ones(())
+        )  # the scaler makes its tensors at the first call
         step.scaler.update(scale)
         run_step(step, data, [6, 6])  # type: ignore[arg-type]
         states.append(copy.deepcopy(model.state_dict()))
         assert (step.scaler.get_scale() < scale) == (scale == 2.0**40)
-    moved = [any(not torch.equal(a[key], b[key]) for key in a) for a, b in itertools.pairwise(states)]
+    moved = [
+        any(not torch.equal(a[key], b[key]) for key in a)
+        for a, b in itertools.pairwise(states)
+    ]
     assert moved == [True, False, True]
     assert not bool(step.bad)
 
@@ -244,9 +309,16 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() ->
 
     def train(skipped: int) -> list[Tensor]:
         model = small_model(torch.float32)
-        step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True), "fp16")
+        step = make_step(
+            model,
+            Regression(),
+            SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+            "fp16",
+        )
         inputs, targets = (tensor.float() for tensor in regression_data())
-        del [torch.full((64, 64), 7e7) for _ in range(50)][:]  # what new memory is likely to hold
+        del [torch.full((64, 64), 7e7) for _ in range(50)][
+            :
+        ]  # what new memory is likely to hold
         for _ in range(skipped):
             run_step(step, (inputs, targets * 1e30), [SAMPLES])
         step.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -258,11 +330,15 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() ->
         torch.testing.assert_close(skipped, clean, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["a number", "one tensor of all groups"])
+@pytest.mark.parametrize(
+    "lr", [0.1, torch.tensor(0.1)], ids=["a number", "one tensor of all groups"]
+)
 def test_each_group_gets_a_rate_of_its_own(lr: float | Tensor) -> None:
     model = small_model()
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     optimizer = AdamW(groups, lr=lr, foreach=False)
     make_step(model, Regression(), optimizer).set_lrs([0.1, 0.2, 0.3, 0.4])
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(
+        [0.1, 0.2, 0.3, 0.4]
+    )
     assert all(isinstance(group["lr"], type(lr)) for group in optimizer.param_groups)

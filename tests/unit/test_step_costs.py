@@ -1,6 +1,8 @@
-"""What a step asks of the device beside the model's own work: no value is read, no gradient's worth of memory taken.
+"""What a step asks of the device beside the model's own work: no value is read, no
+gradient's worth of memory taken.
 
-A read waits until the device has done all that it was given; on a CPU the same operator is seen, and costs nothing.
+A read waits until the device has done all that it was given; on a CPU the same operator
+is seen, and costs nothing.
 """
 
 import contextlib
@@ -18,12 +20,18 @@ from tests.unit.test_step import CPU, SAMPLES, Batch, Regression, make_step, run
 from trainers.devices.group import Group
 from trainers.step.noise_scale import NoiseScale
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+}
 WIDTH = 64
 
 
 class Costs(TorchDispatchMode):
-    """Counts the reads of a device's values, and the most bytes that one operator of a step itself has taken."""
+    """Counts the reads of a device's values, and the most bytes that one operator of a
+    step itself has taken.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +39,24 @@ class Costs(TorchDispatchMode):
         self.own_bytes = 0
         self.in_model = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in READS:
             self.reads.append(str(func))
         if not self.in_model:
-            known = {tensor.untyped_storage().data_ptr() for tensor in tree_iter((args, kwargs)) if _is_plain(tensor)}
+            known = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in tree_iter((args, kwargs))
+                if _is_plain(tensor)
+            }
             new = [tensor for tensor in tree_iter(out) if _is_plain(tensor)]
-            taken = sum(t.untyped_storage().nbytes() for t in new if t.untyped_storage().data_ptr() not in known)
+            taken = sum(
+                t.untyped_storage().nbytes()
+                for t in new
+                if t.untyped_storage().data_ptr() not in known
+            )
             self.own_bytes = max(self.own_bytes, taken)
         return out
 
@@ -57,7 +75,9 @@ def _is_plain(value: object) -> bool:
 
 def data(dtype: torch.dtype = torch.float32) -> Batch:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, 4, generator=generator, dtype=dtype), torch.randn(SAMPLES, generator=generator)
+    return torch.randn(SAMPLES, 4, generator=generator, dtype=dtype), torch.randn(
+        SAMPLES, generator=generator
+    )
 
 
 @pytest.mark.parametrize("noise", [False, True], ids=["", "noise scale"])
@@ -66,20 +86,38 @@ def data(dtype: torch.dtype = torch.float32) -> Batch:
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
 def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
-    precision: str, kind: Any, clip: float | None, sizes: list[int], noise: bool, monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    kind: Any,
+    clip: float | None,
+    sizes: list[int],
+    noise: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(
+        nn.Linear(4, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 1),
+    )
     if precision == "bf16-pure":
         model = model.bfloat16()
     batch = data(torch.bfloat16) if precision == "bf16-pure" else data()
     options = {"momentum": 0.9} if kind is SGD else {}
-    step = make_step(model, Regression(), kind(model.parameters(), lr=0.01, fused=True, **options), precision, clip)
+    step = make_step(
+        model,
+        Regression(),
+        kind(model.parameters(), lr=0.01, fused=True, **options),
+        precision,
+        clip,
+    )
     if noise:
         monkeypatch.setattr("trainers.step.noise_scale.EVERY_STEPS", 1)
         step.noise = NoiseScale(Group(0, 1, CPU))
     costs = Costs()
-    loss, backward = step.forward.loss, step._backward
+    loss = step.forward.loss
+    backward = step._backward
 
     def in_model(function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -88,7 +126,9 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
 
         return call
 
-    monkeypatch.setattr(type(step.forward), "loss", lambda _, batch: in_model(loss)(batch))
+    monkeypatch.setattr(
+        type(step.forward), "loss", lambda _, batch: in_model(loss)(batch)
+    )
     monkeypatch.setattr(step, "_backward", in_model(backward))
     run_step(step, batch, sizes)  # makes the optimizer's state
     with costs:

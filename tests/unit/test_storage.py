@@ -20,7 +20,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def files(path: Path) -> list[str]:
-    return sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
+    return sorted(
+        str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()
+    )
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -66,7 +68,9 @@ def test_a_write_that_breaks_off_leaves_no_trace(
     assert before is None or storage.read("file") == before
 
 
-def failing_replace(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[str]:
+def failing_replace(
+    monkeypatch: pytest.MonkeyPatch, times: int, number: int
+) -> list[str]:
     """`Path.replace` fails so many times with an errno, then works."""
     calls = []
     replace = Path.replace
@@ -102,7 +106,9 @@ def test_what_no_further_try_can_mend_is_said_at_once(
     assert (len(calls), waits) == (1, [])
 
 
-def test_a_place_below_a_regular_file_cannot_be_written(tmp_path: Path, waits: list[float]) -> None:
+def test_a_place_below_a_regular_file_cannot_be_written(
+    tmp_path: Path, waits: list[float]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     storage = Storage(f"{tmp_path}/file/deeper")
     with pytest.raises(ConfigError):
@@ -120,22 +126,32 @@ def test_file_uris_are_local(tmp_path: Path) -> None:
     assert Storage(str(folder)).read("file") == b"x"
 
 
-@pytest.mark.parametrize("uri", ["file://x/y", "file:///a?b", "s3://bucket/a#b", "nosuch://bucket/x"])
+@pytest.mark.parametrize(
+    "uri", ["file://x/y", "file:///a?b", "s3://bucket/a#b", "nosuch://bucket/x"]
+)
 def test_no_part_of_a_uri_is_dropped(uri: str) -> None:
     storage = Storage(uri)
-    for action in (storage.exists, storage.prove_writable, lambda: storage.child("run").delete("")):
+    for action in (
+        storage.exists,
+        storage.prove_writable,
+        lambda: storage.child("run").delete(""),
+    ):
         with pytest.raises(ConfigError):
             action()
 
 
-@pytest.mark.parametrize("path", ["${HOME}/x", "/a/$USER/runs", "s3://$BUCKET/runs", "s3:/bucket/x"])
+@pytest.mark.parametrize(
+    "path", ["${HOME}/x", "/a/$USER/runs", "s3://$BUCKET/runs", "s3:/bucket/x"]
+)
 def test_what_only_a_shell_reads_is_refused(path: str) -> None:
     with pytest.raises(ConfigError):
         storage_uri(path)
     assert storage_uri("/costs/in $/5") == "/costs/in $/5"
 
 
-def test_only_regular_files_are_read_and_only_small_ones(tmp_path: Path, waits: list[float]) -> None:
+def test_only_regular_files_are_read_and_only_small_ones(
+    tmp_path: Path, waits: list[float]
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     (tmp_path / "to a device").symlink_to("/dev/zero")
@@ -156,9 +172,13 @@ def test_only_regular_files_are_read_and_only_small_ones(tmp_path: Path, waits: 
     assert waits == []
 
 
-def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path: Path) -> None:
+def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(
+    tmp_path: Path,
+) -> None:
     storage = Storage(str(tmp_path))
-    old, new, foreign = tmp_path / "a.json.01234567.tmp", tmp_path / "b.89abcdef.tmp", tmp_path / "mine.tmp"
+    old = tmp_path / "a.json.01234567.tmp"
+    new = tmp_path / "b.89abcdef.tmp"
+    foreign = tmp_path / "mine.tmp"
     for path in (old, new, foreign):
         path.write_text("")
     for path in (old, foreign):

@@ -1,4 +1,6 @@
-"""Storage over HTTP, against an S3 server whose answers are late, wrong or lost: what is asked twice is done once."""
+"""Storage over HTTP, against an S3 server whose answers are late, wrong or lost: what
+is asked twice is done once.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +11,9 @@ from tests.faults import s3
 from trainers.errors import StorageError
 from trainers.storage import Storage
 
-pytestmark = pytest.mark.skipif(not s3.installed(), reason="there is no S3 server: pip install 'moto[server]'")
+pytestmark = pytest.mark.skipif(
+    not s3.installed(), reason="there is no S3 server: pip install 'moto[server]'"
+)
 _OF_CLIENT = 3
 """Requests that pyarrow's own client makes of one, before it gives up."""
 MIB = 1 << 20
@@ -19,11 +23,17 @@ class Spoils:
     """Spoils the next requests of a kind."""
 
     def __init__(self) -> None:
-        self.method, self.word, self.kind, self.times = "", "", "", 0
+        self.method = ""
+        self.word = ""
+        self.kind = ""
+        self.times = 0
 
     def next(self, method: str, kind: str, times: int, word: str = "") -> None:
         """Requests with this word in their target."""
-        self.method, self.kind, self.times, self.word = method, kind, times, word
+        self.method = method
+        self.kind = kind
+        self.times = times
+        self.word = word
 
     def __call__(self, method: str, target: str) -> str:
         if not self.times or method != self.method or self.word not in target:
@@ -46,7 +56,9 @@ def spoils(server: tuple[Spoils, s3.Proxy, str, str]) -> Iterator[Spoils]:
 
 
 @pytest.fixture
-def storage(server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch) -> Storage:
+def storage(
+    server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch
+) -> Storage:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setattr("trainers.storage._WAITS_S", (0.0, 0.0, 0.0))
@@ -54,7 +66,9 @@ def storage(server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", ["503", "500", "cut request", "cut", "lost"])
-def test_whatever_befalls_a_write_the_object_is_the_new_one(kind: str, storage: Storage, spoils: Spoils) -> None:
+def test_whatever_befalls_a_write_the_object_is_the_new_one(
+    kind: str, storage: Storage, spoils: Spoils
+) -> None:
     name = f"record-{kind.replace(' ', '-')}"
     storage.write(name, b"old")
     spoils.next("PUT", kind, _OF_CLIENT + 1, name)
@@ -64,7 +78,9 @@ def test_whatever_befalls_a_write_the_object_is_the_new_one(kind: str, storage: 
 
 
 @pytest.mark.full
-def test_a_write_that_fails_for_good_leaves_what_was_there(storage: Storage, spoils: Spoils) -> None:
+def test_a_write_that_fails_for_good_leaves_what_was_there(
+    storage: Storage, spoils: Spoils
+) -> None:
     """A lease that vanished because it could not be renewed would end the run."""
     storage.write("lease", b"old")
     spoils.next("PUT", "503", 10**6, "lease")
@@ -78,7 +94,9 @@ def test_a_write_that_fails_for_good_leaves_what_was_there(storage: Storage, spo
 def test_an_object_in_parts_is_whole_though_its_completion_is_repeated(
     kind: str, storage: Storage, spoils: Spoils
 ) -> None:
-    """The server does not know an upload any more that it has completed: all of it is sent again."""
+    """The server does not know an upload any more that it has completed: all of it is
+    sent again.
+    """
     content = bytes(range(256)) * (11 * MIB // 256)
     spoils.next("POST", kind, 1, "uploadId=")
     storage.write(f"large-{kind.split()[0]}", content)
@@ -93,7 +111,9 @@ def test_a_block_that_breaks_off_leaves_no_half_object(storage: Storage) -> None
 
 
 @pytest.mark.parametrize("kind", ["503", "lost"])
-def test_a_deletion_may_be_repeated(kind: str, storage: Storage, spoils: Spoils) -> None:
+def test_a_deletion_may_be_repeated(
+    kind: str, storage: Storage, spoils: Spoils
+) -> None:
     storage.write("gone/a", b"1")
     storage.write("gone/b", b"1")
     spoils.next("DELETE", kind, _OF_CLIENT + 1, "gone")
@@ -116,9 +136,13 @@ def test_looking_is_tried_again_too(storage: Storage, spoils: Spoils) -> None:
 
 
 def test_a_small_object_is_one_request(
-    storage: Storage, server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
+    server: tuple[Spoils, s3.Proxy, str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen = Counter()
-    monkeypatch.setattr(server[1], "fault", lambda method, target: seen.update([method]) or "")
+    monkeypatch.setattr(
+        server[1], "fault", lambda method, target: seen.update([method]) or ""
+    )
     storage.write("small", b"1")
     assert seen == {"PUT": 1}

@@ -1,4 +1,6 @@
-"""States that were read back and are not this run's: named, the one before is used, and the process lives."""
+"""States that were read back and are not this run's: named, the one before is used, and
+the process lives.
+"""
 
 import io
 import json
@@ -31,7 +33,9 @@ def rewrite(path: Path, step: int, change: Change, file: str = "state.pt") -> No
     change(state)
     entry = archive.write(where.name, file, state)
     files = json.loads((where / "manifest.json").read_text())["files"]
-    edit_manifest(where, files=files | {file: {"bytes": entry.bytes, "sha256": entry.sha256}})
+    edit_manifest(
+        where, files=files | {file: {"bytes": entry.bytes, "sha256": entry.sha256}}
+    )
 
 
 def moment(name: str, value: Any) -> Change:
@@ -53,21 +57,41 @@ STATES = {
     "a complex moment": moment("exp_avg", torch.zeros(8, 4, dtype=torch.complex64)),
     "a step of several numbers": moment("step", torch.zeros(3)),
     "a sparse moment": moment("exp_avg", torch.zeros(8, 4).to_sparse()),
-    "moments of a parameter too many": lambda state: state["optimizer"]["state"].update({99: {}}),
-    "a group of other parameters": lambda state: state["optimizer"]["param_groups"][0].update(params=[0]),
-    "a rate that is text": lambda state: state["optimizer"]["param_groups"][0].update(lr="fast"),
-    "an endless rate": lambda state: state["optimizer"]["param_groups"][0].update(lr=float("inf")),
-    "one beta": lambda state: state["optimizer"]["param_groups"][0].update(betas=(0.9,)),
+    "moments of a parameter too many": lambda state: state["optimizer"]["state"].update(
+        {99: {}}
+    ),
+    "a group of other parameters": lambda state: state["optimizer"]["param_groups"][
+        0
+    ].update(params=[0]),
+    "a rate that is text": lambda state: state["optimizer"]["param_groups"][0].update(
+        lr="fast"
+    ),
+    "an endless rate": lambda state: state["optimizer"]["param_groups"][0].update(
+        lr=float("inf")
+    ),
+    "one beta": lambda state: state["optimizer"]["param_groups"][0].update(
+        betas=(0.9,)
+    ),
     "no optimizer": lambda state: state.pop("optimizer"),
     "something more": lambda state: state.update(more=1),
-    "a weight of another shape": lambda state: state["model"].update({"0.weight": torch.zeros(8)}),
-    "a weight of whole numbers": lambda state: state["model"].update({"0.weight": torch.zeros(8, 4, dtype=torch.int8)}),
-    "a sparse weight": lambda state: state["model"].update({"0.weight": torch.zeros(8, 4).to_sparse()}),
+    "a weight of another shape": lambda state: state["model"].update(
+        {"0.weight": torch.zeros(8)}
+    ),
+    "a weight of whole numbers": lambda state: state["model"].update(
+        {"0.weight": torch.zeros(8, 4, dtype=torch.int8)}
+    ),
+    "a sparse weight": lambda state: state["model"].update(
+        {"0.weight": torch.zeros(8, 4).to_sparse()}
+    ),
     "no weight": lambda state: state["model"].pop("0.weight"),
     "a scaler that nobody asked for": lambda state: state.update(scaler={"scale": 1.0}),
     "another step": lambda state: state["position"].update(step=9),
-    "a time that is endless": lambda state: state["position"].update(train_time_s=float("nan")),
-    "metrics that are text": lambda state: state["position"].update(metrics={"train_loss": "low"}),
+    "a time that is endless": lambda state: state["position"].update(
+        train_time_s=float("nan")
+    ),
+    "metrics that are text": lambda state: state["position"].update(
+        metrics={"train_loss": "low"}
+    ),
     "lists without end": lambda state: state["position"].update(metrics=cycle()),
     "a task state that the task does not know": lambda state: state.update(task={}),
 }
@@ -95,26 +119,43 @@ def copied(ended: Path, path: Path, steps: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [("state.pt", one) for one in STATES] + [("rank-00000.pt", one) for one in RANDOM]
+    ("file", "name"),
+    [("state.pt", one) for one in STATES] + [("rank-00000.pt", one) for one in RANDOM],
 )
 def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
-    file: str, name: str, ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    file: str,
+    name: str,
+    ended: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     caplog.set_level(logging.INFO, "trainers")
     copied(ended, tmp_path, (5, 10))
     rewrite(tmp_path, 10, STATES[name] if file == "state.pt" else RANDOM[name], file)
     train(tmp_path, **KEEP)
-    (said,) = [record.getMessage() for record in caplog.records if "is left out" in record.getMessage()]
+    (said,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "is left out" in record.getMessage()
+    ]
     assert said.startswith(f"checkpoint {folder(tmp_path, 10)} is left out: ")
     assert "resumed at step 5 from" in caplog.text
     assert_same_weights(tmp_path, ended)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seed": 4}, {"optimizer": {"name": "adamw", "lr": 0.01}}, {"task_args": {"width": 3}}]
+    "changes",
+    [
+        {"seed": 4},
+        {"optimizer": {"name": "adamw", "lr": 0.01}},
+        {"task_args": {"width": 3}},
+    ],
 )
-def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], ended: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    changes: dict[str, Any], ended: Path, tmp_path: Path
+) -> None:
     train(tmp_path / "other", **KEEP | changes)
     copied(tmp_path / "other", tmp_path / "run", (10,))
     with pytest.raises(CheckpointError, match=f"with {next(iter(changes))}"):
@@ -125,12 +166,17 @@ def test_a_checkpoint_of_another_run_is_refused(changes: dict[str, Any], ended: 
 
 
 def assert_same_weights(path: Path, reference: Path) -> None:
-    ours, theirs = (torch.load(folder(one, 15) / "state.pt", weights_only=True)["model"] for one in (path, reference))
+    ours, theirs = (
+        torch.load(folder(one, 15) / "state.pt", weights_only=True)["model"]
+        for one in (path, reference)
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def model() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(12, 2), nn.LayerNorm(2))
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(12, 2), nn.LayerNorm(2)
+    )
 
 
 OPTIMIZERS = [
@@ -149,13 +195,23 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_each_of_torchs_optimizers_takes_its_own_state(name: str, options: dict[str, Any], steps: int) -> None:
-    kind = type(name, (getattr(torch.optim, name),), {}) if steps == 3 else getattr(torch.optim, name)
+def test_each_of_torchs_optimizers_takes_its_own_state(
+    name: str, options: dict[str, Any], steps: int
+) -> None:
+    kind = (
+        type(name, (getattr(torch.optim, name),), {})
+        if steps == 3
+        else getattr(torch.optim, name)
+    )
 
     def trained(steps: int) -> torch.optim.Optimizer:
         made = model()
         optimizer = kind(
-            [{"params": list(made[0].parameters())}, {"params": list(made[2:].parameters()), "lr": 0.5}], **options
+            [
+                {"params": list(made[0].parameters())},
+                {"params": list(made[2:].parameters()), "lr": 0.5},
+            ],
+            **options,
         )
         for _ in range(steps):
             made(torch.randn(2, 1, 3, 3)).sum().backward()
@@ -186,7 +242,9 @@ def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes() -> None:
         check_optimizer(saved, Sketch(made.parameters()))
 
 
-def test_containers_that_double_at_every_level_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_that_double_at_every_level_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("trainers.checkpoint.validation._MOST_PARTS", 100_000)
     tree = []
     for _ in range(60):

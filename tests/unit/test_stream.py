@@ -32,7 +32,8 @@ class Counted(IterableDataset[Any]):
     size = SIZE
 
     def __init__(self) -> None:
-        self.epoch, self.epochs = 0, []
+        self.epoch = 0
+        self.epochs = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -51,10 +52,12 @@ class Exact(Counted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at, self.given = {"next": 0}, []
+        self.at = {"next": 0}
+        self.given = []
 
     def __iter__(self) -> Iterator[Any]:
-        self.at, self._loaded = {"next": getattr(self, "_loaded", 0)}, 0
+        self.at = {"next": getattr(self, "_loaded", 0)}
+        self._loaded = 0
         samples = list(super().__iter__())
         while self.at["next"] < self.size:
             sample = samples[self.at["next"]]
@@ -70,13 +73,17 @@ class Exact(Counted):
 
 
 class OwnOrder:
-    """Its passes follow from one another, and its state is of one pass alone: torchdata's loader with a generator."""
+    """Its passes follow from one another, and its state is of one pass alone:
+    torchdata's loader with a generator.
+    """
 
     def __init__(self) -> None:
-        self.drawn, self.state = random.Random(3), {"next": 0, "order": []}
+        self.drawn = random.Random(3)
+        self.state = {"next": 0, "order": []}
 
     def __iter__(self) -> Iterator[Any]:
-        at, self.state = self.state, {"next": 0, "order": []}
+        at = self.state
+        self.state = {"next": 0, "order": []}
         order = at["order"] or self.drawn.sample(range(SIZE), SIZE)
         for number in range(at["next"], SIZE):
             self.state = {"next": number + 1, "order": order}
@@ -98,7 +105,9 @@ class OneBehind(Exact):
 
 
 class Shuffled(Exact):
-    """A buffer that its state leaves out, as Hugging Face's `shuffle(buffer_size)` has it."""
+    """A buffer that its state leaves out, as Hugging Face's `shuffle(buffer_size)` has
+    it.
+    """
 
     buffer = 200
 
@@ -120,7 +129,9 @@ class ForLoaders(Exact):
 
 
 class LosesOneLater(Exact):
-    """After loading it goes on alike for longer than any proof, and then leaves out one."""
+    """After loading it goes on alike for longer than any proof, and then leaves out
+    one.
+    """
 
     def __iter__(self) -> Iterator[Any]:
         is_loaded = getattr(self, "_loaded", 0) > 100
@@ -163,22 +174,29 @@ KINDS = [
 
 
 def unbroken(kind: Callable[[], Any]) -> list[str]:
-    source, found = kind(), []
+    source = kind()
+    found = []
     passes = 0
     while len(found) < ROWS:
         if hasattr(source, "set_epoch"):
             source.set_epoch(passes)
-        found += map(digest, source.iter_rows() if hasattr(source, "iter_rows") else source)
+        found += map(
+            digest, source.iter_rows() if hasattr(source, "iter_rows") else source
+        )
         passes += 1
     return found[:ROWS]
 
 
-def read(stream: Stream, first: int, end: int = ROWS, rank: int = 0, ranks: int = 1) -> list[tuple[int, str]]:
+def read(
+    stream: Stream, first: int, end: int = ROWS, rank: int = 0, ranks: int = 1
+) -> list[tuple[int, str]]:
     """Row and digest of this rank's share of each step."""
     found = []
     for start in range(first, end, BATCH):
         size = min(BATCH, end - start)
-        rows = list(range(start + size * rank // ranks, start + size * (rank + 1) // ranks))
+        rows = list(
+            range(start + size * rank // ranks, start + size * (rank + 1) // ranks)
+        )
         found += zip(rows, map(digest, stream.__getitems__(rows)), strict=True)
         state = stream.state()
         assert state is None or state["row"] <= rows[-1] + 1
@@ -192,10 +210,13 @@ def through_storage(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(kind: Callable[[], Any]) -> None:
+def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(
+    kind: Callable[[], Any],
+) -> None:
     ranks = 3
     expected = list(enumerate(unbroken(kind)))
-    found, kept = [], {}
+    found = []
+    kept = {}
     for rank in range(ranks):
         stream = Stream(kind, "train")
         stream.__getitems__([0, 0, 3, 40])  # a throw-away pass
@@ -226,7 +247,9 @@ def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(kind: Callable[[], An
         (Rows, False),
     ],
 )
-def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(kind: Callable[[], Any], is_exact: bool) -> None:
+def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(
+    kind: Callable[[], Any], is_exact: bool
+) -> None:
     stream = Stream(kind, "train")
     assert ("loads its own state_dict" in stream.words) == is_exact
     stream.begin(0, None)
@@ -244,9 +267,12 @@ def trained(kind: Callable[[], Any], rows: int) -> Stream:
     return stream
 
 
-def test_a_state_after_which_a_sample_is_lost_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_after_which_a_sample_is_lost_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     before = trained(LosesOneLater, 1200)
-    kept, mark = before.state_at(1200), through_storage(before.mark_at(1200))
+    kept = before.state_at(1200)
+    mark = through_storage(before.mark_at(1200))
     assert mark[0] > kept["row"] + 60
     again = Stream(LosesOneLater, "train")
     again.begin(1200, kept, mark)
@@ -290,7 +316,9 @@ def test_a_generator_is_begun_once_and_loses_nothing() -> None:
             sample.clear()  # as a collate may do
     stream.begin(0, None)
     found = [
-        sample["number"] for start in range(0, 100, 10) for sample in stream.__getitems__([*range(start, start + 10)])
+        sample["number"]
+        for start in range(0, 100, 10)
+        for sample in stream.__getitems__([*range(start, start + 10)])
     ]
     assert found == list(range(100))
     assert len(begun) == 1
@@ -316,11 +344,19 @@ class Asked(Dataset[Any]):
 
 def loader(stream: Stream | Rereadable, first: int, end: int) -> DataLoader[Any]:
     steps = [[*range(start, min(start + 5, end))] for start in range(first, end, 5)]
-    return DataLoader(Asked(stream), batch_size=None, sampler=steps, num_workers=1, collate_fn=lambda batch: batch)
+    return DataLoader(
+        Asked(stream),
+        batch_size=None,
+        sampler=steps,
+        num_workers=1,
+        collate_fn=lambda batch: batch,
+    )
 
 
 class Lines:
-    """Reads a file without a buffer: two processes that had one open file would each get some of it."""
+    """Reads a file without a buffer: two processes that had one open file would each
+    get some of it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -332,7 +368,9 @@ class Lines:
 
 
 @pytest.mark.parametrize("anew", [True, False])
-def test_a_loaders_process_reads_a_file_from_its_first_line(tmp_path: Path, anew: bool) -> None:
+def test_a_loaders_process_reads_a_file_from_its_first_line(
+    tmp_path: Path, anew: bool
+) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(60)))
     only = iter(Lines(path))
@@ -365,29 +403,59 @@ def test_a_validation_stream_is_read_again(make: Callable[[], Any]) -> None:
     assert len(stream) == len(list(make()))
     once = [digest(sample) for sample in make()]
     for _ in range(2):
-        assert list(map(digest, stream.__getitems__([0, 1, 5, 5]) + stream.__getitems__([8, 22]))) == [
-            once[row] for row in (0, 1, 5, 5, 8, 22)
-        ]
-    assert [digest(sample) for batch in loader(stream, 0, 23) for sample in batch] == once[:23]
+        assert list(
+            map(
+                digest, stream.__getitems__([0, 1, 5, 5]) + stream.__getitems__([8, 22])
+            )
+        ) == [once[row] for row in (0, 1, 5, 5, 8, 22)]
+    assert [
+        digest(sample) for batch in loader(stream, 0, 23) for sample in batch
+    ] == once[:23]
 
 
 SAMPLES = [
-    *(torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2), torch.arange(6).bfloat16(), torch.tensor(1)),
-    *(np.arange(6), np.arange(6, dtype=np.int32), np.array(["a", None], dtype=object), np.float32(1)),
+    *(
+        torch.arange(6.0).reshape(2, 3),
+        torch.arange(6.0).reshape(3, 2),
+        torch.arange(6).bfloat16(),
+        torch.tensor(1),
+    ),
+    *(
+        np.arange(6),
+        np.arange(6, dtype=np.int32),
+        np.array(["a", None], dtype=object),
+        np.float32(1),
+    ),
     *(b"ab", "ab", 1, 1.0, True, None, [1, 2], (1, 2), [[1], 2], [b"a", b"b"], [b"ab"]),
-    *({"a": 1}, {"a": 2}, {"b": 1}, {"x", "y", "zz"}, Path("a"), Path("b"), random.Random(1), random.Random(2), open),
+    *(
+        {"a": 1},
+        {"a": 2},
+        {"b": 1},
+        {"x", "y", "zz"},
+        Path("a"),
+        Path("b"),
+        random.Random(1),
+        random.Random(2),
+        open,
+    ),
 ]
 
 
 def test_a_digest_tells_samples_apart_in_every_process() -> None:
     words = "from tests.unit.test_stream import SAMPLES, digest; print(*map(digest, SAMPLES))"
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == list(map(digest, SAMPLES))  # whose hashes of text are others
+    done = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == list(
+        map(digest, SAMPLES)
+    )  # whose hashes of text are others
     assert len(set(map(digest, SAMPLES))) == len(SAMPLES)
     assert digest(np.array([1.0, np.nan])) == digest(np.array([1.0, np.nan]))
 
 
-def test_it_is_made_and_read_as_by_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_made_and_read_as_by_the_only_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each time, in whatever pass; the process has its place again afterwards."""
     names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PMI_SIZE")
     for name in (*names, "SIZE"):

@@ -1,4 +1,6 @@
-"""Runs over streams: each sample once a pass in the stream's order, and a resume at any step to the bit."""
+"""Runs over streams: each sample once a pass in the stream's order, and a resume at any
+step to the bit.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +20,13 @@ from trainers.launch.run_directory import prepare_storage
 
 def changes(kind: str, **more: Any) -> dict[str, Any]:
     task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": kind}}
-    return {**task, "max_steps": 21, "checkpoint__every_steps": 4, "evaluate__every_steps": 100, **more}
+    return {
+        **task,
+        "max_steps": 21,
+        "checkpoint__every_steps": 4,
+        "evaluate__every_steps": 100,
+        **more,
+    }
 
 
 class InOrder(Blobs):
@@ -28,10 +36,18 @@ class InOrder(Blobs):
         return torch.arange(21 * 24) % self.samples
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("numbered", 0), ("stateful", 3), ("generator", 3)])
-def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(tmp_path: Path, kind: str, workers: int) -> None:
-    steps = {"max_steps": 8 if kind == "generator" else 21}  # a pass of it is all there is
-    spec = make(tmp_path / "stream", **changes(kind, **steps, data__num_workers=workers))
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("numbered", 0), ("stateful", 3), ("generator", 3)]
+)
+def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(
+    tmp_path: Path, kind: str, workers: int
+) -> None:
+    steps = {
+        "max_steps": 8 if kind == "generator" else 21
+    }  # a pass of it is all there is
+    spec = make(
+        tmp_path / "stream", **changes(kind, **steps, data__num_workers=workers)
+    )
     run_local(spec)
     task = {"task": f"{__name__}:InOrder", "task_args": {"dtype": "float64"}}
     plain = make(tmp_path / "plain", **changes(kind, **steps) | task)
@@ -41,13 +57,24 @@ def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(tmp_path: Path,
         assert evaluations(spec)[-1]["val_loss"] == evaluations(plain)[-1]["val_loss"]
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("numbered", 1), ("stateful", 1), ("generator", 0)])
-def test_cut_and_resumed_it_goes_on_to_the_bit(tmp_path: Path, kind: str, workers: int) -> None:
-    last = {"generator": 8, "numbered": 21, "stateful": 60}[kind]  # the last one's state is kept each 1,000 rows
-    whole = make(tmp_path / "whole", **changes(kind, max_steps=last, data__num_workers=workers))
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("numbered", 1), ("stateful", 1), ("generator", 0)]
+)
+def test_cut_and_resumed_it_goes_on_to_the_bit(
+    tmp_path: Path, kind: str, workers: int
+) -> None:
+    last = {"generator": 8, "numbered": 21, "stateful": 60}[
+        kind
+    ]  # the last one's state is kept each 1,000 rows
+    whole = make(
+        tmp_path / "whole", **changes(kind, max_steps=last, data__num_workers=workers)
+    )
     run_local(whole)
     for end in sorted({3, 7, max(7, last - 7), last}):
-        spec = make(tmp_path / "parts", **changes(kind, max_steps=end, data__num_workers=workers))
+        spec = make(
+            tmp_path / "parts",
+            **changes(kind, max_steps=end, data__num_workers=workers),
+        )
         run_local(spec)
     assert losses(spec) == losses(whole)
     assert len(losses(spec)) == last
@@ -79,7 +106,9 @@ def test_a_stream_that_gives_others_goes_on_with_a_warning(
         ("data.resident", {"data": {"resident": True}}),
     ],
 )
-def test_it_wants_steps_and_is_not_resident(tmp_path: Path, field: str, given: dict[str, Any]) -> None:
+def test_it_wants_steps_and_is_not_resident(
+    tmp_path: Path, field: str, given: dict[str, Any]
+) -> None:
     spec = make(tmp_path, **changes("numbered"))
     keys = given.keys() | {"evaluate"}
     tree = {key: value for key, value in spec.tree.items() if key not in keys} | given
@@ -98,6 +127,8 @@ def test_a_stream_is_evaluated_after_training(tmp_path: Path) -> None:
     prepare_storage(spec, fresh=False)
     run_local(spec)
     for split in ("val", "train"):
-        found = run_local(Inference(**dataclasses.asdict(spec), split=split, which="newest", out=None))
+        found = run_local(
+            Inference(**dataclasses.asdict(spec), split=split, which="newest", out=None)
+        )
         assert found.samples == 203
     assert found.metrics["train_loss"] > 0

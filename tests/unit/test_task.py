@@ -25,9 +25,13 @@ class Graph:
 
 
 class Encoding(UserDict[str, Any]):
-    """As transformers' BatchEncoding is: a constructor of its own, attributes beside the items and instead of them."""
+    """As transformers' BatchEncoding is: a constructor of its own, attributes beside
+    the items and instead of them.
+    """
 
-    def __init__(self, data: dict[str, Any], encodings: list[str], *, tensor_type: str) -> None:
+    def __init__(
+        self, data: dict[str, Any], encodings: list[str], *, tensor_type: str
+    ) -> None:
         assert tensor_type == "pt"
         super().__init__(data)
         self._encodings = encodings
@@ -45,14 +49,23 @@ class Encoding(UserDict[str, Any]):
         return {"data": self.data, "encodings": self._encodings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.data, self._encodings = state["data"], state["encodings"]
+        self.data = state["data"]
+        self._encodings = state["encodings"]
 
 
-NESTED = {"a": [torch.zeros(3, 2), (torch.ones(3), "x")], "b": Pair(torch.full((3,), 2.0), "n"), "c": None}
+NESTED = {
+    "a": [torch.zeros(3, 2), (torch.ones(3), "x")],
+    "b": Pair(torch.full((3,), 2.0), "n"),
+    "c": None,
+}
 
 
 def test_tensors_come_in_order() -> None:
-    assert [float(tensor.flatten()[0]) for tensor in tensors_of(NESTED)] == [0.0, 1.0, 2.0]
+    assert [float(tensor.flatten()[0]) for tensor in tensors_of(NESTED)] == [
+        0.0,
+        1.0,
+        2.0,
+    ]
     assert len(tensors_of(Graph(torch.zeros(1), [torch.ones(2), torch.ones(3)]))) == 3
     assert tensors_of("no tensor") == []
 
@@ -65,19 +78,34 @@ def test_mapping_keeps_types_and_other_leaves() -> None:
     assert isinstance(mapped["a"], list)
     assert isinstance(mapped["a"][1], tuple)
     assert mapped["c"] is None
-    assert [float(tensor.flatten()[0]) for tensor in tensors_of(mapped)] == [1.0, 2.0, 3.0]
-    graph = map_tensors(lambda tensor: tensor * 2, Graph(torch.ones(1), [torch.ones(2)]))
+    assert [float(tensor.flatten()[0]) for tensor in tensors_of(mapped)] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
+    graph = map_tensors(
+        lambda tensor: tensor * 2, Graph(torch.ones(1), [torch.ones(2)])
+    )
     assert isinstance(graph, Graph)
     assert graph.edges[0].tolist() == [2.0, 2.0]
 
 
 def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items() -> None:
     batch = Encoding(
-        {"ids": torch.tensor([[1, 2]]), "nested": UserDict(mask=torch.tensor([[1, 0]]))}, ["e"], tensor_type="pt"
+        {
+            "ids": torch.tensor([[1, 2]]),
+            "nested": UserDict(mask=torch.tensor([[1, 0]])),
+        },
+        ["e"],
+        tensor_type="pt",
     )
     mapped = map_tensors(lambda tensor: tensor + 1, batch)
     assert type(mapped) is Encoding
-    assert (mapped.ids.tolist(), mapped["nested"]["mask"].tolist(), mapped[0]) == ([[2, 3]], [[2, 1]], "e")
+    assert (mapped.ids.tolist(), mapped["nested"]["mask"].tolist(), mapped[0]) == (
+        [[2, 3]],
+        [[2, 1]],
+        "e",
+    )
     assert batch.ids.tolist() == [[1, 2]], "the batch that was given stays as it is"
     assert type(mapped["nested"]) is UserDict
     both = concatenate([batch, mapped])

@@ -1,4 +1,6 @@
-"""What torchao adds: layers that multiply in float8 (emulated: no CPU has such products), and narrow moments."""
+"""What torchao adds: layers that multiply in float8 (emulated: no CPU has such
+products), and narrow moments.
+"""
 
 import functools
 import sys
@@ -19,7 +21,8 @@ from trainers.model.precision import TABLE, resolve_precision
 from trainers.model.torchao import NARROW, narrow_adamw, to_float8
 
 torch.set_num_threads(1)
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
 class Own(nn.Linear):
@@ -34,8 +37,12 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False))
-        self.own, self.hooked, self.odd = Own(32, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        self.blocks = nn.Sequential(
+            nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)
+        )
+        self.own = Own(32, 32)
+        self.hooked = nn.Linear(32, 32)
+        self.odd = nn.Linear(32, 10)
         self.hooked.register_forward_hook(lambda module, rows, out: out * 2.0)
         self.norm = nn.BatchNorm1d(32)
 
@@ -44,13 +51,17 @@ class Mixed(nn.Module):
 
 
 class Wide(Blobs):
-    """Layers of sizes that float8 products take, in a batch of a number of rows that is none."""
+    """Layers of sizes that float8 products take, in a batch of a number of rows that is
+    none.
+    """
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**{"features": 32, **args})
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        return nn.Sequential(
+            nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+        )
 
 
 class Convolved(Wide):
@@ -58,13 +69,21 @@ class Convolved(Wide):
 
     def model(self) -> nn.Module:
         convolution = nn.Conv2d(32, 16, 3, padding=1)
-        return nn.Sequential(nn.Unflatten(1, (32, 1, 1)), convolution, nn.Flatten(), nn.Tanh(), nn.Linear(16, 4))
+        return nn.Sequential(
+            nn.Unflatten(1, (32, 1, 1)),
+            convolution,
+            nn.Flatten(),
+            nn.Tanh(),
+            nn.Linear(16, 4),
+        )
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that can do fp8, uncompiled."""
-    monkeypatch.setattr(precision, "to_float8", functools.partial(to_float8, emulate=True))
+    monkeypatch.setattr(
+        precision, "to_float8", functools.partial(to_float8, emulate=True)
+    )
     monkeypatch.setitem(TABLE, "fp8", replace(TABLE["fp8"], devices=("cpu", "cuda")))
     monkeypatch.setattr("trainers.loop.build.compile_model", lambda *args: None)
     monkeypatch.setattr("trainers.loop.build.compile_loss", lambda loss, mode: loss)
@@ -73,57 +92,99 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_and_parameters_are_the_models_own() -> None:
     model = Mixed()
     before = dict(model.named_parameters())
-    names, modules = list(model.state_dict()), dict(model.named_modules())
+    names = list(model.state_dict())
+    modules = dict(model.named_modules())
     after = to_float8(model, emulate=True)
     assert after is model
     assert list(after.state_dict()) == names
-    assert [(name, id(one)) for name, one in after.named_parameters()] == [(name, id(before[name])) for name in before]
-    changed = [name for name, module in after.named_modules() if module is not modules[name]]
-    assert changed == ["blocks.0", "blocks.2"], "others would lose their forward, their hooks, or have other sizes"
+    assert [(name, id(one)) for name, one in after.named_parameters()] == [
+        (name, id(before[name])) for name in before
+    ]
+    changed = [
+        name for name, module in after.named_modules() if module is not modules[name]
+    ]
+    assert changed == ["blocks.0", "blocks.2"], (
+        "others would lose their forward, their hooks, or have other sizes"
+    )
 
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.full
 def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> None:
-    curves, names = {}, {}
+    curves = {}
+    names = {}
     for name in ("bf16", "fp8"):
-        spec = make(tmp_path, name=name, task="tests.unit.test_torchao:Wide", precision=name, compile="default")
+        spec = make(
+            tmp_path,
+            name=name,
+            task="tests.unit.test_torchao:Wide",
+            precision=name,
+            compile="default",
+        )
         result = run_local(spec)
         assert result.status == "done"
         curves[name] = losses(spec)
-        names[name] = {key: one.dtype for key, one in whole_state(spec.storage, 30)["model"].items()}
+        names[name] = {
+            key: one.dtype
+            for key, one in whole_state(spec.storage, 30)["model"].items()
+        }
     assert names["fp8"] == names["bf16"]
     assert curves["fp8"] != curves["bf16"]
     assert sum(curves["fp8"][-10:]) == pytest.approx(sum(curves["bf16"][-10:]), rel=0.2)
 
 
-@pytest.mark.parametrize(("capability", "able"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
-def test_it_needs_ada_or_hopper(capability: tuple[int, int], able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "able"),
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)],
+)
+def test_it_needs_ada_or_hopper(
+    capability: tuple[int, int], able: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     if able:
         spec = resolve_precision("fp8", CUDA)
-        assert (spec.autocast, spec.scaler, spec.parameters, spec.float8) == (torch.bfloat16, False, None, True)
+        assert (spec.autocast, spec.scaler, spec.parameters, spec.float8) == (
+            torch.bfloat16,
+            False,
+            None,
+            True,
+        )
     else:
         with pytest.raises(ConfigError, match="is not something that a card"):
             resolve_precision("fp8", CUDA)
 
 
 @pytest.mark.parametrize(
-    "name", ["adamw8bit", *(pytest.param(name, marks=pytest.mark.full) for name in ("adamw4bit", "adamwfp8"))]
+    "name",
+    [
+        "adamw8bit",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("adamw4bit", "adamwfp8")
+        ),
+    ],
 )
 def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their steps are traced as ever, and run as they are: no code is generated."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    task = {"task": "tests.unit.test_torchao:Convolved", "optimizer__name": name, "channels_last": True}
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager")
+    )
+    task = {
+        "task": "tests.unit.test_torchao:Convolved",
+        "optimizer__name": name,
+        "channels_last": True,
+    }
     whole = make(tmp_path, name="whole", **task)
     assert run_local(whole).status == "done"
     curve = losses(whole)
     assert sum(curve[-5:]) < sum(curve[:5])
     moments = whole_state(whole.storage, 30)["optimizer"]["state"][0]["exp_avg"]
-    assert moments["codes"].dtype is (torch.float8_e4m3fn if name == "adamwfp8" else torch.uint8)
+    assert moments["codes"].dtype is (
+        torch.float8_e4m3fn if name == "adamwfp8" else torch.uint8
+    )
     cut = {"fail_at": [17], "failure": "raise", "marker": str(tmp_path / "cut")}
     with pytest.raises(ValueError, match="injected"):
         run_local(make(tmp_path, name="cut", task_args=cut, **task))
@@ -133,11 +194,15 @@ def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("name", ["fp8", *NARROW])
-def test_without_torchao_it_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_it_says_how_to_get_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in ("torchao.float8", "torchao.optim"):
         monkeypatch.setitem(sys.modules, module, None)
     layer = nn.Linear(16, 16)
     with pytest.raises(ConfigError) as raised:
-        TABLE[name].convert_model(layer) if name == "fp8" else narrow_adamw(name, layer.parameters(), {"lr": 0.1})
+        TABLE[name].convert_model(layer) if name == "fp8" else narrow_adamw(
+            name, layer.parameters(), {"lr": 0.1}
+        )
     assert raised.value.field == ("precision" if name == "fp8" else "optimizer.name")
     assert "`pip install torchao`" in str(raised.value)

@@ -1,4 +1,6 @@
-"""Throw-away passes leave nothing: a task that counts every call sees training and evaluation alone."""
+"""Throw-away passes leave nothing: a task that counts every call sees training and
+evaluation alone.
+"""
 
 import functools
 import logging
@@ -31,7 +33,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
         self.calls = 0
         self.register_buffer("seen", torch.zeros(()), persistent=False)
 
@@ -49,7 +53,8 @@ class Rows(Dataset[Any]):
     """Counts what is read."""
 
     def __init__(self) -> None:
-        self.reads, self.generator = 0, np.random.default_rng(3)
+        self.reads = 0
+        self.generator = np.random.default_rng(3)
 
     def __len__(self) -> int:
         return 22
@@ -77,7 +82,10 @@ def counted(method: Any) -> Any:
         type(self).total += 1
         self.nested["list"][0][0] += 1
         self.nested["list"][1][0]["calls"] += 1
-        self.drawn = (self.generator.random(), float(torch.rand((), generator=self.torch_generator)))
+        self.drawn = (
+            self.generator.random(),
+            float(torch.rand((), generator=self.torch_generator)),
+        )
         return method(self, *args, **options)
 
     wrapper.calls = lambda: calls  # type: ignore[attr-defined]
@@ -101,11 +109,14 @@ class Counting(Task):
     def __init__(self) -> None:
         self.calls = Counter()
         self.order = deque(maxlen=500)
-        self.array, self.tensor = np.zeros(3), torch.zeros(2)
-        self.generator, self.torch_generator = random.Random(1), torch.Generator()
+        self.array = np.zeros(3)
+        self.tensor = torch.zeros(2)
+        self.generator = random.Random(1)
+        self.torch_generator = torch.Generator()
         self.drawn = (0.0, 0.0)
         self.optimizer_calls = Counter()
-        self.slotted, self.nested = Slotted(), {"list": [deque([0]), ({"calls": 0},)]}
+        self.slotted = Slotted()
+        self.nested = {"list": [deque([0]), ({"calls": 0},)]}
 
     @counted
     def model(self) -> nn.Module:
@@ -180,7 +191,12 @@ def traces(path: Path, task: Counting, **changes: Any) -> dict[str, Any]:
         "numbers": [task.array[0], task.tensor[0].item()],
         "nested": [task.slotted.calls, task.nested],
         "drawn": task.drawn,
-        "model": [task.net.calls, float(task.net.seen), task.net.noise.tolist(), len(task.net._forward_hooks)],
+        "model": [
+            task.net.calls,
+            float(task.net.seen),
+            task.net.noise.tolist(),
+            len(task.net._forward_hooks),
+        ],
         "optimizer": dict(task.optimizer_calls),
         "weights": [parameter.tolist() for parameter in task.net.parameters()],
         "loss": result.metrics["train_loss"],
@@ -193,17 +209,25 @@ def test_a_task_that_counts_every_call_sees_training_alone(
 ) -> None:
     found = traces(tmp_path / "all", Counting(), microbatch_size=microbatch)
     size = 3 if microbatch == 3 else 99
-    monkeypatch.setattr("trainers.loop.build.choose_microbatch", lambda wanted, share, *_: min(share, size))
+    monkeypatch.setattr(
+        "trainers.loop.build.choose_microbatch",
+        lambda wanted, share, *_: min(share, size),
+    )
     monkeypatch.setattr("trainers.loop.build.count_flops", lambda *_: None)
     monkeypatch.setattr("trainers.loop.build.check_loss", lambda *_: None)
     assert found == traces(tmp_path / "none", Counting(), microbatch_size=microbatch)
-    assert found["model"][0] == (12 if microbatch == "auto" else 20)  # 10 steps, 8 of them of two parts; 2 evaluations
+    assert found["model"][0] == (
+        12 if microbatch == "auto" else 20
+    )  # 10 steps, 8 of them of two parts; 2 evaluations
 
 
-def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_too_large_to_be_copied_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Average(Task):
         def __init__(self, kept: bool) -> None:
-            self.average, self.kept = torch.zeros(600, 600), kept
+            self.average = torch.zeros(600, 600)
+            self.kept = kept
 
         def state_dict(self) -> dict[str, Any]:
             return {"average": self.average} if self.kept else {}
@@ -211,7 +235,9 @@ def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixtur
     for kept in (False, True):
         caplog.clear()
         task = Average(kept)
-        forward = ForwardPass(nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU)
+        forward = ForwardPass(
+            nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU
+        )
         with caplog.at_level(logging.WARNING), throwaway(forward):
             task.average += 1
         assert ("Average.average" in caplog.text) is not kept

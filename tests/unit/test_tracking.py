@@ -1,4 +1,6 @@
-"""Experiment trackers: what they are told, each step once, and that training never waits for them."""
+"""Experiment trackers: what they are told, each step once, and that training never
+waits for them.
+"""
 
 import importlib.util
 import json
@@ -38,14 +40,18 @@ from trainers.tracking.sinks import check_trackers
         [{"project": "p"}],
     ],
 )
-def test_a_mistake_in_the_key_is_an_error_of_the_configuration(tracking: list[Any], tmp_path: Path) -> None:
+def test_a_mistake_in_the_key_is_an_error_of_the_configuration(
+    tracking: list[Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
         make(tmp_path, tracking=tracking)
     assert "tracking" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_not_there_is_said_before_a_worker_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_there_is_said_before_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install"):
         train(tree(tmp_path, tracking=["wandb"]))
@@ -55,12 +61,23 @@ def test_what_is_not_there_is_said_before_a_worker_starts(tmp_path: Path, monkey
     assert not (tmp_path / "runs").exists()
 
 
-def test_parameters_are_flat_and_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_flat_and_hold_no_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HUB_TOKEN", "hunter2hunter2")
     found = as_params(
-        {"a": {"api_key": "abcdefgh", "lr": 1e-3, "on": True, "sizes": [1, 2]}, "url": "x hunter2hunter2"}
+        {
+            "a": {"api_key": "abcdefgh", "lr": 1e-3, "on": True, "sizes": [1, 2]},
+            "url": "x hunter2hunter2",
+        }
     )
-    assert found == {"a.api_key": "***", "a.lr": 1e-3, "a.on": True, "a.sizes": "[1, 2]", "url": "x ***"}
+    assert found == {
+        "a.api_key": "***",
+        "a.lr": 1e-3,
+        "a.on": True,
+        "a.sizes": "[1, 2]",
+        "url": "x ***",
+    }
 
 
 def record(step: int, **values: float) -> dict[str, Any]:
@@ -68,7 +85,9 @@ def record(step: int, **values: float) -> dict[str, Any]:
 
 
 class Following:
-    """A run that somebody writes by hand, and one tracker of it, as one process after the other has them."""
+    """A run that somebody writes by hand, and one tracker of it, as one process after
+    the other has them.
+    """
 
     def __init__(self, run: Storage) -> None:
         self.run = run
@@ -87,7 +106,11 @@ class Following:
 
     @property
     def curve(self) -> list[tuple[int, float]]:
-        return [(row.step, row.values["loss"]) for row in self.sink.rows if "loss" in row.values]
+        return [
+            (row.step, row.values["loss"])
+            for row in self.sink.rows
+            if "loss" in row.values
+        ]
 
 
 @pytest.fixture
@@ -101,9 +124,14 @@ def show(log: RunLog, step: int) -> None:
     log._showing.join()
 
 
-def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following: Following) -> None:
-    """A checkpoint at step 4, copies up to step 6 sent, then a power cut: steps 5 and 6 are trained again."""
-    began, log = time.time(), RunLog(following.run, followed=True)
+def test_after_a_resume_each_step_is_sent_once_under_the_same_id(
+    following: Following,
+) -> None:
+    """A checkpoint at step 4, copies up to step 6 sent, then a power cut: steps 5 and 6
+    are trained again.
+    """
+    began = time.time()
+    log = RunLog(following.run, followed=True)
     for step in range(1, 5):
         log.add(record(step, loss=1 / step))
     log.flush(4)
@@ -111,7 +139,9 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following: Foll
         log.add(record(step, loss=1 / step))
         show(log, step)
         following.send()
-    assert following.curve == [(step, 1 / step) for step in range(1, 7)], "before the next checkpoint"
+    assert following.curve == [(step, 1 / step) for step in range(1, 7)], (
+        "before the next checkpoint"
+    )
 
     log = RunLog(following.run, followed=True)
     log.cut(4)
@@ -128,10 +158,15 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following: Foll
     assert following.curve == [(step, 1 / step) for step in range(1, 9)]
     assert [row.step for row in following.sink.rows if "val_loss" in row.values] == [8]
     assert len({run.id for run in following.sink.runs}) == 1
-    assert following.sink.runs[0].tags == {"uri": following.run.uri, "git_commit": "abc"}
+    assert following.sink.runs[0].tags == {
+        "uri": following.run.uri,
+        "git_commit": "abc",
+    }
     assert following.sink.ends[-1] == (f"run-{following.sink.runs[0].id}", "killed")
     times = [row.time_s for row in following.sink.rows]
-    assert all(began - 9 < at < time.time() + 1 for at in times), "each when its step was made"
+    assert all(began - 9 < at < time.time() + 1 for at in times), (
+        "each when its step was made"
+    )
 
 
 def test_what_a_sink_that_failed_did_not_take_is_sent_again(
@@ -154,11 +189,16 @@ def test_what_a_sink_that_failed_did_not_take_is_sent_again(
     assert [row.step for row in Failing.kept] == [1, 2, 3]
 
 
-def test_training_never_waits_for_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tracker answers nothing before the run has its result: if a step waited for it, there would be none."""
+def test_training_never_waits_for_a_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tracker answers nothing before the run has its result: if a step waited for
+    it, there would be none.
+    """
     from trainers import start
 
-    gate, launch = tmp_path / "gate", start.launch
+    gate = tmp_path / "gate"
+    launch = start.launch
     monkeypatch.setenv("GATE", str(gate))
 
     def open_after(*args: Any) -> Any:
@@ -175,12 +215,19 @@ def test_training_never_waits_for_a_tracker(tmp_path: Path, monkeypatch: pytest.
     status, *rows = json.loads(Storage(run.uri).read("told.json"))
     assert status == "done"
     told = {}
-    for row in (Row(*row) for row in rows):  # of the last step two, where the result came after its look at the log
-        assert not told.get(row.step, {}).keys() & row.values, "each metric once for each step"
+    for row in (
+        Row(*row) for row in rows
+    ):  # of the last step two, where the result came after its look at the log
+        assert not told.get(row.step, {}).keys() & row.values, (
+            "each metric once for each step"
+        )
         told.setdefault(row.step, {}).update(row.values)
     assert list(told) == list(range(1, 31))
     merged = {}
     for line in read_log(Storage(run.uri)):
         merged.setdefault(line["step"], {}).update(scalars(line))
-    assert {step: {k: v for k, v in values.items() if "/" not in k} for step, values in told.items()} == merged
+    assert {
+        step: {k: v for k, v in values.items() if "/" not in k}
+        for step, values in told.items()
+    } == merged
     assert told[30]["result/peak_memory_bytes"] == run.peak_memory_bytes

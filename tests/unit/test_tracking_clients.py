@@ -1,4 +1,6 @@
-"""Experiment trackers with their real clients, offline: what they say themselves of runs and sweeps."""
+"""Experiment trackers with their real clients, offline: what they say themselves of
+runs and sweeps.
+"""
 
 import contextlib
 import csv
@@ -40,11 +42,19 @@ TRACKIO = importlib.util.find_spec("trackio") is not None
 
 def store(tmp_path: Path, kind: str = "sqlite") -> str:
     """Where MLflow keeps what it is told below a directory: in a database, or in files."""
-    return f"sqlite:///{tmp_path}/mlflow.db" if kind == "sqlite" else f"file://{tmp_path}/mlruns"
+    return (
+        f"sqlite:///{tmp_path}/mlflow.db"
+        if kind == "sqlite"
+        else f"file://{tmp_path}/mlruns"
+    )
 
 
-def everywhere(tmp_path: Path, kind: str = "sqlite") -> tuple[list[Any], dict[str, str]]:
-    """All trackers, and the environment in which they keep what they are told below a directory."""
+def everywhere(
+    tmp_path: Path, kind: str = "sqlite"
+) -> tuple[list[Any], dict[str, str]]:
+    """All trackers, and the environment in which they keep what they are told below a
+    directory.
+    """
     project = tmp_path.name
     names = ("mlflow", "wandb", *(["trackio"] if TRACKIO else []))
     tracking = [*({"tracker": name, "project": project} for name in names), "csv"]
@@ -64,7 +74,10 @@ def found(tmp_path: Path, kind: str = "sqlite") -> dict[str, dict[str, Kept]]:
     in_mlflow = mlflow_runs(store(tmp_path, kind), tmp_path.name, tmp_path)
     runs = {"mlflow": in_mlflow, "wandb": wandb_runs(tmp_path / "wandb")}
     if TRACKIO:
-        runs["trackio"] = {name.rpartition("-")[0]: kept for name, kept in trackio_runs(tmp_path.name).items()}
+        runs["trackio"] = {
+            name.rpartition("-")[0]: kept
+            for name, kept in trackio_runs(tmp_path.name).items()
+        }
     return runs
 
 
@@ -84,37 +97,61 @@ def is_sent_from(directory: Path) -> bool:
     """Whether a process is there that sends a run which was started in a directory."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "trainers.tracking.run" in process.cmdline() and process.cwd() == str(directory):
+            if "trainers.tracking.run" in process.cmdline() and process.cwd() == str(
+                directory
+            ):
                 return True
     return False
 
 
-def send_rest(command: Command, done: Any, given: str, storage: Storage, **where: Any) -> None:
-    """Do as a run or a sweep says that has ended before a tracker had everything, which slow machines see."""
+def send_rest(
+    command: Command, done: Any, given: str, storage: Storage, **where: Any
+) -> None:
+    """Do as a run or a sweep says that has ended before a tracker had everything, which
+    slow machines see.
+    """
     if "tracking:" in done.out:
         sent = command("-m", *given.split(), storage.uri, forked=True, **where)
         assert sent.code == 0, sent.out + sent.err
 
 
-def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(tmp_path: Path, command: Command) -> None:
+def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
+    tmp_path: Path, command: Command
+) -> None:
     tracking, environment = everywhere(tmp_path)
-    pid, run = tmp_path / "pid", Storage(str(tmp_path / "runs" / "run"))
-    args = {"fail_at": 15, "failure": "stop", "marker": str(tmp_path / "stopped"), "pids": str(pid)}
-    (tmp_path / "train.yaml").write_text(dump_yaml(tree(tmp_path, tracking=[*tracking, "tensorboard"], task_args=args)))
+    pid = tmp_path / "pid"
+    run = Storage(str(tmp_path / "runs" / "run"))
+    args = {
+        "fail_at": 15,
+        "failure": "stop",
+        "marker": str(tmp_path / "stopped"),
+        "pids": str(pid),
+    }
+    (tmp_path / "train.yaml").write_text(
+        dump_yaml(tree(tmp_path, tracking=[*tracking, "tensorboard"], task_args=args))
+    )
     start = ("-m", "trainers", str(tmp_path / "train.yaml"))
     thread = when(  # however long they take to be imported
-        lambda: len(run.names("tracking")) == len(tracking), lambda: os.kill(int(pid.read_text()), signal.SIGKILL)
+        lambda: len(run.names("tracking")) == len(tracking),
+        lambda: os.kill(int(pid.read_text()), signal.SIGKILL),
     )
     assert command(*start, cwd=tmp_path, env=environment, forked=True).code != 0
     thread.join()
     until(lambda: not is_sent_from(tmp_path), "the sender's own end")
-    before = {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in run.names("tracking")}
+    before = {
+        name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"]
+        for name in run.names("tracking")
+    }
     done = command(*start, cwd=tmp_path, env=environment, forked=True)
     assert (done.code, done.err) == (0, "")
     send_rest(command, done, "trainers track", run, cwd=tmp_path, env=environment)
-    assert {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in before} == before
+    assert {
+        name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"]
+        for name in before
+    } == before
 
-    result, log = run.read_json("result.json", dict[str, Any]), curves_of_log(run)
+    result = run.read_json("result.json", dict[str, Any])
+    log = curves_of_log(run)
     assert [step for step, _ in log["train_loss"]] == list(range(1, 31))
     for name, runs in found(tmp_path).items():
         (kept,) = runs.values()
@@ -122,71 +159,149 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(tmp_path
             assert kept.curves[metric] == log[metric], (name, metric)
         for metric, values in kept.curves.items():
             assert len({step for step, _ in values}) == len(values), (name, metric)
-        assert kept.curves["result/peak_memory_bytes"] == [(30, result["peak_memory_bytes"])]
+        assert kept.curves["result/peak_memory_bytes"] == [
+            (30, result["peak_memory_bytes"])
+        ]
     (in_mlflow,) = found(tmp_path)["mlflow"].values()
     assert (in_mlflow.status, in_mlflow.tags["paceline.status"]) == ("FINISHED", "done")
-    assert (in_mlflow.params["optimizer.lr"], in_mlflow.params["task"]) == ("0.01", "tests.tasks:Blobs")
+    assert (in_mlflow.params["optimizer.lr"], in_mlflow.params["task"]) == (
+        "0.01",
+        "tests.tasks:Blobs",
+    )
     assert {"paceline.torch", "paceline.uri"} <= in_mlflow.tags.keys()
     assert json.loads(in_mlflow.files["result.json"]) == result
     rows = table(run)
-    assert [(int(row["step"]), float(row["train_loss"])) for row in rows] == log["train_loss"]
+    assert [(int(row["step"]), float(row["train_loss"])) for row in rows] == log[
+        "train_loss"
+    ]
     assert len(list((tmp_path / "runs" / "run" / "tensorboard").iterdir())) == 3
-    again = command(*start, cwd=tmp_path, env=environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}, forked=True)
+    again = command(
+        *start,
+        cwd=tmp_path,
+        env=environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
+        forked=True,
+    )
     assert "tracking" not in again.out, "who has everything is not asked"
 
 
 def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
     """The directory of a sweep that has ended, with one trial that failed."""
-    train = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
+    train = {
+        key: value
+        for key, value in BASE.items()
+        if key not in ("launcher", "checkpoint")
+    }
     train["tracking"] = tracking
-    given = {"train": train, "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}}
+    given = {
+        "train": train,
+        "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]},
+    }
     spec = sweep_with({**given, "storage_path": str(tmp_path)}, "test", REPOSITORY, {})
     save(spec)
     records = []
     for number, config in enumerate(grid(spec.config)):
-        start, curve = 1_760_000_000.0 + 100 * number, []
+        start = 1_760_000_000.0 + 100 * number
+        curve = []
         for step in (10, 20, 30):
             figures = {"train_loss": 1 / step, "val_loss": number + 1 / step}
-            curve.append({"step": float(step), "epoch": step / 10, "train_time_s": step / 2, **figures})
-        ended = {"status": "done", "curve": curve, "metrics": {**curve[-1], "val_accuracy": 0.5}}
-        ended |= {"samples_per_s": 1000.0 + number, "peak_memory_bytes": 5000 + number, "step_time_s": 0.25}
+            curve.append(
+                {
+                    "step": float(step),
+                    "epoch": step / 10,
+                    "train_time_s": step / 2,
+                    **figures,
+                }
+            )
+        ended = {
+            "status": "done",
+            "curve": curve,
+            "metrics": {**curve[-1], "val_accuracy": 0.5},
+        }
+        ended |= {
+            "samples_per_s": 1000.0 + number,
+            "peak_memory_bytes": 5000 + number,
+            "step_time_s": 0.25,
+        }
         if number == 3:
             ended = {"status": "out_of_memory", "message": "too large"}
-        record = TrialRecord(trial_id(config), config, start_time=start, end_time=start + 50, lane=0, **ended)
+        record = TrialRecord(
+            trial_id(config),
+            config,
+            start_time=start,
+            end_time=start + 50,
+            lane=0,
+            **ended,
+        )
         Journal(spec.storage).append(record)
         records.append(record)
     write_report(
-        spec.storage, spec.config, spec.train, records, {"torch": "2.15.0", "git_commit": "abc"}, task_dir=None
+        spec.storage,
+        spec.config,
+        spec.train,
+        records,
+        {"torch": "2.15.0", "git_commit": "abc"},
+        task_dir=None,
     )
     return spec, records
 
 
-def assert_is_sweep(tmp_path: Path, spec: SweepSpec, records: list[TrialRecord]) -> None:
-    """Every tracker has the sweep, its trials below it, the figures of results.parquet, and the report."""
-    results = parquet.read_table(BufferReader(spec.storage.read("results.parquet"))).to_pylist()
-    numbers = ("samples_per_s", "step_time_s", "peak_memory_bytes", "train_loss", "val_loss", "val_accuracy")
+def assert_is_sweep(
+    tmp_path: Path, spec: SweepSpec, records: list[TrialRecord]
+) -> None:
+    """Every tracker has the sweep, its trials below it, the figures of results.parquet,
+    and the report.
+    """
+    results = parquet.read_table(
+        BufferReader(spec.storage.read("results.parquet"))
+    ).to_pylist()
+    numbers = (
+        "samples_per_s",
+        "step_time_s",
+        "peak_memory_bytes",
+        "train_loss",
+        "val_loss",
+        "val_accuracy",
+    )
     for name, runs in found(tmp_path, "files").items():
         parent = runs.pop("sweep")
-        of_id = {next(row["id"] for row in results if row["id"] in run): kept for run, kept in runs.items()}
+        of_id = {
+            next(row["id"] for row in results if row["id"] in run): kept
+            for run, kept in runs.items()
+        }
         assert len(of_id) == len(runs) == len(records)
         for row in results:
             kept = of_id[row["id"]]
             last = {metric: values[-1][1] for metric, values in kept.curves.items()}
-            shown = {metric: row[metric] for metric in numbers if row[metric] is not None}
+            shown = {
+                metric: row[metric] for metric in numbers if row[metric] is not None
+            }
             assert {metric: last[metric] for metric in shown} == shown, name
-            assert kept.params["global_batch_size"] in (row["global_batch_size"], str(row["global_batch_size"]))
+            assert kept.params["global_batch_size"] in (
+                row["global_batch_size"],
+                str(row["global_batch_size"]),
+            )
         for record in records:
             values = [(int(row["step"]), row["val_loss"]) for row in record.curve]
             assert of_id[record.id].curves.get("val_loss", []) == values, name
-        group = {"mlflow": {parent.id}, "wandb": {parent.parent}, "trackio": {parent.parent}}[name]
+        group = {
+            "mlflow": {parent.id},
+            "wandb": {parent.parent},
+            "trackio": {parent.parent},
+        }[name]
         assert {kept.parent for kept in runs.values()} == group
         assert parent.curves["trials"][-1][1] == len(records)
     in_mlflow = mlflow_runs(store(tmp_path, "files"), tmp_path.name, tmp_path)["sweep"]
     assert in_mlflow.files["report.html"] == spec.storage.read("report.html")
     assert b"train" in in_mlflow.files["best.yaml"]
     assert in_mlflow.status == "FINISHED"
-    assert any(name.endswith("report.html") for name in wandb_runs(tmp_path / "wandb")["sweep"].files)
-    assert {row["run"] for row in table(spec.storage)} == {"", *(record.id for record in records)}
+    assert any(
+        name.endswith("report.html")
+        for name in wandb_runs(tmp_path / "wandb")["sweep"].files
+    )
+    assert {row["run"] for row in table(spec.storage)} == {
+        "",
+        *(record.id for record in records),
+    }
     events = {path.name for path in Path(spec.storage.path, "tensorboard").iterdir()}
     assert events == {"sweep", *(record.id for record in records)}
 
@@ -200,11 +315,16 @@ def test_a_sweep_is_a_run_with_its_trials_below_it(
     resume = ("-m", "tune", "resume", spec.uri)
     while True:  # a slow machine sends in several starts
         done = command(*resume, cwd=tmp_path, env=environment, forked=True)
-        assert (done.code, (done.out + done.err).count("Error")) == (0, 0), done.out + done.err
+        assert (done.code, (done.out + done.err).count("Error")) == (0, 0), (
+            done.out + done.err
+        )
         if "tracking:" not in done.out:
             break
     assert_is_sweep(tmp_path, spec, records)
-    sent = {name: spec.storage.read(f"tracking/{name}") for name in spec.storage.names("tracking")}
+    sent = {
+        name: spec.storage.read(f"tracking/{name}")
+        for name in spec.storage.names("tracking")
+    }
     assert command(*resume, cwd=tmp_path, env=environment, forked=True).code == 0
     assert {name: spec.storage.read(f"tracking/{name}") for name in sent} == sent
 
@@ -221,14 +341,30 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
 ) -> None:
     config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
     (tmp_path / "train.yaml").write_text(dump_yaml(config))
-    run, port = Storage(str(tmp_path / "runs" / "run")), free_port()
-    environment = {"PYTHONPATH": str(REPOSITORY), "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}"}
-    done = command("-m", "trainers", str(tmp_path / "train.yaml"), cwd=tmp_path, env=environment, forked=True)
+    run = Storage(str(tmp_path / "runs" / "run"))
+    port = free_port()
+    environment = {
+        "PYTHONPATH": str(REPOSITORY),
+        "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}",
+    }
+    done = command(
+        "-m",
+        "trainers",
+        str(tmp_path / "train.yaml"),
+        cwd=tmp_path,
+        env=environment,
+        forked=True,
+    )
     again = f"`python -m trainers track {run.uri}` sends the rest"
     assert (done.code, done.out.count(again)) == (0, 1), done.out
 
     uri = f"http://127.0.0.1:{port}"
-    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "art")]
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{tmp_path}/server.db",
+        "--artifacts-destination",
+        str(tmp_path / "art"),
+    ]
     server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"],
         cwd=tmp_path, stdout=(tmp_path / "server.log").open("w"), stderr=subprocess.STDOUT,
@@ -242,12 +378,22 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
                 assert server.poll() is None, (tmp_path / "server.log").read_text()
                 time.sleep(0.2)
         track = ("-m", "trainers", "track", run.uri)
-        sent = command(*track, cwd=tmp_path, env=environment | {"MLFLOW_TRACKING_URI": uri}, forked=True)
-        assert (sent.code, "mlflow has everything" in sent.out) == (0, True), sent.out + sent.err
+        sent = command(
+            *track,
+            cwd=tmp_path,
+            env=environment | {"MLFLOW_TRACKING_URI": uri},
+            forked=True,
+        )
+        assert (sent.code, "mlflow has everything" in sent.out) == (0, True), (
+            sent.out + sent.err
+        )
         (kept,) = mlflow_runs(uri, "later", tmp_path).values()
     finally:
         server.terminate()
         server.wait()
     log = curves_of_log(run)
     assert {name: values for name, values in kept.curves.items() if name in log} == log
-    assert (kept.status, json.loads(kept.files["result.json"])["steps"]) == ("FINISHED", 30)
+    assert (kept.status, json.loads(kept.files["result.json"])["steps"]) == (
+        "FINISHED",
+        30,
+    )

@@ -1,4 +1,6 @@
-"""What a sweep says, from hand-made records: which trial is best, by how much, and why none is."""
+"""What a sweep says, from hand-made records: which trial is best, by how much, and why
+none is.
+"""
 
 import math
 import random
@@ -34,7 +36,12 @@ def test_best_by_each_objective(metric: str, batch: int, precision: str) -> None
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("metric", ["val_loss", "val_accuracy"])
 def test_what_is_not_finite_never_wins(metric: str, value: float) -> None:
-    odd = trial(0, "done", {"global_batch_size": 32, "precision": "fp16"}, metrics={metric: value})
+    odd = trial(
+        0,
+        "done",
+        {"global_batch_size": 32, "precision": "fp16"},
+        metrics={metric: value},
+    )
     assert objective_value(Objective(metric=metric), odd) is None
     assert odd not in answer(config(metric), [odd, *done()]).ranking
 
@@ -46,11 +53,23 @@ def test_the_answer_is_one_line_with_those_that_are_as_good() -> None:
         "32 in bf16, 32 in fp32, 64 in fp32 and 3 more are as good."
     )
     assert len(found.equal) == 6
-    assert found.fastest == "Highest throughput: batch 256 in fp32, 12,300 samples/s; it needs 5.23 s."
-    assert [doubt.settled_by for doubt in found.doubts] == ["repeats (`finalists: 2` or more)"]
-    assert found.text.splitlines() == [found.line, found.fastest, f"- {found.doubts[0].text}"]
+    assert (
+        found.fastest
+        == "Highest throughput: batch 256 in fp32, 12,300 samples/s; it needs 5.23 s."
+    )
+    assert [doubt.settled_by for doubt in found.doubts] == [
+        "repeats (`finalists: 2` or more)"
+    ]
+    assert found.text.splitlines() == [
+        found.line,
+        found.fastest,
+        f"- {found.doubts[0].text}",
+    ]
     rates = answer(config("samples_per_s"), done())
-    assert rates.text == "Batch 256 in fp32: 12,300 samples/s (one run); 256 in bf16 is as good."
+    assert (
+        rates.text
+        == "Batch 256 in fp32: 12,300 samples/s (one run); 256 in bf16 is as good."
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +82,9 @@ def test_the_answer_is_one_line_with_those_that_are_as_good() -> None:
         ("val_accuracy", (0.98, 0.95), "0.03 higher than"),
     ],
 )
-def test_the_margin(metric: str, values: tuple[float, float], margin: str | None) -> None:
+def test_the_margin(
+    metric: str, values: tuple[float, float], margin: str | None
+) -> None:
     records = [
         trial(i, "done", {"precision": name}, metrics={metric: value})
         for i, (name, value) in enumerate(zip(("fp32", "bf16"), values, strict=True))
@@ -84,7 +105,14 @@ def seeded(losses: dict[str, list[float | None]]) -> list[TrialRecord]:
         for seed, loss in zip(SEEDS, values, strict=True):
             settings = {"precision": precision, "seed": seed}
             metrics = {} if loss is None else {"val_loss": loss}
-            records.append(trial(len(records), "diverged" if loss is None else "done", settings, metrics=metrics))
+            records.append(
+                trial(
+                    len(records),
+                    "diverged" if loss is None else "done",
+                    settings,
+                    metrics=metrics,
+                )
+            )
     return records
 
 
@@ -96,16 +124,25 @@ def by_seeds(losses: dict[str, list[float | None]]) -> Answer:
 def test_a_seed_is_a_repeat_and_never_a_choice() -> None:
     """The lowest loss of all is bf16's, by luck."""
     found = by_seeds(
-        {"fp32": [0.50, 0.51, 0.495, 0.50], "bf16": [0.49, 0.60, 0.60, 0.61], "fp16": [0.51, 0.50, 0.50, 0.51]}
+        {
+            "fp32": [0.50, 0.51, 0.495, 0.50],
+            "bf16": [0.49, 0.60, 0.60, 0.61],
+            "fp16": [0.51, 0.50, 0.50, 0.51],
+        }
     )
-    assert (found.best.config, found.value) == ({"precision": "fp32"}, pytest.approx(0.50125))
+    assert (found.best.config, found.value) == (
+        {"precision": "fp32"},
+        pytest.approx(0.50125),
+    )
     assert [record.config for record in found.equal] == [{"precision": "fp16"}]
     assert found.line.startswith("fp32: val_loss 0.5012 (")
     assert "4 seeds); fp16 is as good." in found.line
     assert not found.doubts
 
 
-def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_train() -> None:
+def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_train() -> (
+    None
+):
     found = by_seeds({"fp32": [0.5, 0.5, 0.51, 0.5], "bf16": [0.1, None, 0.1, 0.1]})
     assert found.best.config == {"precision": "fp32"}
     assert not found.equal
@@ -117,7 +154,10 @@ def test_means_over_seeds_claim_no_more_than_they_show() -> None:
     made = 300
     claims = 0
     for _ in range(made):
-        losses = {precision: [rng.gauss(1.0, 0.1) for _ in SEEDS] for precision in ("fp32", "tf32", "bf16", "fp16")}
+        losses = {
+            precision: [rng.gauss(1.0, 0.1) for _ in SEEDS]
+            for precision in ("fp32", "tf32", "bf16", "fp16")
+        }
         claims += len(by_seeds(losses).equal) < 3
     assert claims <= 2 * LEVEL * made
 
@@ -130,15 +170,32 @@ def test_why_there_is_no_best() -> None:
     )
     misspelt = answer(config("val_acc", objective={"mode": "max"}), done())
     assert misspelt.best is None
-    assert "has a val_acc (metrics reported: train_loss, val_loss, val_accuracy)" in misspelt.line
+    assert (
+        "has a val_acc (metrics reported: train_loss, val_loss, val_accuracy)"
+        in misspelt.line
+    )
     assert answer(config(), []).line == "There is no best trial: none has run."
 
 
 @pytest.mark.parametrize(("rate", "is_said"), [(104.0, False), (106.0, True)])
-def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate: float, is_said: bool) -> None:
+def test_the_throughputs_winner_is_said_where_the_best_is_slower(
+    rate: float, is_said: bool
+) -> None:
     records = [
-        trial(0, "done", {"precision": "fp32"}, samples_per_s=100.0, metrics={"val_loss": 1.0}),
-        trial(1, "done", {"precision": "bf16"}, samples_per_s=rate, metrics={"val_loss": 2.0}),
+        trial(
+            0,
+            "done",
+            {"precision": "fp32"},
+            samples_per_s=100.0,
+            metrics={"val_loss": 1.0},
+        ),
+        trial(
+            1,
+            "done",
+            {"precision": "bf16"},
+            samples_per_s=rate,
+            metrics={"val_loss": 2.0},
+        ),
     ]
     found = answer(config("val_loss", space={"precision": ["fp32", "bf16"]}), records)
     assert bool(found.fastest) == is_said

@@ -1,4 +1,6 @@
-"""A rate that is searched around its own value for each batch size: which trials it takes, and what is said of it."""
+"""A rate that is searched around its own value for each batch size: which trials it
+takes, and what is said of it.
+"""
 
 import math
 import random
@@ -36,9 +38,12 @@ def record(given: dict[str, Any], value: float | None, **more: Any) -> TrialReco
     return trial(0, more.pop("status", "done"), given, metrics=metrics, **more)
 
 
-def run_all(sweep: SweepConfig, best: dict[int, float], draw: random.Random, lanes: int) -> list[dict[str, Any]]:
+def run_all(
+    sweep: SweepConfig, best: dict[int, float], draw: random.Random, lanes: int
+) -> list[dict[str, Any]]:
     """The trials that Tune would run, several at a time, which end in any order."""
-    search, running = searcher(sweep, lanes), {}
+    search = searcher(sweep, lanes)
+    running = {}
     found = []
     while True:
         name = str(len(found))
@@ -53,7 +58,9 @@ def run_all(sweep: SweepConfig, best: dict[int, float], draw: random.Random, lan
         assert running, "else it would wait for ever"
         ended = draw.choice(list(running))
         value = loss(running.pop(ended), best)
-        search.on_trial_complete(ended, {"objective": value, "val_loss": value, "status": "done"})
+        search.on_trial_complete(
+            ended, {"objective": value, "val_loss": value, "status": "done"}
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -68,14 +75,21 @@ def test_it_ends_with_the_best_rate_of_each_size_between_worse_ones(seed: int) -
         first = min(own, key=lambda one: one.metrics["val_loss"])
         assert abs(math.log2(first.config["optimizer.lr"] / best[size])) <= 0.5
         assert is_inside(around(), own, first.config)
-        assert len(own) <= 3 + abs(round(math.log2(best[size] / RULE))), "and no more than lead to it"
+        assert len(own) <= 3 + abs(round(math.log2(best[size] / RULE))), (
+            "and no more than lead to it"
+        )
     in_order = run_all(around(), best, random.Random(0), lanes=1)
-    assert sorted(map(trial_id, found)) == sorted(map(trial_id, in_order)), "whichever ends first"
+    assert sorted(map(trial_id, found)) == sorted(map(trial_id, in_order)), (
+        "whichever ends first"
+    )
 
 
 def test_the_rules_rates_come_first_then_their_neighbours() -> None:
     trials = next_trials(around(), {})
-    assert [one["optimizer.lr"] for one in trials] == [RULE] * 3 + [2 * RULE, RULE / 2] * 3
+    assert [one["optimizer.lr"] for one in trials] == [RULE] * 3 + [
+        2 * RULE,
+        RULE / 2,
+    ] * 3
     assert [one["global_batch_size"] for one in trials[:3]] == SIZES
     assert planned_trials(around()) == len(trials)
     assert tune_space(around()) == {}
@@ -90,15 +104,23 @@ def test_it_gives_up_after_six_doublings(direction: int) -> None:
     assert furthest == 6
 
 
-def test_a_failed_trial_is_the_worst_and_without_a_value_the_metric_of_the_target_decides() -> None:
+def test_a_failed_trial_is_the_worst_and_without_a_value_the_metric_of_the_target_decides() -> (
+    None
+):
     objective = config().objective
     reached = score(objective, 3.0, {"val_accuracy": 0.97})
-    near, far = (score(objective, None, {"val_accuracy": value}) for value in (0.96, 0.5))
+    near, far = (
+        score(objective, None, {"val_accuracy": value}) for value in (0.96, 0.5)
+    )
     nothing = score(objective, math.inf, {"val_accuracy": math.nan})
     assert reached < near < far < nothing
-    failed = record({"global_batch_size": 32, "optimizer.lr": RULE}, 0.1, status="diverged")
+    failed = record(
+        {"global_batch_size": 32, "optimizer.lr": RULE}, 0.1, status="diverged"
+    )
     assert list(scores_of(around().objective, [failed]).values()) == [nothing]
-    assert score(around("val_accuracy").objective, 0.9, {}) < score(around("val_accuracy").objective, 0.8, {})
+    assert score(around("val_accuracy").objective, 0.9, {}) < score(
+        around("val_accuracy").objective, 0.8, {}
+    )
 
 
 def test_a_search_whose_trials_all_fail_ends() -> None:
@@ -124,11 +146,22 @@ def spec(path: Path, **changes: Any) -> SweepSpec:
     return sweep_with(tree, "sweep.yaml", None, {})
 
 
-def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_used_up(tmp_path: Path) -> None:
-    sweep, small = spec(tmp_path), spec(tmp_path, budget={"trials": 4})
-    assert sweep.config.space == around().space, "the word has become the run's own rate"
-    assert sweep_with(sweep.saved(), "saved", None, {}).config.space == sweep.config.space, "as resume reads it"
-    assert (num_samples(small.config, 0), sweep.num_trials, small.num_trials) == (4, 9, 4)
+def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_used_up(
+    tmp_path: Path,
+) -> None:
+    sweep = spec(tmp_path)
+    small = spec(tmp_path, budget={"trials": 4})
+    assert sweep.config.space == around().space, (
+        "the word has become the run's own rate"
+    )
+    assert (
+        sweep_with(sweep.saved(), "saved", None, {}).config.space == sweep.config.space
+    ), "as resume reads it"
+    assert (num_samples(small.config, 0), sweep.num_trials, small.num_trials) == (
+        4,
+        9,
+        4,
+    )
     best = {32: RULE, 128: RULE * 4, 512: RULE / 2}
     journal = Journal(sweep.storage)
     count = 0
@@ -144,7 +177,10 @@ def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_use
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"space": {"global_batch_size": "around", "optimizer.lr": "around"}}, "space.optimizer.lr"),
+        (
+            {"space": {"global_batch_size": "around", "optimizer.lr": "around"}},
+            "space.optimizer.lr",
+        ),
         ({"space": {"optimizer.lr": {"around": -1.0}}}, "space.optimizer.lr.around"),
         ({"space": {"optimizer.lr": {"around": "near"}}}, "space.optimizer.lr.around"),
         ({"space": {"optimizer.lr": "arround"}}, "space.optimizer.lr"),
@@ -155,7 +191,9 @@ def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_use
         ({"space": {"optimizer.lr": "around", "seed": [0, 1]}}, "space"),
     ],
 )
-def test_what_cannot_be_searched_around_is_refused(changes: dict[str, Any], field: str, tmp_path: Path) -> None:
+def test_what_cannot_be_searched_around_is_refused(
+    changes: dict[str, Any], field: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as raised:
         spec(tmp_path, **changes)
     assert raised.value.field == field
@@ -164,21 +202,29 @@ def test_what_cannot_be_searched_around_is_refused(changes: dict[str, Any], fiel
 def test_a_functions_rate_is_found_below_its_own_name() -> None:
     train = {"train_func": "m:f", "train_loop_config": {"lr": 1}}
     [values] = known_space(
-        SweepConfig.model_validate({"train": train, "space": {"train_loop_config.lr": "around"}}).space, train, "f"
+        SweepConfig.model_validate(
+            {"train": train, "space": {"train_loop_config.lr": "around"}}
+        ).space,
+        train,
+        "f",
     ).values()
     assert not isinstance(values, list)
     assert values.start == 1.0
 
 
 def told(times: dict[tuple[int, float], float | None]) -> str:
-    """What is said of the largest size by the times to the target of (size, rate as a multiple of the rule's)."""
+    """What is said of the largest size by the times to the target of (size, rate as a
+    multiple of the rule's).
+    """
     records = [
         trial(
             number,
             "done",
             {"global_batch_size": size, "optimizer.lr": RULE * step},
             time_to_target_s=time_s,
-            metrics={"val_accuracy": 0.97 if time_s else 0.9 - abs(math.log2(step)) / 10},
+            metrics={
+                "val_accuracy": 0.97 if time_s else 0.9 - abs(math.log2(step)) / 10
+            },
         )
         for number, ((size, step), time_s) in enumerate(times.items())
     ]
@@ -223,4 +269,10 @@ def test_the_answer_says_whether_the_largest_size_lost_to_its_rate(
 
 def test_nothing_is_said_where_the_largest_was_not_tried_or_rates_are_listed() -> None:
     assert told(SMALL) == ""
-    assert answer(config(), [trial(0, "done", {"global_batch_size": 512}, time_to_target_s=1.0)]).largest == ""
+    assert (
+        answer(
+            config(),
+            [trial(0, "done", {"global_batch_size": 512}, time_to_target_s=1.0)],
+        ).largest
+        == ""
+    )

@@ -1,4 +1,6 @@
-"""What is known of which microbatches fit: found in few steps, never tried twice, kept, and strict when in doubt."""
+"""What is known of which microbatches fit: found in few steps, never tried twice, kept,
+and strict when in doubt.
+"""
 
 from typing import Any
 
@@ -80,7 +82,9 @@ def test_what_does_not_touch_memory_shares_the_key(changes: dict[str, Any]) -> N
         ({"microbatch_size": 1000, "scaling": {"num_workers": [2, 4]}}, 128),
     ],
 )
-def test_the_size_that_a_trial_insists_on(changes: dict[str, Any], size: int | None) -> None:
+def test_the_size_that_a_trial_insists_on(
+    changes: dict[str, Any], size: int | None
+) -> None:
     assert fixed_size(TRAIN | changes) == size
 
 
@@ -93,7 +97,10 @@ def test_smaller_sizes_are_inferred_to_fit_and_larger_ones_not_to() -> None:
     ]
     assert (found.largest_fit("k"), found.smallest_misfit("k")) == (20, 33)
     assert found.fits("another", 1) is None
-    assert (found.largest_fit("another"), found.smallest_misfit("another")) == (None, None)
+    assert (found.largest_fit("another"), found.smallest_misfit("another")) == (
+        None,
+        None,
+    )
 
 
 def test_a_contradiction_is_said_and_the_stricter_wins_in_either_order() -> None:
@@ -102,7 +109,10 @@ def test_a_contradiction_is_said_and_the_stricter_wins_in_either_order() -> None
     assert said is not None
     assert "40 fitted" in said
     assert "32 ran out" in said
-    assert (found.largest_fit("k"), found.smallest_misfit("k")) == (16, 32)  # what fitted below still counts
+    assert (found.largest_fit("k"), found.smallest_misfit("k")) == (
+        16,
+        32,
+    )  # what fitted below still counts
     other = boundary(fits=[16], misfits=[32])
     assert other.observe("k", 40, True) == said
     assert other.to_plain() == found.to_plain()

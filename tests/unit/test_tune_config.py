@@ -25,7 +25,11 @@ def make(**changes: Any) -> SweepConfig:
 
 
 def rate(**values: Any) -> dict[str, Any]:
-    return {"space": {"optimizer.lr": values}, "search": "random", "budget": {"trials": 3}}
+    return {
+        "space": {"optimizer.lr": values},
+        "search": "random",
+        "budget": {"trials": 3},
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,15 +49,29 @@ def rate(**values: Any) -> dict[str, Any]:
         ({"search": "random"}, "budget.trials"),
         ({"objective": {}}, "objective.target"),
         ({"objective": {"metric": "my_topk"}}, "objective.mode"),
-        ({"objective": {"metric": "val_loss", "target": {"topk": 1}}}, "objective.target.mode"),
-        ({"objective": {"metric": "val_loss", "target": {"val_loss": "low"}}}, "objective.target.val_loss"),
-        ({"objective": {"metric": "val_loss", "target": {"a_loss": 1, "b_loss": 2}}}, "objective.target"),
-        ({"objective": {"metric": "usd_to_target", "target": {"val_loss": 1.0}}}, "usd_per_hour"),
+        (
+            {"objective": {"metric": "val_loss", "target": {"topk": 1}}},
+            "objective.target.mode",
+        ),
+        (
+            {"objective": {"metric": "val_loss", "target": {"val_loss": "low"}}},
+            "objective.target.val_loss",
+        ),
+        (
+            {"objective": {"metric": "val_loss", "target": {"a_loss": 1, "b_loss": 2}}},
+            "objective.target",
+        ),
+        (
+            {"objective": {"metric": "usd_to_target", "target": {"val_loss": 1.0}}},
+            "usd_per_hour",
+        ),
         ({"budget": {"usd": 5.0}}, "usd_per_hour"),
         ({"objektive": {}}, "objektive"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_its_field(changes: dict[str, Any], field: str) -> None:
+def test_what_cannot_be_is_an_error_of_its_field(
+    changes: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         make(**changes)
     assert (raised.value.field, raised.value.source) == (field, "sweep.yaml")
@@ -72,7 +90,9 @@ def test_what_cannot_be_is_an_error_of_its_field(changes: dict[str, Any], field:
         (None, {"val_loss": 0.1}, False),
     ],
 )
-def test_when_a_target_is_reached(target: dict[str, float] | None, metrics: dict[str, float], reached: bool) -> None:
+def test_when_a_target_is_reached(
+    target: dict[str, float] | None, metrics: dict[str, float], reached: bool
+) -> None:
     assert Objective(metric="val_loss", target=target).reached(metrics) is reached
 
 
@@ -95,5 +115,7 @@ def test_where_a_trial_ends(metric: str, ends: bool) -> None:
         ({"trials": 3}, None),
     ],
 )
-def test_a_budget_of_dollars_is_one_of_time(budget: dict[str, float], time_s: float | None) -> None:
+def test_a_budget_of_dollars_is_one_of_time(
+    budget: dict[str, float], time_s: float | None
+) -> None:
     assert make(budget=budget, usd_per_hour=10.0).time_budget_s == time_s

@@ -1,4 +1,6 @@
-"""Finalists: who is repeated, in which order, what the repeats say, and how often the fastest is lost."""
+"""Finalists: who is repeated, in which order, what the repeats say, and how often the
+fastest is lost.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,19 @@ def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:
     return report_records.config(metric, **{"finalists": 2, **changes})
 
 
-def repeat(record: TrialRecord, seed: int, time_s: float | None, **changes: Any) -> TrialRecord:
+def repeat(
+    record: TrialRecord, seed: int, time_s: float | None, **changes: Any
+) -> TrialRecord:
     name = trial_id(record.config, "repeat", seed)
-    return replace(record, id=name, purpose="repeat", seed=seed, time_to_target_s=time_s, metrics={}, **changes)
+    return replace(
+        record,
+        id=name,
+        purpose="repeat",
+        seed=seed,
+        time_to_target_s=time_s,
+        metrics={},
+        **changes,
+    )
 
 
 def repeated(times: dict[int, list[float | None]]) -> list[TrialRecord]:
@@ -40,23 +52,50 @@ def repeated(times: dict[int, list[float | None]]) -> list[TrialRecord]:
     records = done()
     near = contenders(config(), records)
     return records + [
-        repeat(near[place], seed, time_s) for place, own in times.items() for seed, time_s in enumerate(own, 1)
+        repeat(near[place], seed, time_s)
+        for place, own in times.items()
+        for seed, time_s in enumerate(own, 1)
     ]
 
 
 def test_the_fastest_that_one_run_each_cannot_tell_apart() -> None:
-    assert [record.time_to_target_s for record in contenders(config(), done())] == [3.12, 4.02]
+    assert [record.time_to_target_s for record in contenders(config(), done())] == [
+        3.12,
+        4.02,
+    ]
     near = rivals(config(), done())
-    assert [record.time_to_target_s for record in near] == [3.12, 4.02, 4.31, 4.4, 4.48, 4.61, 5.23]
-    assert len(contenders(config(finalists="auto"), alone(1.0))) == 7  # 15 s have room for two repeats of each
+    assert [record.time_to_target_s for record in near] == [
+        3.12,
+        4.02,
+        4.31,
+        4.4,
+        4.48,
+        4.61,
+        5.23,
+    ]
+    assert (
+        len(contenders(config(finalists="auto"), alone(1.0))) == 7
+    )  # 15 s have room for two repeats of each
 
 
-@pytest.mark.parametrize("changes", [{"finalists": 0}, {"finalists": 1}, {"metric": "val_loss"}])
-def test_none_is_repeated_where_nothing_is_to_be_told_apart(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"finalists": 0}, {"finalists": 1}, {"metric": "val_loss"}]
+)
+def test_none_is_repeated_where_nothing_is_to_be_told_apart(
+    changes: dict[str, Any],
+) -> None:
     assert contenders(config(**changes), done()) == []
-    clear = [replace(record, time_to_target_s=time_s) for record, time_s in zip(done(), (3.12, 5.6), strict=False)]
+    clear = [
+        replace(record, time_to_target_s=time_s)
+        for record, time_s in zip(done(), (3.12, 5.6), strict=False)
+    ]
     assert contenders(config(), clear) == []
-    assert contenders(config(), [replace(record, time_to_target_s=None) for record in done()]) == []
+    assert (
+        contenders(
+            config(), [replace(record, time_to_target_s=None) for record in done()]
+        )
+        == []
+    )
 
 
 def alone(cost_s: float) -> list[TrialRecord]:
@@ -65,7 +104,9 @@ def alone(cost_s: float) -> list[TrialRecord]:
 
 
 def test_repeats_take_no_longer_than_half_of_the_search() -> None:
-    """Eight trials of 100 s on two lanes took 400 s: there is no time for two repeats of two finalists."""
+    """Eight trials of 100 s on two lanes took 400 s: there is no time for two repeats
+    of two finalists.
+    """
     assert contenders(config(finalists="auto"), alone(100.0)) == []
     assert len(contenders(config(finalists=3), alone(100.0))) == 3  # asked for
     records = alone(100.0)
@@ -77,13 +118,26 @@ def test_repeats_take_no_longer_than_half_of_the_search() -> None:
 
 
 def test_repeats_go_on_until_it_is_clear_who_is_first() -> None:
-    asked, records = config(finalists=2), alone(1.0)
-    near, seeds = contenders(asked, records), []
+    asked = config(finalists=2)
+    records = alone(1.0)
+    near = contenders(asked, records)
+    seeds = []
     while wanted := repeats_to_run(asked, TRAIN, records):
         finalist, seed = wanted[0]
         seeds.append(seed)
-        records.append(repeat(finalist, seed, (4.0 if finalist is near[0] else 7.0) + 0.01 * seed))
-    assert seeds == [1, 1, 2, 2, 3, 3, 4, 4]  # two repeats each would do, were it the only look
+        records.append(
+            repeat(finalist, seed, (4.0 if finalist is near[0] else 7.0) + 0.01 * seed)
+        )
+    assert seeds == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        4,
+        4,
+    ]  # two repeats each would do, were it the only look
     assert "1.75 times (1.2 to 2.5) faster than the next" in answer(asked, records).line
     assert repeats_to_run(asked, {"train_func": "script:train"}, done()) == []
 
@@ -99,18 +153,31 @@ def test_repeats_are_in_turn_and_none_twice() -> None:
     ]
     known = [*done(), repeat(first, 6, 3.0), repeat(second, 7, None)]
     left = [(second.id, 6), (first.id, 7)]
-    assert [(record.id, seed) for record, seed in repeats_to_run(config(), {**TRAIN, "seed": 5}, known)] == left
+    assert [
+        (record.id, seed)
+        for record, seed in repeats_to_run(config(), {**TRAIN, "seed": 5}, known)
+    ] == left
 
 
 @pytest.mark.parametrize(("before", "equal"), [(0.99, False), (0.3, True), (0.0, True)])
-def test_repeats_whose_targets_were_met_in_overlapping_intervals_are_equal(before: float, equal: bool) -> None:
-    """4 and 12 s are told apart, but not where the second may have met its target at 4 s already."""
+def test_repeats_whose_targets_were_met_in_overlapping_intervals_are_equal(
+    before: float, equal: bool
+) -> None:
+    """4 and 12 s are told apart, but not where the second may have met its target at 4
+    s already.
+    """
     records = []
     for record in repeated({0: [4.0, 4.1], 1: [12.0, 12.1]}):
         time_s = record.time_to_target_s
         if record.purpose == "repeat" and time_s:
             missed = {"step": 1.0, "train_time_s": before * time_s, "val_accuracy": 0.9}
-            record = replace(record, curve=[missed, {"step": 2.0, "train_time_s": time_s, "val_accuracy": 0.98}])
+            record = replace(
+                record,
+                curve=[
+                    missed,
+                    {"step": 2.0, "train_time_s": time_s, "val_accuracy": 0.98},
+                ],
+            )
         records.append(record)
     found = finals(config(), records)
     assert [final.equal for final in found] == [True, equal]
@@ -126,7 +193,10 @@ def test_what_cannot_be_told_apart_is_called_equal(other: float, equal: bool) ->
 
 def test_fewer_than_two_repeats_say_nothing() -> None:
     assert finals(config(), repeated({0: [4.0, 4.1], 1: [4.0]})) == []
-    assert answer(config(), repeated({0: [4.0, 4.1], 1: [4.0]})).text == answer(config(), done()).text
+    assert (
+        answer(config(), repeated({0: [4.0, 4.1], 1: [4.0]})).text
+        == answer(config(), done()).text
+    )
 
 
 def test_a_repeat_that_never_met_its_target_took_at_least_its_whole_training() -> None:
@@ -137,10 +207,15 @@ def test_a_repeat_that_never_met_its_target_took_at_least_its_whole_training() -
 
 
 def test_the_target_is_met_on_the_way_between_two_evaluations() -> None:
-    rows = [{"train_time_s": at, "val_accuracy": accuracy} for at, accuracy in ((1.0, 0.9), (2.0, 0.95), (3.0, 0.99))]
+    rows = [
+        {"train_time_s": at, "val_accuracy": accuracy}
+        for at, accuracy in ((1.0, 0.9), (2.0, 0.95), (3.0, 0.99))
+    ]
     record = replace(done()[0], curve=rows, time_to_target_s=3.0)
     objective = config().objective
-    assert crossing_s(objective, record) == Interval(2.0 + (0.97 - 0.95) / (0.99 - 0.95), 2.0, 3.0)
+    assert crossing_s(objective, record) == Interval(
+        2.0 + (0.97 - 0.95) / (0.99 - 0.95), 2.0, 3.0
+    )
     rows[1]["val_accuracy"] = math.nan
     assert crossing_s(objective, record) == Interval(3.0, 2.0, 3.0)
     first = replace(record, curve=rows[2:])
@@ -149,7 +224,10 @@ def test_the_target_is_met_on_the_way_between_two_evaluations() -> None:
 
 
 def test_what_another_trial_may_gain_is_said() -> None:
-    sure = [replace(record, time_to_target_s=1.0 + 20 * at) for at, record in enumerate(done()[:3])]
+    sure = [
+        replace(record, time_to_target_s=1.0 + 20 * at)
+        for at, record in enumerate(done()[:3])
+    ]
     assert most_ahead(sure, []) == 1.0
     assert not answer(config(), sure).doubts
     assert most_ahead(done(), []) == pytest.approx(3.12 / 4.02 * 1.96, rel=0.02)
@@ -157,10 +235,15 @@ def test_what_another_trial_may_gain_is_said() -> None:
 
 
 @pytest.mark.parametrize(("trained_s", "most"), [(251.0, 1.0), (150.0, 1.66)])
-def test_a_trial_that_was_stopped_had_not_met_the_target_until_then(trained_s: float, most: float) -> None:
+def test_a_trial_that_was_stopped_had_not_met_the_target_until_then(
+    trained_s: float, most: float
+) -> None:
     fast = replace(done()[0], time_to_target_s=100.0, curve=[])
     curve = [{"train_time_s": trained_s, "val_accuracy": 0.5}]
-    stopped = [replace(fast, id=str(at), status="stopped", time_to_target_s=None, curve=curve) for at in range(80)]
+    stopped = [
+        replace(fast, id=str(at), status="stopped", time_to_target_s=None, curve=curve)
+        for at in range(80)
+    ]
     assert most_ahead([fast, *stopped], []) == pytest.approx(most, abs=0.02)
 
 
@@ -195,7 +278,10 @@ def test_what_stood_still_is_measured_again_and_judged_without_it() -> None:
     """The fastest of all, but for 20 s in which it was stopped."""
     stopped = replace(done()[3], time_to_target_s=22.0, curve=[], disturbed_s=20.0)
     rest = [record for record in done() if record.id != stopped.id]
-    assert stopped.id not in [one.id for one in contenders(config(), [*rest, replace(stopped, disturbed_s=None)])]
+    assert stopped.id not in [
+        one.id
+        for one in contenders(config(), [*rest, replace(stopped, disturbed_s=None)])
+    ]
     assert stopped.id in [one.id for one in contenders(config(), [*rest, stopped])]
     assert "1 trial stood still" in answer(config(), [*rest, stopped]).text
     records = repeated({0: [4.0, 4.1], 1: [5.0, 5.1]})

@@ -1,4 +1,6 @@
-"""The journal: a trial's record is whole, durable, and found again by what was configured."""
+"""The journal: a trial's record is whole, durable, and found again by what was
+configured.
+"""
 
 import json
 import math
@@ -13,24 +15,41 @@ from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
 
-def record(config: dict[str, Any], start: float = 1.0, status: Status = "done", **more: Any) -> TrialRecord:
+def record(
+    config: dict[str, Any], start: float = 1.0, status: Status = "done", **more: Any
+) -> TrialRecord:
     return TrialRecord(trial_id(config), config, status, start, start + 1, **more)
 
 
 def row(step: int, loss: float) -> dict[str, float]:
-    return {"step": step, "epoch": step / 2, "train_time_s": step * 0.5, "val_loss": loss}
+    return {
+        "step": step,
+        "epoch": step / 2,
+        "train_time_s": step * 0.5,
+        "val_loss": loss,
+    }
 
 
 def test_an_id_names_a_configuration_whatever_the_order_of_its_keys() -> None:
-    first = {"global_batch_size": 8, "optimizer.lr": 1e-3, "task_args.list": [1, {"a": 1, "b": 2}]}
-    second = {"task_args.list": [1, {"b": 2, "a": 1}], "optimizer.lr": 0.001, "global_batch_size": 8}
+    first = {
+        "global_batch_size": 8,
+        "optimizer.lr": 1e-3,
+        "task_args.list": [1, {"a": 1, "b": 2}],
+    }
+    second = {
+        "task_args.list": [1, {"b": 2, "a": 1}],
+        "optimizer.lr": 0.001,
+        "global_batch_size": 8,
+    }
     assert trial_id(first) == trial_id(second)
     assert len(trial_id(first)) == 10
     assert trial_id(json.loads(json.dumps(first))) == trial_id(first)
 
 
 def test_ids_are_the_same_in_every_process_and_version() -> None:
-    assert trial_id({"global_batch_size": 8, "precision": "fp32"}) == "f7818e903c"  # printf ... | sha256sum
+    assert (
+        trial_id({"global_batch_size": 8, "precision": "fp32"}) == "f7818e903c"
+    )  # printf ... | sha256sum
 
 
 def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> None:
@@ -51,12 +70,20 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> No
     assert journal.find(full.id) == full
     assert journal.find(trial_id({"a": 2})) is None
     assert journal.records() == [full]
-    assert [path.name for path in (tmp_path / "trials").iterdir()] == [f"{full.id}.json"]
+    assert [path.name for path in (tmp_path / "trials").iterdir()] == [
+        f"{full.id}.json"
+    ]
 
 
 def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
     journal = Journal(Storage(str(tmp_path)))
-    journal.append(record({"a": 1}, metrics={"nan": math.nan, "up": math.inf, "down": -math.inf}, status="diverged"))
+    journal.append(
+        record(
+            {"a": 1},
+            metrics={"nan": math.nan, "up": math.inf, "down": -math.inf},
+            status="diverged",
+        )
+    )
     (back,) = journal.records()
     assert math.isnan(back.metrics["nan"])
     assert (back.metrics["up"], back.metrics["down"]) == (math.inf, -math.inf)
@@ -69,7 +96,8 @@ def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
         b"[]",
         b"\xff\xfe",
         b'{"id": "a", "config": {}, "status": "won", "start_time": 1, "end_time": 2}',
-        b'{"id": "0123456789", "config": {}, "status": "done", "start_time": 1, "end_time": 2}',  # of no configuration
+        # of no configuration
+        b'{"id": "0123456789", "config": {}, "status": "done", "start_time": 1, "end_time": 2}',
         b"[" * 100_000,
     ],
 )

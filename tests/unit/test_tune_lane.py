@@ -1,4 +1,6 @@
-"""A trial between its Tune actor and its lane, without Ray: what is handed over, adopted, and ended at its target."""
+"""A trial between its Tune actor and its lane, without Ray: what is handed over,
+adopted, and ended at its target.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Box:
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"world_rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-    context = SimpleNamespace(**{f"get_{name}": lambda n=number: n for name, number in place.items()})
+    context = SimpleNamespace(
+        **{f"get_{name}": lambda n=number: n for name, number in place.items()}
+    )
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
@@ -51,11 +55,18 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
     gauges = SimpleNamespace(set=lambda figures: None)
-    return Asked(box, 3, Assignment("t/1", "t", {}, target=target, watches=watches), gauges, may_drain=False)
+    return Asked(
+        box,
+        3,
+        Assignment("t/1", "t", {}, target=target, watches=watches),
+        gauges,
+        may_drain=False,
+    )
 
 
 @pytest.mark.parametrize(
-    ("watches", "said"), [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})]
+    ("watches", "said"),
+    [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})],
 )
 def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
     watches: tuple[str, ...], said: dict[str, float]
@@ -78,7 +89,9 @@ def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
         ("val_accuracy", "error", -math.inf),
     ],
 )
-def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path: Path, metric: str, status: str, value: float) -> None:
+def test_tune_hears_of_a_trials_objective_in_the_end(
+    tmp_path: Path, metric: str, status: str, value: float
+) -> None:
     box = Box()
     outcome = {"status": status, "result": {"peak_memory_bytes": 7}}
     box.events = [

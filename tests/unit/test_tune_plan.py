@@ -1,4 +1,6 @@
-"""The plan of a sweep on a cluster file: lanes, hours and dollars by hand, and one sentence for what cannot fit."""
+"""The plan of a sweep on a cluster file: lanes, hours and dollars by hand, and one
+sentence for what cannot fit.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,12 @@ TRAIN = {
     "scaling": {"num_workers": 2},
 }
 SPACE = {"global_batch_size": [8, 16, 32, 64, 128], "precision": ["fp32", "bf16"]}
-SWEEP = {"name": "many", "train": TRAIN, "space": SPACE, "objective": {"metric": "val_loss"}}
+SWEEP = {
+    "name": "many",
+    "train": TRAIN,
+    "space": SPACE,
+    "objective": {"metric": "val_loss"},
+}
 # A head without CPUs to give, and up to 5 nodes of 2 GPUs: 5 groups of 2 workers.
 HEAD = {"resources": {"CPU": 0}, "node_config": {"InstanceType": "m5.2xlarge"}}
 NODE = {
@@ -35,13 +42,18 @@ NODE = {
     "max_workers": 5,
     "node_config": {"InstanceType": "g5.2xlarge"},
 }
-HEAD_USD, NODE_USD = (load_prices("aws", "us-east-1")[name].usd_per_hour for name in ("m5.2xlarge", "g5.2xlarge"))
+HEAD_USD, NODE_USD = (
+    load_prices("aws", "us-east-1")[name].usd_per_hour
+    for name in ("m5.2xlarge", "g5.2xlarge")
+)
 
 
 @pytest.fixture
 def user(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With a task; it is the working directory, too."""
-    (user / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
+    (user / f"{MODULE}.py").write_text(
+        "from trainers.task import Task\n\nclass Mine(Task):\n    pass\n"
+    )
     monkeypatch.chdir(user)
     return user
 
@@ -60,9 +72,16 @@ def write(user: Path, sweep: dict[str, Any], node: dict[str, Any]) -> tuple[str,
     return str(user / "sweep.yaml"), str(user / "cluster.yaml")
 
 
-def plan(user: Path, minutes: float | None = None, node: dict[str, Any] | None = None, **sweep: Any) -> Forecast:
+def plan(
+    user: Path,
+    minutes: float | None = None,
+    node: dict[str, Any] | None = None,
+    **sweep: Any,
+) -> Forecast:
     file, cluster = write(user, sweep, node or {})
-    return make_plan(read_sweep(file, {}, own_workers=False), load_cluster(cluster), minutes)
+    return make_plan(
+        read_sweep(file, {}, own_workers=False), load_cluster(cluster), minutes
+    )
 
 
 def finish(user: Path, seconds: list[float], status: Any = "done") -> None:
@@ -71,10 +90,13 @@ def finish(user: Path, seconds: list[float], status: Any = "done") -> None:
     prepare(spec, fresh=False)
     for number, time_s in enumerate(seconds):
         config = {"number": number, "status": status}
-        Journal(spec.storage).append(TrialRecord(trial_id(config), config, status, 1000.0, 1000.0 + time_s))
+        Journal(spec.storage).append(
+            TrialRecord(trial_id(config), config, status, 1000.0, 1000.0 + time_s)
+        )
 
 
-FIVE_USD, TWO_USD = HEAD_USD + 5 * NODE_USD, HEAD_USD + 2 * NODE_USD
+FIVE_USD = HEAD_USD + 5 * NODE_USD
+TWO_USD = HEAD_USD + 2 * NODE_USD
 ON_CPU = {"train": TRAIN | {"scaling": {"num_workers": 2, "use_gpu": False}}}
 ELASTIC = {"train": TRAIN | {"scaling": {"num_workers": [2, 40]}}}
 UNPRICED = {"node_config": {"InstanceType": "x99.huge"}}
@@ -88,11 +110,47 @@ UNPRICED = {"node_config": {"InstanceType": "x99.huge"}}
         # Only nodes that the lanes need are paid for, and an idle lane gives nothing.
         (60, {"lanes": 2}, {}, (2, 5), 10, TWO_USD, 5 * 3600, "2 of at most 5"),
         (30, ELASTIC, {}, (5, 5), 10, FIVE_USD, 3600, "each 2 workers"),  # at least
-        (30, ON_CPU, {}, (10, 20), 10, HEAD_USD + 3 * NODE_USD, 1800, "each 2 workers of 1 CPU;"),
-        (30, {"usd_per_hour": 20.0}, {}, (5, 5), 10, 20.0, 3600, "USD/hour     20.00 (given: usd_per_hour)"),
+        (
+            30,
+            ON_CPU,
+            {},
+            (10, 20),
+            10,
+            HEAD_USD + 3 * NODE_USD,
+            1800,
+            "each 2 workers of 1 CPU;",
+        ),
+        (
+            30,
+            {"usd_per_hour": 20.0},
+            {},
+            (5, 5),
+            10,
+            20.0,
+            3600,
+            "USD/hour     20.00 (given: usd_per_hour)",
+        ),
         # What is not known is said, and not guessed.
-        (30, {}, UNPRICED, (5, 5), 10, None, 3600, "no price of gpu: give --usd_per_hour"),
-        (None, {"budget": {"usd": 10.0}, "usd_per_hour": 5.0}, {}, (5, 5), 10, 5.0, None, "unknown, at most 2 h"),
+        (
+            30,
+            {},
+            UNPRICED,
+            (5, 5),
+            10,
+            None,
+            3600,
+            "no price of gpu: give --usd_per_hour",
+        ),
+        (
+            None,
+            {"budget": {"usd": 10.0}, "usd_per_hour": 5.0},
+            {},
+            (5, 5),
+            10,
+            5.0,
+            None,
+            "unknown, at most 2 h",
+        ),
     ],
 )
 def test_the_figures_are_those_of_a_calculation_by_hand(
@@ -109,13 +167,17 @@ def test_the_figures_are_those_of_a_calculation_by_hand(
     found = plan(user, minutes, node, **sweep)
     assert (found.plan.num_lanes, found.plan.max_lanes) == lanes
     assert (found.trials, found.time_s) == (trials, time_s)
-    assert found.usd_per_hour == (None if usd_per_hour is None else pytest.approx(usd_per_hour))
+    assert found.usd_per_hour == (
+        None if usd_per_hour is None else pytest.approx(usd_per_hour)
+    )
     known = time_s is not None and usd_per_hour is not None
     assert found.usd == (pytest.approx(usd_per_hour * time_s / 3600) if known else None)
     assert words in "\n".join(found.lines())
 
 
-def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_again(user: Path) -> None:
+def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_again(
+    user: Path,
+) -> None:
     write(user, {}, {})
     finish(user, [100.0, 200.0, 300.0])
     finish(user, [5.0], "out_of_memory")  # ended early: no measure of a trial
@@ -130,7 +192,9 @@ def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_agai
     ("budget_s", "within", "time_s"),
     [(6000, 6, 6000), (5400, 6, 5400), (5399.9, 4, 5399.9), (60_000, 10, 9000)],
 )
-def test_a_budget_cuts_the_sweep_off(user: Path, budget_s: float, within: int, time_s: float) -> None:
+def test_a_budget_cuts_the_sweep_off(
+    user: Path, budget_s: float, within: int, time_s: float
+) -> None:
     """Rounds of two trials, half an hour each."""
     found = plan(user, minutes=30, lanes=2, budget={"time_s": budget_s})
     assert (found.within, found.time_s) == (within, time_s)
@@ -147,8 +211,18 @@ def test_a_budget_cuts_the_sweep_off(user: Path, budget_s: float, within: int, t
             "train.scaling.num_workers",
             "can grow to 10 workers",
         ),
-        ({"budget": {"time_s": 60}}, {}, "budget.time_s", "before the first trial ends"),
-        ({"budget": {"usd": 0.1}, "usd_per_hour": 6.0}, {}, "budget.usd", "at 6.00 USD an hour"),
+        (
+            {"budget": {"time_s": 60}},
+            {},
+            "budget.time_s",
+            "before the first trial ends",
+        ),
+        (
+            {"budget": {"usd": 0.1}, "usd_per_hour": 6.0},
+            {},
+            "budget.usd",
+            "at 6.00 USD an hour",
+        ),
     ],
 )
 def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
@@ -171,13 +245,27 @@ def test_lanes_are_those_of_the_running_sweep() -> None:
         lanes_for(6, 5, 30)
 
 
-def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan_and_starts_nothing(
+    user: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file, cluster = write(user, {}, {})
-    given = ["plan", file, "--cluster", cluster, "--minutes_per_trial", "30", "--lanes", "5"]
+    given = [
+        "plan",
+        file,
+        "--cluster",
+        cluster,
+        "--minutes_per_trial",
+        "30",
+        "--lanes",
+        "5",
+    ]
     assert main(given) == 0
     out = capfd.readouterr().out
     assert "many on lab (aws, us-east-1)" in out
-    assert "lanes        5, each 2 workers of 1 CPU and 1 GPU; 2 trials one after the other" in out
+    assert (
+        "lanes        5, each 2 workers of 1 CPU and 1 GPU; 2 trials one after the other"
+        in out
+    )
     assert main([*given, "--quiet"]) == 0
     assert capfd.readouterr().out == f"USD          {FIVE_USD:.2f}\n"
     assert main([*given, "--json"]) == 0
@@ -199,7 +287,8 @@ def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capfd: pytes
 def test_the_digits_sweep_on_the_shipped_cluster_files(
     name: str, code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sweep, cluster = REPOSITORY / "examples/digits/sweep.yaml", REPOSITORY / f"cluster/{name}.yaml"
+    sweep = REPOSITORY / "examples/digits/sweep.yaml"
+    cluster = REPOSITORY / f"cluster/{name}.yaml"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == code
     shown = capsys.readouterr()
     assert words in shown.out + shown.err
@@ -220,13 +309,18 @@ def test_one_plan_says_what_the_live_sweep_runs_on(
         pytest.importorskip("optuna")
     file, _ = write(user, {"usd_per_hour": 6.0} | sweep, {})
     spec = read_sweep(file, {}, own_workers=False)
-    up, at_most = [{"CPU": 4.0}], [{"CPU": 4.0}] * 3  # two workers a lane: two lanes now, four more with two nodes
+    up, at_most = (
+        [{"CPU": 4.0}],
+        [{"CPU": 4.0}] * 3,
+    )  # two workers a lane: two lanes now, four more with two nodes
     found = SweepPlan.make(spec, up, at_most, use_gpu=False)
     assert (found.is_independent, found.num_trials) == (is_independent, total)
     assert (found.max_lanes, found.num_lanes) == (6, min(6, found.num_trials))
     assert found.num_at_once == found.num_lanes, "some of them wait for a node"
     assert found.lane_usd_per_hour == 6.0 / found.num_lanes
-    assert found.precisions == (("fp32", "bf16") if "space" not in sweep else (found.train.precision,))
+    assert found.precisions == (
+        ("fp32", "bf16") if "space" not in sweep else (found.train.precision,)
+    )
 
 
 @pytest.mark.parametrize(

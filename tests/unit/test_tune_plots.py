@@ -34,15 +34,28 @@ def no_warning() -> Iterator[None]:
 
 
 def draw(found: SweepConfig, records: list[TrialRecord]) -> dict[str, Figure]:
-    return {figure.title: figure for figure in figures(found, records, answer(found, records).best)}
+    return {
+        figure.title: figure
+        for figure in figures(found, records, answer(found, records).best)
+    }
 
 
 def draw_values(key: str, values: list[Any]) -> dict[str, Figure]:
     records = [
-        trial(number, "done", {key: value}, samples_per_s=100.0 + number, peak_memory_bytes=2**31, curve=CURVE)
+        trial(
+            number,
+            "done",
+            {key: value},
+            samples_per_s=100.0 + number,
+            peak_memory_bytes=2**31,
+            curve=CURVE,
+        )
         for number, value in enumerate(values)
     ]
-    return draw(config("samples_per_s", space={key: values}, objective={"target": None}), records)
+    return draw(
+        config("samples_per_s", space={key: values}, objective={"target": None}),
+        records,
+    )
 
 
 def texts(figure: Figure) -> list[str]:
@@ -53,13 +66,17 @@ def test_the_figures_stand_in_one_page() -> None:
     drawn = draw(config(), done() + failed())
     assert list(drawn) == TITLES
     text = "".join(figure.svg for figure in drawn.values())
-    assert len(re.findall(r"<svg\s", text)) == 5, "the objective by batch size and by precision"
+    assert len(re.findall(r"<svg\s", text)) == 5, (
+        "the objective by batch size and by precision"
+    )
     ids = re.findall(r'\sid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
     assert not re.search(r"#0a0[bc]", text)
     assert "var(--s1)" in text
-    assert {"32", "64", "128", "256", "512"} <= {word for figure in drawn.values() for word in texts(figure)}
+    assert {"32", "64", "128", "256", "512"} <= {
+        word for figure in drawn.values() for word in texts(figure)
+    }
     assert "<title>batch 512 in fp32: out of memory</title>" in text
     assert "4 of 11 did not reach the target" in drawn["Time to target"].caption
 
@@ -72,11 +89,16 @@ def test_nothing_is_drawn_of_nothing() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        lambda n: {"global_batch_size": 2 ** (n % 20), "optimizer.lr": 0.5 ** (n // 20)},
+        lambda n: {
+            "global_batch_size": 2 ** (n % 20),
+            "optimizer.lr": 0.5 ** (n // 20),
+        },
         lambda n: {"task_args.kind": f"kind {n}"},
     ],
 )
-def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]], tmp_path: Path) -> None:
+def test_hundreds_of_trials(
+    settings: Callable[[int], dict[str, Any]], tmp_path: Path
+) -> None:
     records = [
         trial(
             number,
@@ -89,7 +111,10 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]], tmp_path:
         )
         for number in range(400)
     ]
-    space = {key: list(dict.fromkeys(record.config[key] for record in records)) for key in settings(0)}
+    space = {
+        key: list(dict.fromkeys(record.config[key] for record in records))
+        for key in settings(0)
+    }
     found = config("val_loss", space=space, objective={"target": {"val_loss": 0.5}})
     said = answer(found, records)
     shown = contents(Storage(str(tmp_path)), found, {}, records, {}, said)
@@ -98,7 +123,9 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]], tmp_path:
     assert list(drawn) == ["val_loss", *TITLES[1:]]
     assert drawn["val_loss"].num_panels == len(space)
     assert all(len(texts(figure)) / figure.num_panels < 90 for figure in drawn.values())
-    assert table(found, records, said).row_count == 50, "the best of them, and some that failed"
+    assert table(found, records, said).row_count == 50, (
+        "the best of them, and some that failed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +136,10 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]], tmp_path:
         ([1, 10**400], ["1", "1" + "0" * 22 + "..."]),
         ([-1, 0, 5], ["-1", "0", "5"]),
         ([True, 1, "1", None], ["true", "1", "1", "null"]),
-        ([{"name": "sgd"}, {"name": "adamw", "lr": 0.1}], ["{name: sgd}", "{name: adamw, lr: 0.1}"]),
+        (
+            [{"name": "sgd"}, {"name": "adamw", "lr": 0.1}],
+            ["{name: sgd}", "{name: adamw, lr: 0.1}"],
+        ),
     ],
 )
 def test_any_value_has_a_place(values: list[Any], ticks: list[str]) -> None:
@@ -126,9 +156,15 @@ def test_figures_without_what_is_not_finite(value: float) -> None:
         samples_per_s=value,
         time_to_target_s=value,
         metrics={"val_accuracy": value},
-        curve=[{"train_time_s": value, "val_accuracy": 0.5}, {"train_time_s": 1.0, "val_accuracy": value}],
+        curve=[
+            {"train_time_s": value, "val_accuracy": 0.5},
+            {"train_time_s": 1.0, "val_accuracy": value},
+        ],
     )
-    assert [figure.svg.count("32, fp16:") for figure in draw(config(), [*done(), odd]).values()] == [0] * 4
+    assert [
+        figure.svg.count("32, fp16:")
+        for figure in draw(config(), [*done(), odd]).values()
+    ] == [0] * 4
     assert draw(config(), [odd]) == {}
 
 
@@ -136,17 +172,25 @@ def test_how_sure_a_time_to_the_target_is() -> None:
     """Of one run between two evaluations, of finalists the interval of their repeats."""
     before = {"step": 1.0, "train_time_s": 2.5, "val_accuracy": 0.9}
     records = [
-        replace(one, curve=[before, {**before, "train_time_s": one.time_to_target_s or 0.0}]) for one in done()[:4]
+        replace(
+            one, curve=[before, {**before, "train_time_s": one.time_to_target_s or 0.0}]
+        )
+        for one in done()[:4]
     ]
     figure = draw(config(), records)["Time to target"]
     assert "<title>batch 64 in bf16: 2.5 to 3.12 s</title>" in figure.svg
     assert "95 %" not in figure.caption
 
     repeats = [
-        replace(one, id=trial_id(one.config, "repeat", seed), purpose="repeat", seed=seed)
+        replace(
+            one, id=trial_id(one.config, "repeat", seed), purpose="repeat", seed=seed
+        )
         for one in records
         for seed in (1, 2)
     ]
     figure = draw(config(finalists=4), records + repeats)["Time to target"]
     assert "95 % intervals" in figure.caption
-    assert re.search(r"<title>batch 64 in bf16: [\d.]+ s, 95 % interval [\d.]+ s to [\d.]+ s</title>", figure.svg)
+    assert re.search(
+        r"<title>batch 64 in bf16: [\d.]+ s, 95 % interval [\d.]+ s to [\d.]+ s</title>",
+        figure.svg,
+    )

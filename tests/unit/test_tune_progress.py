@@ -1,4 +1,6 @@
-"""What the driver records of a trial: its own end, that somebody stopped it, or nothing."""
+"""What the driver records of a trial: its own end, that somebody stopped it, or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ class Parts:
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
-        spec, plan = (
-            SimpleNamespace(config=config(), storage=self.storage, train={}, source=""),
-            SimpleNamespace(num_trials=1),
+        spec = SimpleNamespace(
+            config=config(), storage=self.storage, train={}, source=""
         )
+        plan = SimpleNamespace(num_trials=1)
         plan.lane_usd_per_hour = None
-        pace = SimpleNamespace(trial_started=lambda name: None, trial_ended=lambda was_known: None)
+        pace = SimpleNamespace(
+            trial_started=lambda name: None, trial_ended=lambda was_known: None
+        )
         self.progress = Progress(spec, plan, mailbox, pace, None, Output())  # type: ignore[arg-type]
-        self.trial = SimpleNamespace(trial_id="t", config=TRIAL, num_failures=4, error_file=None)
+        self.trial = SimpleNamespace(
+            trial_id="t", config=TRIAL, num_failures=4, error_file=None
+        )
         self.progress.on_trial_start(0, [], self.trial)
 
     def complete(self) -> None:
@@ -61,7 +67,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     ("heard", "status", "message"),
     [
         ([Event(ROW)], "stopped", "stopped by the search"),
-        # Its actor could not write the record: the disk was full then, or the directory gone.
+        # Its actor could not write the record: the disk was full then, or the directory
+        # gone.
         ([Event(ROW), Event(outcome={"status": "done", "lane": 3})], "done", ""),
     ],
 )
@@ -71,12 +78,19 @@ def test_a_trial_is_recorded_as_its_lane_has_told_it(
     parts.heard = heard
     parts.complete()
     [record] = parts.journal.records()
-    assert (record.id, record.status, record.message, record.curve) == (NAME, status, message, [ROW])
+    assert (record.id, record.status, record.message, record.curve) == (
+        NAME,
+        status,
+        message,
+        [ROW],
+    )
     assert parts.progress.records == {NAME: record}
     assert parts.forgotten == [NAME]
 
 
-@pytest.mark.parametrize(("end_time", "num_lines"), [(1.0, 0), (1e10, 1)], ids=["kept", "new"])
+@pytest.mark.parametrize(
+    ("end_time", "num_lines"), [(1.0, 0), (1e10, 1)], ids=["kept", "new"]
+)
 def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
     parts: Parts, end_time: float, num_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,10 +98,15 @@ def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
     with caplog.at_level("INFO"):
         parts.complete()
     assert parts.progress.records.keys() == {NAME}
-    assert len([line for line in caplog.messages if line.startswith("trial 1/1")]) == num_lines
+    assert (
+        len([line for line in caplog.messages if line.startswith("trial 1/1")])
+        == num_lines
+    )
 
 
-def test_what_cannot_be_written_ends_the_sweep(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_ends_the_sweep(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*args: Any) -> None:
         raise StorageError("could not write a.json: No space left on device")
 
@@ -101,12 +120,19 @@ def test_what_cannot_be_written_ends_the_sweep(parts: Parts, monkeypatch: pytest
         parts.progress.record_rest(is_over_budget=True)
 
 
-def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(parts: Parts, tmp_path: Path) -> None:
-    (tmp_path / "error.txt").write_text("Failure # 4\nline\nThe actor died unexpectedly: SIGKILL\n\n")
+def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(
+    parts: Parts, tmp_path: Path
+) -> None:
+    (tmp_path / "error.txt").write_text(
+        "Failure # 4\nline\nThe actor died unexpectedly: SIGKILL\n\n"
+    )
     parts.trial.error_file = str(tmp_path / "error.txt")
     parts.heard = [Event(ROW)]
     parts.progress.on_trial_error(0, [], parts.trial)
-    with pytest.raises(PacelineError, match=f"trial {NAME} was given up.*4 times, at last of The actor died unexpect"):
+    with pytest.raises(
+        PacelineError,
+        match=f"trial {NAME} was given up.*4 times, at last of The actor died unexpect",
+    ):
         parts.progress.tick()
     assert parts.journal.records() == []
 
@@ -122,24 +148,52 @@ def test_only_a_budget_may_leave_trials_without_an_end(parts: Parts) -> None:
 
 
 def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
-    whole = config("val_accuracy", objective={"target": {"val_accuracy": 0.97}}).objective
-    rows = [{**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100} for step in (5.0, 8.0, 9.0)]
+    whole = config(
+        "val_accuracy", objective={"target": {"val_accuracy": 0.97}}
+    ).objective
+    rows = [
+        {**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100}
+        for step in (5.0, 8.0, 9.0)
+    ]
     record = make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "done"})
-    assert (record.status, record.time_to_target_s, record.missed_target_s) == ("done", 8.0, 5.0)
+    assert (record.status, record.time_to_target_s, record.missed_target_s) == (
+        "done",
+        8.0,
+        5.0,
+    )
     assert record.metrics["val_accuracy"] == 0.99
     for purpose, status in (("trial", "stopped"), ("repeat", "done")):
-        assert make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose).status == status
+        assert (
+            make_record(
+                NAME, TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose
+            ).status
+            == status
+        )
 
 
 def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
     objective = config("energy_j").objective
     row = {**ROW, "energy_j": 2.0}
-    outcome = {"status": "done", "result": {"peak_memory_bytes": 7, "energy_j": 3.5, "warnings": ["a", "b"]}}
+    outcome = {
+        "status": "done",
+        "result": {"peak_memory_bytes": 7, "energy_j": 3.5, "warnings": ["a", "b"]},
+    }
     record = make_record(NAME, TRIAL, objective, 0.0, [row], outcome)
-    assert (record.status, record.peak_memory_bytes, record.energy_j, record.message) == ("done", 7, 3.5, "a; b")
+    assert (
+        record.status,
+        record.peak_memory_bytes,
+        record.energy_j,
+        record.message,
+    ) == ("done", 7, 3.5, "a; b")
     assert "energy_j" not in record.metrics
-    assert make_record(NAME, TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j == 2.0
-    assert make_record(NAME, TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error", "nobody told it"
+    assert (
+        make_record(NAME, TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j
+        == 2.0
+    )
+    assert (
+        make_record(NAME, TRIAL, objective, 0.0, [ROW], {"status": "done"}).status
+        == "error"
+    ), "nobody told it"
 
 
 @pytest.mark.parametrize(("metric", "accuracy", "status"), [
@@ -147,7 +201,11 @@ def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
     ("time_to_target", 0.96, "stopped"),
     ("val_accuracy", 0.98, "stopped"),
 ])  # fmt: skip
-def test_a_trial_that_stopped_at_its_target_is_done(metric: str, accuracy: float, status: str) -> None:
+def test_a_trial_that_stopped_at_its_target_is_done(
+    metric: str, accuracy: float, status: str
+) -> None:
     row = {**ROW, "val_accuracy": accuracy}
-    record = make_record(NAME, TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"})
+    record = make_record(
+        NAME, TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"}
+    )
     assert record.status == status

@@ -1,4 +1,6 @@
-"""What a sweep leaves behind, from hand-made records: the files, and what may not be in them."""
+"""What a sweep leaves behind, from hand-made records: the files, and what may not be in
+them.
+"""
 
 import base64
 import hashlib
@@ -15,7 +17,15 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.unit.report_records import ENVIRONMENT, TRAIN, config, curve, done, failed, trial
+from tests.unit.report_records import (
+    ENVIRONMENT,
+    TRAIN,
+    config,
+    curve,
+    done,
+    failed,
+    trial,
+)
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import parse_mapping
@@ -27,7 +37,14 @@ from tune.trials.record import Spent, TrialRecord
 
 
 def written(sweep: Storage, records: list[TrialRecord], **changes: Any) -> Answer:
-    return write_report(sweep, config(**changes), TRAIN, records, ENVIRONMENT, task_dir="/home/me/digits")
+    return write_report(
+        sweep,
+        config(**changes),
+        TRAIN,
+        records,
+        ENVIRONMENT,
+        task_dir="/home/me/digits",
+    )
 
 
 @pytest.fixture
@@ -42,12 +59,18 @@ def test_the_terminals_table() -> None:
     console = Console(file=io.StringIO(), width=200)
     console.print(table(config(), records, answer(config(), records)))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    rows = [line.removeprefix("* ").split() for line in lines if re.match(r"(\* )?\d", line)]
+    rows = [
+        line.removeprefix("* ").split() for line in lines if re.match(r"(\* )?\d", line)
+    ]
     best, *_ = rows
     assert best[:2] == ["64", "bf16"]
     times = [float(row[-2]) for row in rows if row[2] == "done" and row[-1] == "s"]
     assert times == sorted(times)
-    assert [row[:2] for row in rows[-3:]] == [["256", "bf16"], ["512", "fp32"], ["512", "bf16"]], "by the space"
+    assert [row[:2] for row in rows[-3:]] == [
+        ["256", "bf16"],
+        ["512", "fp32"],
+        ["512", "bf16"],
+    ], "by the space"
     marked = [line for line in lines if line.startswith("* ")]
     assert [line.split()[1:3] for line in marked] == [["64", "bf16"]]
     for text in ("done", "8,240", "7.77", "297 MiB", "0.9819", "3.12 s"):
@@ -90,27 +113,47 @@ def test_parquet_has_stable_types_and_comes_back(sweep: Storage) -> None:
     }
     assert {name: found.schema.field(name).type for name in expected} == expected
     assert found.num_rows == 11
-    assert found.column("global_batch_size").to_pylist() == [r.config["global_batch_size"] for r in records]
+    assert found.column("global_batch_size").to_pylist() == [
+        r.config["global_batch_size"] for r in records
+    ]
     assert found.column("peak_memory_bytes").to_pylist()[0] == 310 * 2**20
     assert found.column("samples_per_s").to_pylist()[8] is None
     frame = pd.read_parquet(io.BytesIO(sweep.read("results.parquet")))
-    assert list(frame[frame.time_to_target_s < 1].status) == ["diverged"]  # kept, though it cannot win
+    assert list(frame[frame.time_to_target_s < 1].status) == [
+        "diverged"
+    ]  # kept, though it cannot win
     assert frame.start_time[1].timestamp() == records[1].start_time
-    assert frame[frame.status == "done"].groupby("precision").samples_per_s.max()["bf16"] == 11980.0
+    assert (
+        frame[frame.status == "done"].groupby("precision").samples_per_s.max()["bf16"]
+        == 11980.0
+    )
     again = Storage(f"{sweep.uri}-less")
     written(again, records[8:9])
     less = parquet.read_table(io.BytesIO(again.read("results.parquet"))).schema
-    assert all(less.field(name).type == found.schema.field(name).type for name in less.names)
+    assert all(
+        less.field(name).type == found.schema.field(name).type for name in less.names
+    )
 
 
-def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(sweep: Storage) -> None:
+def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(
+    sweep: Storage,
+) -> None:
     first, second, third = done()[:3]
-    met = [{"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.9} for time_s in (3.0, 4.31)]
+    met = [
+        {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.9}
+        for time_s in (3.0, 4.31)
+    ]
     known = replace(first, curve=met, spent=Spent(5.0, 1.0, 2.0, 3.5))
-    written(sweep, [known, replace(second, curve=[{**met[1], "train_time_s": 4.02}]), third])
+    written(
+        sweep, [known, replace(second, curve=[{**met[1], "train_time_s": 4.02}]), third]
+    )
     rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pylist()
     assert [row["time_to_target_low_s"] for row in rows] == [3.0, 0.0, None]
-    assert [rows[0][name] for name in ("starting_s", "training_s", "on_lane_s")] == [1.0, 2.0, 3.5]
+    assert [rows[0][name] for name in ("starting_s", "training_s", "on_lane_s")] == [
+        1.0,
+        2.0,
+        3.5,
+    ]
     assert rows[1]["starting_s"] is None
     text = page(sweep)
     assert "3 to 4.31 s" in text
@@ -124,9 +167,20 @@ def test_best_yaml_is_a_run(sweep: Storage) -> None:
     first = text.splitlines()[0]
     assert first == f"# The best trial of the sweep digits-sweep: {found.best.id}."
     best = build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml")
-    assert (best.global_batch_size, best.batch_size_per_worker, best.precision) == (64, None, "bf16")
-    assert (best.name, best.storage_path) == ("digits-sweep-best", sweep.uri.removesuffix("/digits-sweep"))
-    assert (best.task_dir, best.epochs, best.optimizer.lr) == ("/home/me/digits", 30, 0.002)
+    assert (best.global_batch_size, best.batch_size_per_worker, best.precision) == (
+        64,
+        None,
+        "bf16",
+    )
+    assert (best.name, best.storage_path) == (
+        "digits-sweep-best",
+        sweep.uri.removesuffix("/digits-sweep"),
+    )
+    assert (best.task_dir, best.epochs, best.optimizer.lr) == (
+        "/home/me/digits",
+        30,
+        0.002,
+    )
 
 
 def test_summary_is_plain_data(sweep: Storage) -> None:
@@ -135,9 +189,18 @@ def test_summary_is_plain_data(sweep: Storage) -> None:
     assert summary["best"]["config"] == {"global_batch_size": 64, "precision": "bf16"}
     assert summary["best"]["value"] == 3.12
     assert summary["answer"] == found.line
-    assert summary["status"] == {"done": 8, "out_of_memory": 1, "diverged": 1, "error": 1}
+    assert summary["status"] == {
+        "done": 8,
+        "out_of_memory": 1,
+        "diverged": 1,
+        "error": 1,
+    }
     assert summary["wall_time_s"] == 130.5
-    objective = {"metric": "time_to_target", "mode": "min", "target": {"val_accuracy": 0.97}}
+    objective = {
+        "metric": "time_to_target",
+        "mode": "min",
+        "target": {"val_accuracy": 0.97},
+    }
     assert summary["objective"] == objective
 
 
@@ -145,17 +208,31 @@ def test_files_stay_readable_whatever_they_hold(sweep: Storage) -> None:
     name = "a\nb: 1 loss"
     space = {"task_args.x": [math.nan, math.inf, {"y": [-math.inf]}]}
     records = [
-        trial(n, "done", {"task_args.x": value}, metrics={name: 1.0 + n}, message="no file /data/\udcff")
+        trial(
+            n,
+            "done",
+            {"task_args.x": value},
+            metrics={name: 1.0 + n},
+            message="no file /data/\udcff",
+        )
         for n, value in enumerate(space["task_args.x"])
     ]
     found = config(name, space=space, objective={"target": {"val_loss": 1e308}})
     for ended in (records, records[1:], records[2:]):
         write_report(sweep, found, TRAIN, ended, {"host": "\ud800"}, task_dir=None)
-        best = build(TrainConfig, parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"), "best.yaml")
+        best = build(
+            TrainConfig,
+            parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"),
+            "best.yaml",
+        )
         assert repr(best.task_args) == repr({"x": ended[0].config["task_args.x"]})
         json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
         assert r"no file /data/\udcff" in page(sweep)
-        messages = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).column("message").to_pylist()
+        messages = (
+            parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
+            .column("message")
+            .to_pylist()
+        )
         assert messages == [r"no file /data/\udcff"] * len(ended)
 
 
@@ -175,7 +252,10 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep: Storage) -> N
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in text
     assert "<script" not in text.replace(f"<script>{script}</script>", "")
-    assert (len(re.findall(r"<figure\s", text)), len(re.findall(r"<svg\s", text))) == (4, 5)
+    assert (len(re.findall(r"<figure\s", text)), len(re.findall(r"<svg\s", text))) == (
+        4,
+        5,
+    )
     assert text.count("&lt;script&gt;") >= 3
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
@@ -203,37 +283,62 @@ class _Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         for name, value in attrs:
-            points = name.endswith("href") or name in ("src", "action", "formaction", "data", "srcdoc")
-            if name.startswith("on") or (points and not (value or "").startswith(("#", "data:,"))):
+            points = name.endswith("href") or name in (
+                "src",
+                "action",
+                "formaction",
+                "data",
+                "srcdoc",
+            )
+            if name.startswith("on") or (
+                points and not (value or "").startswith(("#", "data:,"))
+            ):
                 self.live.append(f"{tag} {name}={value}")
 
 
 @pytest.mark.parametrize("words", HOSTILE)
-def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep: Storage, words: str) -> None:
-    """Names and values of the configuration, metrics, messages, tracebacks, ids, versions: from anybody."""
+def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(
+    sweep: Storage, words: str
+) -> None:
+    """Names and values of the configuration, metrics, messages, tracebacks, ids,
+    versions: from anybody.
+    """
     from rich.console import Console
 
     key = f"task_args.{words}"
-    found = config(words, space={key: [words, "b"], "precision": ["fp32", "bf16"]}, objective={"mode": "max"})
+    found = config(
+        words,
+        space={key: [words, "b"], "precision": ["fp32", "bf16"]},
+        objective={"mode": "max"},
+    )
     hostile = [
         trial(n, "done", {key: value, "precision": "fp32"}, samples_per_s=9.0 + n, peak_memory_bytes=2**30,
               metrics={words: 1.0 + n, "val_loss": 1.0}, curve=curve(0.9, 0.1, 5.0, 3),
               message=f"{words}\ud800", traceback=f"\ud800{words}")
         for n, value in enumerate((words, "b"))
     ]  # fmt: skip
-    records = [*hostile, *(replace(one, id=words + one.id, status="error") for one in hostile)]
+    records = [
+        *hostile,
+        *(replace(one, id=words + one.id, status="error") for one in hostile),
+    ]
     train = {**TRAIN, "task_args": {words: words}}
     write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
     usual = _Tags(page(sweep))
     where = "".join(filter(str.isprintable, words))
-    write_report(sweep, found, train, records, {words: f"{words}\ud800"}, task_dir=where)
+    write_report(
+        sweep, found, train, records, {words: f"{words}\ud800"}, task_dir=where
+    )
     shown = _Tags(page(sweep))
     assert shown.live == usual.live == []
     assert shown.tags <= usual.tags | {"details"}
     assert page(sweep).count("<script") == 1, "ours, by its hash"
     for name in ("report.html", "summary.json", "best.yaml"):
         assert "\x1b" not in sweep.read(name).decode()
-    assert build(TrainConfig, parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"), "best.yaml")
+    assert build(
+        TrainConfig,
+        parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"),
+        "best.yaml",
+    )
     json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
     rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
     assert rows.num_rows == 4

@@ -38,9 +38,15 @@ def run_of(trial: dict[str, Any]) -> TrainConfig:
     return build(TrainConfig, trial_tree(TRAIN, trial), "space")
 
 
-def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allows() -> None:
+def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allows() -> (
+    None
+):
     space = {"seed": [0, 1], "precision": ["fp32", "bf16"]}
-    trials = [{"seed": seed, "precision": precision} for seed in (0, 1) for precision in ("fp32", "bf16")]
+    trials = [
+        {"seed": seed, "precision": precision}
+        for seed in (0, 1)
+        for precision in ("fp32", "bf16")
+    ]
     assert grid(make(space)) == trials
     assert grid(random(space)) == []
     ((key, values),) = tune_space(make(space, budget={"trials": 3})).items()
@@ -49,13 +55,29 @@ def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allo
 
 
 def test_fixed_microbatches_are_tried_from_the_middle() -> None:
-    ((key, values),) = tune_space(make({"microbatch_size": [1, 2, 3, 4, 5, 6, 7]})).items()
-    assert [unwrap({key: value})["microbatch_size"] for value in values["grid_search"]] == [4, 2, 6, 1, 3, 5, 7]
+    ((key, values),) = tune_space(
+        make({"microbatch_size": [1, 2, 3, 4, 5, 6, 7]})
+    ).items()
+    assert [
+        unwrap({key: value})["microbatch_size"] for value in values["grid_search"]
+    ] == [4, 2, 6, 1, 3, 5, 7]
 
 
 def test_a_trial_is_the_run_with_its_values() -> None:
-    config = run_of({"optimizer.lr": 0.5, "max_steps": 7, "evaluate.every_steps": 3, "clip_grad_norm": None})
-    assert (config.optimizer.lr, config.max_steps, config.epochs, config.clip_grad_norm) == (0.5, 7, None, None)
+    config = run_of(
+        {
+            "optimizer.lr": 0.5,
+            "max_steps": 7,
+            "evaluate.every_steps": 3,
+            "clip_grad_norm": None,
+        }
+    )
+    assert (
+        config.optimizer.lr,
+        config.max_steps,
+        config.epochs,
+        config.clip_grad_norm,
+    ) == (0.5, 7, None, None)
     assert (config.evaluate.every_steps, config.evaluate.every_epochs) == (3, None)
     assert TRAIN["optimizer"] == {"name": "adamw", "lr": 0.1}
 
@@ -63,10 +85,26 @@ def test_a_trial_is_the_run_with_its_values() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        make({"global_batch_size": [1, 1000], "compile": ["off", "default"], "microbatch_size": ["auto", 4]}),
+        make(
+            {
+                "global_batch_size": [1, 1000],
+                "compile": ["off", "default"],
+                "microbatch_size": ["auto", 4],
+            }
+        ),
         make({"clip_grad_norm": [None, 1.0], "batch_size_per_worker": [4]}),
-        random({"optimizer.lr": {"loguniform": [1e-5, 1.0]}, "global_batch_size": {"min": 1, "max": 4096}}),
-        random({"optimizer.weight_decay": {"uniform": [0.0, 0.5]}, "optimizer.name": {"choice": ["sgd", "adam"]}}),
+        random(
+            {
+                "optimizer.lr": {"loguniform": [1e-5, 1.0]},
+                "global_batch_size": {"min": 1, "max": 4096},
+            }
+        ),
+        random(
+            {
+                "optimizer.weight_decay": {"uniform": [0.0, 0.5]},
+                "optimizer.name": {"choice": ["sgd", "adam"]},
+            }
+        ),
     ],
     ids=lambda config: ",".join(config.space),
 )
@@ -81,13 +119,21 @@ def test_a_good_space_passes(config: SweepConfig) -> None:
         (make({"precison": ["fp32"]}), "space.precison"),
         (make({"precision": ["fp32", "fp4"]}), "space.precision"),
         (random({"optimizer.lr": {"uniform": [-1.0, 1.0]}}), "space.optimizer.lr"),
-        (random({"global_batch_size": {"uniform": [8.0, 16.0]}}), "space.global_batch_size"),
+        (
+            random({"global_batch_size": {"uniform": [8.0, 16.0]}}),
+            "space.global_batch_size",
+        ),
         (make({"scaling.num_workers": [1, 2]}), "space.scaling.num_workers"),
         (make({"name": ["a"]}), "space.name"),
-        (make({"optimizer.name": ["sgd", "adamw"], "optimizer.momentum": [0.9]}), "space.optimizer.momentum"),
+        (
+            make({"optimizer.name": ["sgd", "adamw"], "optimizer.momentum": [0.9]}),
+            "space.optimizer.momentum",
+        ),
     ],
 )
-def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(config: SweepConfig, field: str) -> None:
+def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(
+    config: SweepConfig, field: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         check_space(config, TRAIN, "sweep.yaml")
     assert (raised.value.field, raised.value.source) == (field, "sweep.yaml")
@@ -104,25 +150,42 @@ WIDE = {
 
 def test_ranges_go_to_tune_with_their_bounds() -> None:
     space = tune_space(random(WIDE))
-    drawn = [{key: domain.sample() for key, domain in space.items()} for _ in range(200)]
-    assert {row["global_batch_size"] for row in drawn} == {3, 4, 5}, "both ends included"
+    drawn = [
+        {key: domain.sample() for key, domain in space.items()} for _ in range(200)
+    ]
+    assert {row["global_batch_size"] for row in drawn} == {3, 4, 5}, (
+        "both ends included"
+    )
     assert {row["precision"] for row in drawn} == {"fp32", "bf16"}
     assert {row["clip_grad_norm"] for row in drawn} == {None, 1.0}
-    assert all(1e-6 <= row["optimizer.lr"] <= 1 and 0 <= row["optimizer.weight_decay"] <= 0.5 for row in drawn)
-    assert 60 < sum(row["optimizer.lr"] < 1e-3 for row in drawn) < 140, "evenly in the logarithm"
+    assert all(
+        1e-6 <= row["optimizer.lr"] <= 1 and 0 <= row["optimizer.weight_decay"] <= 0.5
+        for row in drawn
+    )
+    assert 60 < sum(row["optimizer.lr"] < 1e-3 for row in drawn) < 140, (
+        "evenly in the logarithm"
+    )
     for row in drawn[:20]:
         run_of(unwrap(row))
 
 
-def optuna_trials(config: SweepConfig, count: int, before: list[TrialRecord]) -> list[dict[str, Any]]:
-    """What optuna chooses when a trial's objective is its learning rate's distance from 1e-3, in decades."""
+def optuna_trials(
+    config: SweepConfig, count: int, before: list[TrialRecord]
+) -> list[dict[str, Any]]:
+    """What optuna chooses when a trial's objective is its learning rate's distance from
+    1e-3, in decades.
+    """
     search = searcher(config, 2, before)
-    assert search.set_search_properties(None, None, tune_space(config))  # what the Tuner does
+    assert search.set_search_properties(
+        None, None, tune_space(config)
+    )  # what the Tuner does
     found = []
     for number in range(count):
         trial = unwrap(search.suggest(str(number)))
         found.append(trial)
-        search.on_trial_complete(str(number), {"objective": distance(trial), "training_iteration": 1})
+        search.on_trial_complete(
+            str(number), {"objective": distance(trial), "training_iteration": 1}
+        )
     return found
 
 
@@ -134,19 +197,32 @@ def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start() 
     config = make(WIDE, search="optuna", budget={"trials": 60})
     first = optuna_trials(config, 30, [])
     before = [
-        TrialRecord(trial_id(trial), trial, "done", 0.0, 1.0, metrics={"val_loss": distance(trial)}) for trial in first
+        TrialRecord(
+            trial_id(trial),
+            trial,
+            "done",
+            0.0,
+            1.0,
+            metrics={"val_loss": distance(trial)},
+        )
+        for trial in first
     ]
     before[3] = TrialRecord(before[3].id, first[3], "out_of_memory", 0.0, 1.0)
-    resumed, anew = optuna_trials(config, 10, before), optuna_trials(config, 10, [])
+    resumed = optuna_trials(config, 10, before)
+    anew = optuna_trials(config, 10, [])
     assert not any(trial in first for trial in resumed)
     assert anew == first[:10], "the seed decides"
     assert sum(map(distance, resumed)) < 0.6 * sum(map(distance, anew))
 
 
-def test_optuna_that_is_not_installed_is_said_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optuna_that_is_not_installed_is_said_before_any_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install") as raised:
-        check_space(make(WIDE, search="optuna", budget={"trials": 3}), TRAIN, "sweep.yaml")
+        check_space(
+            make(WIDE, search="optuna", budget={"trials": 3}), TRAIN, "sweep.yaml"
+        )
     assert raised.value.field == "search"
 
 

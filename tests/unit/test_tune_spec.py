@@ -1,4 +1,6 @@
-"""A sweep as plain data: read, checked, kept for its resume, and never mixed with another one."""
+"""A sweep as plain data: read, checked, kept for its resume, and never mixed with
+another one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweeps.spec import (
+    SAVED,
+    SweepSpec,
+    is_complete,
+    prepare,
+    read_saved,
+    read_sweep,
+)
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
@@ -36,18 +45,27 @@ SWEEP = {
 @pytest.fixture
 def user(user: Path) -> Path:
     """With a task and a sweep of it."""
-    (user / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
+    (user / f"{MODULE}.py").write_text(
+        "from trainers.task import Task\n\nclass Mine(Task):\n    pass\n"
+    )
     write(user)
     return user
 
 
-def write(folder: Path, sweep: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> None:
+def write(
+    folder: Path,
+    sweep: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+) -> None:
     (folder / "train.yaml").write_text(dump_yaml(train or TRAIN))
     (folder / "sweep.yaml").write_text(dump_yaml(SWEEP | (sweep or {})))
 
 
 def read(user: Path, **overrides: Any) -> SweepSpec:
-    return read_sweep(str(user / "sweep.yaml"), {key.replace("__", "."): value for key, value in overrides.items()})
+    return read_sweep(
+        str(user / "sweep.yaml"),
+        {key.replace("__", "."): value for key, value in overrides.items()},
+    )
 
 
 def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
@@ -74,7 +92,12 @@ def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> 
     ("sweep", "train", "file", "words"),
     [
         ({"space": {"precision": ["fp99"]}}, {}, "sweep.yaml", "precision"),
-        ({"space": {"precison": ["fp32"]}}, {}, "sweep.yaml", "did you mean `precision`?"),
+        (
+            {"space": {"precison": ["fp32"]}},
+            {},
+            "sweep.yaml",
+            "did you mean `precision`?",
+        ),
         ({"train": "trian.yaml"}, {}, "trian.yaml", "train.yaml"),
         ({}, {"optimizer": {"lr": -1}}, "train.yaml", "greater than 0"),
         ({}, {"task": "nowhere:Mine"}, "train.yaml", "cannot be found"),
@@ -103,7 +126,10 @@ def test_a_mistake_names_the_file_that_it_is_in(
         {
             "search": "random",
             "budget": {"trials": 3},
-            "space": {"optimizer.lr": {"loguniform": [1e-4, 1.0]}, "global_batch_size": {"min": 2, "max": 64}},
+            "space": {
+                "optimizer.lr": {"loguniform": [1e-4, 1.0]},
+                "global_batch_size": {"min": 2, "max": 64},
+            },
         },
     ],
 )
@@ -112,10 +138,14 @@ def test_the_saved_sweep_is_the_same_sweep(user: Path, sweep: dict[str, Any]) ->
     spec = read(user)
     assert prepare(spec, fresh=False) == 0
     saved = read_saved(spec.uri)
-    assert {key: value for key, value in saved.train.items() if key != "task_dir"} == spec.train
+    assert {
+        key: value for key, value in saved.train.items() if key != "task_dir"
+    } == spec.train
     assert saved.uri == spec.uri
     assert saved.path == spec.path
-    ours, theirs = (s.config.model_dump(exclude={"train", "storage_path"}) for s in (saved, spec))
+    ours, theirs = (
+        s.config.model_dump(exclude={"train", "storage_path"}) for s in (saved, spec)
+    )
     assert ours == theirs
     assert prepare(saved, fresh=False) == 0  # resuming it is no other sweep
 
@@ -124,7 +154,9 @@ def test_the_saved_sweep_is_the_same_sweep(user: Path, sweep: dict[str, Any]) ->
 def test_a_sweep_is_resumed_from_any_directory(
     user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
-    """Also when it was started in the directory of its task, which is then a relative one."""
+    """Also when it was started in the directory of its task, which is then a relative
+    one.
+    """
     if inside:
         monkeypatch.chdir(user)
     spec = read(user)
@@ -154,7 +186,9 @@ def test_ended_trials_are_counted(user: Path) -> None:
         ({"train__optimizer__lr": 0.5}, "train.optimizer"),
     ],
 )
-def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[str, Any], field: str) -> None:
+def test_another_sweep_of_the_same_name_is_refused(
+    user: Path, overrides: dict[str, Any], field: str
+) -> None:
     prepare(read(user), fresh=False)
     with pytest.raises(ConfigError, match=r"differs from .*--fresh") as raised:
         prepare(read(user, **overrides), fresh=False)
@@ -176,23 +210,40 @@ def test_an_objective_that_named_nothing_may_be_put_right(user: Path) -> None:
 
 
 @pytest.mark.parametrize("search", ["random", "optuna", "grid"])
-def test_a_sweep_is_complete_once_each_trial_has_a_record(user: Path, search: str) -> None:
+def test_a_sweep_is_complete_once_each_trial_has_a_record(
+    user: Path, search: str
+) -> None:
     spec = read(user, search=search, budget__trials=2)
     prepare(spec, fresh=False)
     for precision in ("fp32", "bf16"):
         assert not is_complete(spec)
         config = {"global_batch_size": 8, "precision": precision}
-        repeat = TrialRecord(trial_id(config, "repeat", 1), config, "done", 1.0, 2.0, purpose="repeat", seed=1)
-        Journal(spec.storage).append(TrialRecord(trial_id(config), config, "done", 1.0, 2.0))
+        repeat = TrialRecord(
+            trial_id(config, "repeat", 1),
+            config,
+            "done",
+            1.0,
+            2.0,
+            purpose="repeat",
+            seed=1,
+        )
+        Journal(spec.storage).append(
+            TrialRecord(trial_id(config), config, "done", 1.0, 2.0)
+        )
         Journal(spec.storage).append(repeat)
     assert is_complete(spec)
 
 
-def test_the_way_on_is_given_where_the_sweep_was(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_on_is_given_where_the_sweep_was(
+    user: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = read(user)
     assert spec.resume() == f"python -m tune resume {spec.uri}"
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    assert spec.resume("/head/python") == f"ray job submit --working-dir . -- python -m tune resume {spec.uri}"
+    assert (
+        spec.resume("/head/python")
+        == f"ray job submit --working-dir . -- python -m tune resume {spec.uri}"
+    )
 
 
 def holder(spec: SweepSpec) -> object:
@@ -205,7 +256,9 @@ def test_a_live_sweep_is_neither_started_again_nor_deleted(
 ) -> None:
     from tune.__main__ import main
 
-    monkeypatch.setattr("tune.sweeps.sweep.prepare", lambda *args: pytest.fail("it has started"))
+    monkeypatch.setattr(
+        "tune.sweeps.sweep.prepare", lambda *args: pytest.fail("it has started")
+    )
     spec = read(user)
     with held(spec.storage, SAVED):
         prepare(spec, fresh=False)
@@ -229,13 +282,28 @@ def test_a_damaged_saved_sweep_is_a_config_error(user: Path, data: bytes) -> Non
 
 def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:
     write(user, {"space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}})
-    spec = read(user, **{"space.optimizer.lr": [0.3], "space.global_batch_size": [32], "space.precision": ["bf16"]})
-    assert spec.config.space == {"global_batch_size": [32], "optimizer.lr": [0.3], "precision": ["bf16"]}
+    spec = read(
+        user,
+        **{
+            "space.optimizer.lr": [0.3],
+            "space.global_batch_size": [32],
+            "space.precision": ["bf16"],
+        },
+    )
+    assert spec.config.space == {
+        "global_batch_size": [32],
+        "optimizer.lr": [0.3],
+        "precision": ["bf16"],
+    }
     assert spec.num_trials == 1
 
 
-@pytest.mark.parametrize("key", ["space.optimizer.lrr", "space.optimizer", "space.", "space.a..b"])
-def test_a_key_of_the_space_that_is_none_of_the_run_s_is_an_error(user: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["space.optimizer.lrr", "space.optimizer", "space.", "space.a..b"]
+)
+def test_a_key_of_the_space_that_is_none_of_the_run_s_is_an_error(
+    user: Path, key: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         read(user, **{key: [0.1]})
     assert "space" in str(error.value)

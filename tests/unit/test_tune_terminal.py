@@ -1,4 +1,6 @@
-"""The live table: all that a person wants to know while a sweep runs, and nothing where there is no terminal."""
+"""The live table: all that a person wants to know while a sweep runs, and nothing where
+there is no terminal.
+"""
 
 import io
 import logging
@@ -14,12 +16,20 @@ from tune.trials.record import TrialRecord
 
 
 def config(**keys: Any) -> SweepConfig:
-    return SweepConfig(name="digits", train={}, space={"global_batch_size": [32, 64]}, **keys)
+    return SweepConfig(
+        name="digits", train={}, space={"global_batch_size": [32, 64]}, **keys
+    )
 
 
 def view(**changes: Any) -> View:
-    best = TrialRecord("a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1)
-    trial = {"trial": "b", "started": time.time() - 12.3, "metrics": {"step": 120, "val_loss": 0.25, "epoch": 3}}
+    best = TrialRecord(
+        "a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1
+    )
+    trial = {
+        "trial": "b",
+        "started": time.time() - 12.3,
+        "metrics": {"step": 120, "val_loss": 0.25, "epoch": 3},
+    }
     known = {
         "config": config(usd_per_hour=60.0, budget={"time_s": 600.0}),
         "total": 24,
@@ -27,7 +37,10 @@ def view(**changes: Any) -> View:
         "state": {
             "lanes": [0, 1],
             "running": {1: trial},
-            "boundary": {"fp32 on cpu, 8.0 GiB": (10, 12), "bf16 on cpu, 8.0 GiB": (None, 25)},
+            "boundary": {
+                "fp32 on cpu, 8.0 GiB": (10, 12),
+                "bf16 on cpu, 8.0 GiB": (None, 25),
+            },
         },
         "configs": {"b": {"global_batch_size": 32, "precision": "bf16"}},
         "best": (0.123456, best),
@@ -49,7 +62,11 @@ def test_no_name_is_markup_or_moves_the_cursor() -> None:
     state = {"lanes": [0], "running": {0: trial}, "boundary": {"[/i]\x1b[2J": (1, 2)}}
     shown = text(view(state=state, best=(1.0, record), configs={"b": record.config}))
     assert "\x1b" not in shown
-    for words in (r"val_[/red]\x1b[2J 0.25", r"[/b]\x1b [/red]\x1b[2J", r"[/i]\x1b[2J: 1 fits"):
+    for words in (
+        r"val_[/red]\x1b[2J 0.25",
+        r"[/b]\x1b [/red]\x1b[2J",
+        r"[/i]\x1b[2J: 1 fits",
+    ):
         assert words in shown, shown
 
 
@@ -69,7 +86,9 @@ def test_it_shows_all_that_there_is() -> None:
 
 
 def test_lines_stay_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that took hold of standard output before must not write through the table."""
+    """A handler that took hold of standard output before must not write through the
+    table.
+    """
     file = io.StringIO()
     monkeypatch.setattr("sys.stdout", file)
     handler = logging.StreamHandler(file)
@@ -85,4 +104,8 @@ def test_lines_stay_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         package.removeHandler(handler)
     written = file.getvalue()
-    assert written.index("9 done") < written.index("trial 1/24  done") < written.rindex("9 done")
+    assert (
+        written.index("9 done")
+        < written.index("trial 1/24  done")
+        < written.rindex("9 done")
+    )

@@ -1,4 +1,6 @@
-"""The page of a sweep that runs: who gets it, what it says of the sweep, and that it only reads."""
+"""The page of a sweep that runs: who gets it, what it says of the sweep, and that it
+only reads.
+"""
 
 import contextlib
 import http.client
@@ -40,7 +42,11 @@ class Sweep:
 
     def files(self) -> dict[str, bytes]:
         directory = Path(self.storage.path)
-        return {str(file): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+        return {
+            str(file): file.read_bytes()
+            for file in directory.rglob("*")
+            if file.is_file()
+        }
 
 
 @pytest.fixture
@@ -72,9 +78,13 @@ def served(sweep: Sweep) -> Iterator[PageServer]:
             thread.join()
 
 
-def ask(server: PageServer, path: str = "/", host: str | None = None, **headers: str) -> http.client.HTTPResponse:
+def ask(
+    server: PageServer, path: str = "/", host: str | None = None, **headers: str
+) -> http.client.HTTPResponse:
     connection = http.client.HTTPConnection(LOOPBACK, server.server_port)
-    shown = {"Host": host or f"{LOOPBACK}:{server.server_port}"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    shown = {"Host": host or f"{LOOPBACK}:{server.server_port}"} | {
+        k.replace("_", "-"): v for k, v in headers.items()
+    }
     connection.putrequest("GET", path, skip_host=True)
     for name, value in shown.items():
         connection.putheader(name, value)
@@ -90,7 +100,11 @@ def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
     with served(sweep) as server:
         assert server.server_address[0] == "127.0.0.1"
         bearer = {"Authorization": f"Bearer {server.token}"}
-        for given in ({}, {"Authorization": "Bearer no"}, {"Cookie": f"paceline-watch-{server.server_port}=no"}):
+        for given in (
+            {},
+            {"Authorization": "Bearer no"},
+            {"Cookie": f"paceline-watch-{server.server_port}=no"},
+        ):
             for path in ("/", "/watch.js", "/?token=no", "/?token=", "/nothing"):
                 answer = ask(server, path, **given)
                 assert (answer.status, "digits" in answer.text) == (401, False), path  # type: ignore[attr-defined]
@@ -108,14 +122,26 @@ def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
 
 
 def test_names_of_elsewhere_are_refused(sweep: Sweep) -> None:
-    """A page whose name resolves to the loopback would be of the same origin, and have the cookie."""
+    """A page whose name resolves to the loopback would be of the same origin, and have
+    the cookie.
+    """
     sweep.begin()
     with served(sweep) as server:
         bearer = {"Authorization": f"Bearer {server.token}"}
-        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example:80", ""):
+        for host in (
+            "evil.example",
+            f"evil.example:{server.server_port}",
+            "127.0.0.1.evil.example:80",
+            "",
+        ):
             path = f"/?token={server.token}"
             assert ask(server, path, host or " ", **bearer).status == 403, host
-        for host in ("localhost:9000", "127.0.0.1:9000", "localhost", f"[::1]:{server.server_port}"):
+        for host in (
+            "localhost:9000",
+            "127.0.0.1:9000",
+            "localhost",
+            f"[::1]:{server.server_port}",
+        ):
             assert ask(server, host=host, **bearer).status == 200, host
 
 
@@ -123,14 +149,26 @@ def test_no_path_is_a_file(sweep: Sweep) -> None:
     sweep.begin()
     with served(sweep) as server:
         bearer = {"Authorization": f"Bearer {server.token}"}
-        paths = ["/sweep.yaml", "/lease.json", "/../digits-sweep/sweep.yaml", "/%2e%2e/x", "//etc/passwd", "/style.css"]
+        paths = [
+            "/sweep.yaml",
+            "/lease.json",
+            "/../digits-sweep/sweep.yaml",
+            "/%2e%2e/x",
+            "//etc/passwd",
+            "/style.css",
+        ]
         for path in [*paths, "/watch.js/../../__main__.py", "/..%2f..%2fetc/passwd"]:
             assert ask(server, path, **bearer).status == 404, path
         assert "fetch(" in ask(server, "/watch.js", **bearer).text  # type: ignore[attr-defined]
 
 
 def test_a_port_in_use_is_an_error(sweep: Sweep) -> None:
-    with served(sweep) as server, pytest.raises(ConfigError, match=f"--port. is {server.server_port}, but cannot be"):
+    with (
+        served(sweep) as server,
+        pytest.raises(
+            ConfigError, match=f"--port. is {server.server_port}, but cannot be"
+        ),
+    ):
         PageServer(server.page, server.server_port)
 
 
@@ -167,25 +205,57 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
 HERE = Holder.this_process()
 ELSEWHERE = replace(HERE, machine="another")
 AGAIN = [*done(), *(replace(one, purpose="repeat", seed=1) for one in done()[:2])]
-RUNS, ENDS, STOPS = Live("running", 8, 2, []), Live("ended"), Live("cut off")
+RUNS = Live("running", 8, 2, [])
+ENDS = Live("ended")
+STOPS = Live("cut off")
 
 
 @pytest.mark.parametrize(
     ("seen", "kind", "words"),
     [
         ({"has_sweep": False}, "waiting", "holds no sweep yet"),
-        ({"holder": HERE, "live": RUNS}, "running", "Running: 8 of 8 trials have ended. 2 lanes up."),
+        (
+            {"holder": HERE, "live": RUNS},
+            "running",
+            "Running: 8 of 8 trials have ended. 2 lanes up.",
+        ),
         ({"holder": HERE, "records": []}, "running", "Starting: no lane is up yet."),
-        ({"holder": HERE, "records": AGAIN, "live": RUNS}, "running", "8 of 8 trials have ended, and 2 repeats of the"),
-        ({"live": ENDS, "records": AGAIN}, "ended", "has ended, with 8 trials and 2 repeats."),
-        ({"holder": ELSEWHERE, "holder_idle_s": 29.0, "live": RUNS}, "running", "Running"),
-        ({"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS}, "cut", "`python -m tune resume here` goes on"),
-        ({"holder": replace(HERE, pid=2**22 + 1), "live": RUNS}, "cut", "its process has ended without an answer"),
-        ({"holder": HERE, "live": RUNS, "idle_s": 601.0}, "quiet", "Nothing new for 10 min"),
+        (
+            {"holder": HERE, "records": AGAIN, "live": RUNS},
+            "running",
+            "8 of 8 trials have ended, and 2 repeats of the",
+        ),
+        (
+            {"live": ENDS, "records": AGAIN},
+            "ended",
+            "has ended, with 8 trials and 2 repeats.",
+        ),
+        (
+            {"holder": ELSEWHERE, "holder_idle_s": 29.0, "live": RUNS},
+            "running",
+            "Running",
+        ),
+        (
+            {"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS},
+            "cut",
+            "`python -m tune resume here` goes on",
+        ),
+        (
+            {"holder": replace(HERE, pid=2**22 + 1), "live": RUNS},
+            "cut",
+            "its process has ended without an answer",
+        ),
+        (
+            {"holder": HERE, "live": RUNS, "idle_s": 601.0},
+            "quiet",
+            "Nothing new for 10 min",
+        ),
         ({"live": STOPS}, "cut", "stopped before its end; 8 trials are kept"),
     ],
 )
 def test_how_a_sweep_is(seen: dict[str, Any], kind: str, words: str) -> None:
-    found, sentence = judge(Seen(**{"uri": "here", "has_sweep": True, "records": done(), **seen}))
+    found, sentence = judge(
+        Seen(**{"uri": "here", "has_sweep": True, "records": done(), **seen})
+    )
     assert found == kind
     assert words in sentence

@@ -14,7 +14,9 @@ LOOKS = vital_signs._LOOKS
 
 
 class Store:
-    """The key-value store of a cluster of one job, with the actors' states and who was killed."""
+    """The key-value store of a cluster of one job, with the actors' states and who was
+    killed.
+    """
 
     def __init__(self) -> None:
         self.data = {}
@@ -28,7 +30,9 @@ class Store:
 
     def delete(self, name: str | bytes, del_by_prefix: bool) -> None:
         prefix = name if isinstance(name, bytes) else name.encode()
-        self.data = {key: value for key, value in self.data.items() if not key.startswith(prefix)}
+        self.data = {
+            key: value for key, value in self.data.items() if not key.startswith(prefix)
+        }
 
 
 @pytest.fixture
@@ -39,7 +43,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(vital_signs, "kv_list", lambda prefix: list(made.data))
     monkeypatch.setattr(vital_signs, "kv_get", lambda key: made.data.get(key))
     monkeypatch.setattr(vital_signs, "kv_delete", made.delete)
-    monkeypatch.setattr(ray._private.state, "actors", lambda name: {"State": made.states[name]})
+    monkeypatch.setattr(
+        ray._private.state, "actors", lambda name: {"State": made.states[name]}
+    )
     monkeypatch.setattr(ray, "kill", lambda handle: made.killed.append(handle))
     return made
 

@@ -1,4 +1,6 @@
-"""A hang is noticed from inside, in any phase: stacks are saved, the sentence is told, and the process ends."""
+"""A hang is noticed from inside, in any phase: stacks are saved, the sentence is told,
+and the process ends.
+"""
 
 import contextlib
 import queue
@@ -17,7 +19,13 @@ from tests.waits import HANG_S
 from trainers.config import sections
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, read_hang, saved_hangs, watched
+from trainers.loop.watchdog import (
+    HUNG_EXIT_CODE,
+    Watchdog,
+    read_hang,
+    saved_hangs,
+    watched,
+)
 from trainers.storage import Storage
 
 HANGS = """
@@ -42,15 +50,27 @@ failure = FailureConfig({budgets})
 with watchdog.watched(failure, Context(Storage(sys.argv[1] + "/run"), "local", 3)) as dog:
     waits_for_ever()
 """
-STEPS, PHASES = "hang_timeout_s=0.4", "hang_timeout_s=0.1"
-OF_STEPS, OF_PHASES = "failure.hang_timeout_s 0.4", "failure.hang_timeout_s 0.1 allows a phase 0.4 s"
+STEPS = "hang_timeout_s=0.4"
+PHASES = "hang_timeout_s=0.1"
+OF_STEPS = "failure.hang_timeout_s 0.4"
+OF_PHASES = "failure.hang_timeout_s 0.1 allows a phase 0.4 s"
 
 
 def run(
-    tmp_path: Path, wait: str, budgets: str = PHASES, grace_s: float = 60, heard: bool = False
+    tmp_path: Path,
+    wait: str,
+    budgets: str = PHASES,
+    grace_s: float = 60,
+    heard: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """With a grace that no busy machine exceeds: the C-level timer must not be the first."""
-    script = HANGS.replace("{wait}", wait).replace("{grace_s}", str(grace_s)).replace("{budgets}", budgets)
+    """With a grace that no busy machine exceeds: the C-level timer must not be the
+    first.
+    """
+    script = (
+        HANGS.replace("{wait}", wait)
+        .replace("{grace_s}", str(grace_s))
+        .replace("{budgets}", budgets)
+    )
     script = script.replace("{heard}", str(heard))
     return subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
@@ -79,7 +99,9 @@ def run(
         ),
     ],
 )
-def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path, wait: str, budgets: str, words: str) -> None:
+def test_a_hang_saves_the_stacks_and_ends_the_process(
+    tmp_path: Path, wait: str, budgets: str, words: str
+) -> None:
     done = run(tmp_path, wait, budgets)
     assert done.returncode == HUNG_EXIT_CODE
     assert "error: the run ended as `hung`: rank 3 made no step for " in done.stderr
@@ -109,17 +131,29 @@ PLACES = ["Storage.write", "Context.hung", "watchdog.print", "watchdog.line_of_t
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_hangs_as_well_does_not_keep_the_process(tmp_path: Path, place: str) -> None:
-    done = run(tmp_path, f"{place} = lambda *args, **_: time.sleep(3600); time.sleep(3600)", grace_s=0.5)
-    assert done.returncode == (1 if place == "watchdog.line_of_task" else HUNG_EXIT_CODE), "1: by the C-level timer"
+def test_whatever_hangs_as_well_does_not_keep_the_process(
+    tmp_path: Path, place: str
+) -> None:
+    done = run(
+        tmp_path,
+        f"{place} = lambda *args, **_: time.sleep(3600); time.sleep(3600)",
+        grace_s=0.5,
+    )
+    assert done.returncode == (
+        1 if place == "watchdog.line_of_task" else HUNG_EXIT_CODE
+    ), "1: by the C-level timer"
 
 
 class Clock:
     """Time that a test moves; `looks` waits until the watchdog has looked at it twice."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self._looks = 0.0, queue.SimpleQueue[None]()
-        monkeypatch.setattr("trainers.loop.watchdog.time", SimpleNamespace(monotonic=self._monotonic, sleep=time.sleep))
+        self.now_s = 0.0
+        self._looks = queue.SimpleQueue[None]()
+        monkeypatch.setattr(
+            "trainers.loop.watchdog.time",
+            SimpleNamespace(monotonic=self._monotonic, sleep=time.sleep),
+        )
 
     def _monotonic(self) -> float:
         if threading.current_thread().name == "watchdog":
@@ -136,13 +170,17 @@ class Clock:
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the watchdog says, in place of ending this process."""
     said = []
-    monkeypatch.setattr(Watchdog, "_end", lambda self, where, budget: said.append(where))
+    monkeypatch.setattr(
+        Watchdog, "_end", lambda self, where, budget: said.append(where)
+    )
     return said
 
 
 def test_a_slow_loop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten steps of almost the timeout each, and several looks at every one of them."""
-    before, clock, said = set(threading.enumerate()), Clock(monkeypatch), ends(monkeypatch)
+    before = set(threading.enumerate())
+    clock = Clock(monkeypatch)
+    said = ends(monkeypatch)
     with watched(FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")) as dog:
         dog.enter("training", steps=True)
         for _ in range(10):
@@ -157,8 +195,11 @@ def test_a_slow_loop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, said = Clock(monkeypatch), ends(monkeypatch)
+def test_a_write_amid_the_steps_has_the_budget_of_a_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    said = ends(monkeypatch)
     monkeypatch.setattr(sections, "LEAST_PHASE_S", 100.0)
     with watched(FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")) as dog:
         dog.enter("training", steps=True)
@@ -191,7 +232,10 @@ def test_every_second_is_of_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
     fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
     stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"
-    done = run(tmp_path, f"import multiprocessing, os, signal; {fork}; {stop}; time.sleep(3600)")
+    done = run(
+        tmp_path,
+        f"import multiprocessing, os, signal; {fork}; {stop}; time.sleep(3600)",
+    )
     assert done.returncode == HUNG_EXIT_CODE
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout.split()[0])).wait(timeout=HANG_S)

@@ -1,25 +1,32 @@
-"""Checkpoints: written straight to storage, a manifest with checksums last; the newest complete one is resumed.
+"""Checkpoints: written straight to storage, a manifest with checksums last; the newest
+complete one is resumed.
 
-    checkpoints/step-000000000123/state.pt                 model, optimizer, scaler, task, position
-                                  rank-00000.pt            random state of each rank
-                                  shard-00000.safetensors  of a sharded or large model each rank's rows of its tensors,
-                                                           which `state.pt` then has no more of than their shapes
-                                  manifest.json            names, sizes and SHA-256 of the files above; metrics,
-                                                           versions, config; a seal over its own text
+    checkpoints/step-000000000123/state.pt                 model, optimizer, scaler,
+                                  task, position rank-00000.pt            random state
+                                  of each rank shard-00000.safetensors  of a sharded or
+                                  large model each rank's rows of its tensors,
+                                                           which `state.pt` then has no
+                                                           more of than their shapes
+                                  manifest.json            names, sizes and SHA-256 of
+                                                           the files above; metrics,
+                                                           versions, config; a seal over
+                                                           its own text
 
-A checkpoint without its manifest, or with a file that does not match it, is not used; nor is another run's, or one
-that does not fit the model. The next older one is, and where there are some and none can be used, that is an error.
+A checkpoint without its manifest, or with a file that does not match it, is not used;
+nor is another run's, or one that does not fit the model. The next older one is, and
+where there are some and none can be used, that is an error.
 
-One is written at once (`save`), or while training goes on (`start`, then `advance` whenever no rank is busy):
+One is written at once (`save`), or while training goes on (`start`, then `advance`
+whenever no rank is busy):
 
-    the loop    copies the state to host memory
-    its thread  on each rank writes and hashes its files
-    the loop    gathers names, sizes and checksums, or what went wrong
-    its thread  on rank 0 writes the manifest, then deletes older checkpoints
-    the loop    knows that the checkpoint is complete, or raises StorageError on every rank
+    the loop    copies the state to host memory its thread  on each rank writes and
+    hashes its files the loop    gathers names, sizes and checksums, or what went wrong
+    its thread  on rank 0 writes the manifest, then deletes older checkpoints the loop
+    knows that the checkpoint is complete, or raises StorageError on every rank
 
-Threads never call a collective: on the process group of DDP's own it would mix with them. The loop agrees every ten
-steps anyway, so nothing polls storage, and an error is met by all ranks in the same step.
+Threads never call a collective: on the process group of DDP's own it would mix with
+them. The loop agrees every ten steps anyway, so nothing polls storage, and an error is
+met by all ranks in the same step.
 """
 
 import copy
@@ -35,7 +42,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file, shard_file
+from trainers.checkpoint.manifest import (
+    Best,
+    FileEntry,
+    Manifest,
+    folder_name,
+    rank_file,
+    shard_file,
+)
 from trainers.checkpoint.row_shards import RowReader
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
@@ -70,19 +84,30 @@ class _Pending:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank must call `save`, `start`, `advance`, `finish` and `load` equally often.
+    """The checkpoints of one run.
+
+    Every rank must call `save`, `start`, `advance`, `finish` and `load` equally often.
 
     `config` is the resolved TrainConfig; it is kept with each of them.
     """
 
     def __init__(
-        self, run: Storage, group: Group, keep: int, best: Best | None = None, config: dict[str, Any] | None = None
+        self,
+        run: Storage,
+        group: Group,
+        keep: int,
+        best: Best | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
-        self.archive, self.group, self.keep, self.best = Archive(run, best, config), group, keep, best
+        self.archive = Archive(run, best, config)
+        self.group = group
+        self.keep = keep
+        self.best = best
         self._config = config or {}
         self._best_value: float | None = None
         self._host = HostCopy()
-        # Kept from one checkpoint to the next: to start a thread takes milliseconds where cores are busy.
+        # Kept from one checkpoint to the next: to start a thread takes milliseconds
+        # where cores are busy.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self.written_s = 0.0
@@ -96,10 +121,12 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """Write one checkpoint and return where it is; only then are older ones deleted.
+        """Write one checkpoint and return where it is; only then are older ones
+        deleted.
 
-        `metrics` are the figures of an evaluation at this very step; `rows` this rank's, where all ranks have some.
-        Raises StorageError, on every rank, when any rank could not write.
+        `metrics` are the figures of an evaluation at this very step; `rows` this
+        rank's, where all ranks have some. Raises StorageError, on every rank, when any
+        rank could not write.
         """
         assert self._pending is None
         self._remember(metrics or {})
@@ -116,14 +143,20 @@ class Checkpoints:
         first: Callable[[], None] | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Copy the state to host memory, and write it while training goes on; there must be none on its way.
+        """Copy the state to host memory, and write it while training goes on; there
+        must be none on its way.
 
-        `rank_state` is not copied. `first` is called, by the thread, before anything is written.
+        `rank_state` is not copied. `first` is called, by the thread, before anything is
+        written.
         """
         assert self._pending is None
         self._remember(metrics or {})
-        copied = self._host.take({"state": state if self.group.rank == 0 else {}, "rows": rows})
-        job = self._submit(self._files, step, copied["state"], rank_state, first, copied["rows"])
+        copied = self._host.take(
+            {"state": state if self.group.rank == 0 else {}, "rows": rows}
+        )
+        job = self._submit(
+            self._files, step, copied["state"], rank_state, first, copied["rows"]
+        )
         self._pending = _Pending(step, dict(metrics or {}), job)
 
     def _submit(self, write: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -143,15 +176,19 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work; while no rank's is, `advance` waits for nothing."""
+        """Whether this rank's thread is at work; while no rank's is, `advance` waits
+        for nothing.
+        """
         return self._pending is not None and not self._pending.job.done()
 
     def advance(self) -> str | None:
-        """The next phase of the checkpoint on its way; where it is, when that was the last.
+        """The next phase of the checkpoint on its way; where it is, when that was the
+        last.
 
         Raises StorageError, on every rank, when any rank could not write.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         assert pending is not None
         if pending.gathered:
             self._raise(pending.step, self.group.first(pending.job.result()))
@@ -169,7 +206,8 @@ class Checkpoints:
         return where
 
     def abandon(self) -> None:
-        """After an exception, which the other ranks may not share: wait for this rank's thread, and end it.
+        """After an exception, which the other ranks may not share: wait for this rank's
+        thread, and end it.
 
         A single rank completes the checkpoint on its way.
         """
@@ -183,36 +221,49 @@ class Checkpoints:
         self._thread.shutdown()
 
     def improves(self, figures: Mapping[str, float]) -> bool:
-        """Whether an evaluation beats every checkpoint so far; always False without `best`.
+        """Whether an evaluation beats every checkpoint so far; always False without
+        `best`.
 
         Raises ConfigError when the task does not report that metric.
         """
         return self.best is not None and self.best.improves(figures, self._best_value)
 
     def load(self, *uses: Callable[[Loaded], None]) -> Loaded | None:
-        """The newest complete checkpoint that each of `uses` takes, on every rank, without a CheckpointError.
+        """The newest complete checkpoint that each of `uses` takes, on every rank,
+        without a CheckpointError.
 
-        Others are named in the log. None when none was ever completed; CheckpointError, on every rank, when there are
-        some and none can be used: to begin anew, and then to delete them, is not for us to decide. `improves` compares
-        with the best from here on.
+        Others are named in the log. None when none was ever completed; CheckpointError,
+        on every rank, when there are some and none can be used: to begin anew, and then
+        to delete them, is not for us to decide. `improves` compares with the best from
+        here on.
         """
-        archive, is_first = self.archive, self.group.rank == 0
+        archive = self.archive
+        is_first = self.group.rank == 0
         found: dict[str, bool] = {}
         problems: dict[str, str] = {}
 
         def find() -> None:
-            found.update((name, archive.is_complete(name)) for name in archive.names()[::-1])
+            found.update(
+                (name, archive.is_complete(name)) for name in archive.names()[::-1]
+            )
 
         if problem := self._agreed(find if is_first else _idle):
             raise StorageError(problem)
         for name, is_complete in self.group.first(found).items():
             loaded: list[Loaded] = []
-            actions: list[Callable[[], None]] = [partial(archive.verify, name, self.group.rank, self.group.world_size)]
-            actions += [partial(self._read, name, loaded), *(partial(_give, use, loaded) for use in uses)]
+            actions: list[Callable[[], None]] = [
+                partial(archive.verify, name, self.group.rank, self.group.world_size)
+            ]
+            actions += [
+                partial(self._read, name, loaded),
+                *(partial(_give, use, loaded) for use in uses),
+            ]
             problem = next(filter(None, map(self._agreed, actions)), None)
             if problem is None:
                 if self.best is not None:
-                    self._best_value = self.group.first(archive.best_value() if is_first else None)
+                    self._best_value = self.group.first(
+                        archive.best_value() if is_first else None
+                    )
                 return loaded[0]
             if is_complete:
                 problems[name] = problem
@@ -221,7 +272,9 @@ class Checkpoints:
         if problems:
             name, problem = next(iter(problems.items()))
             words = f"none of the {len(problems)} checkpoints in {archive.storage.uri} can be used ({name}: {problem})"
-            raise CheckpointError(f"{words}; put a good one there, or start anew with --fresh")
+            raise CheckpointError(
+                f"{words}; put a good one there, or start anew with --fresh"
+            )
         return None
 
     def _read(self, name: str, into: list[Loaded]) -> None:
@@ -245,7 +298,11 @@ class Checkpoints:
         return self.archive.storage.locate(folder_name(step))
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
-        if self.best is not None and self.best.metric in metrics and self.improves(metrics):
+        if (
+            self.best is not None
+            and self.best.metric in metrics
+            and self.improves(metrics)
+        ):
             self._best_value = metrics[self.best.metric]
 
     def _files(
@@ -256,7 +313,10 @@ class Checkpoints:
         first: Callable[[], None] | None,
         rows: Mapping[str, Tensor] | None,
     ) -> tuple[_Entries, str | None]:
-        """Write this rank's files. An error is an answer too: the other ranks wait for one."""
+        """Write this rank's files.
+
+        An error is an answer too: the other ranks wait for one.
+        """
         name = folder_name(step)
         entries: _Entries = {}
         try:
@@ -277,14 +337,23 @@ class Checkpoints:
     def _gather(self, step: int, entries: _Entries, problem: str | None) -> _Entries:
         answers = self.group.gather((entries, problem))
         self._raise(step, next((met for _, met in answers if met), None))
-        return {file: entry for written, _ in answers for file, entry in written.items()}
+        return {
+            file: entry for written, _ in answers for file, entry in written.items()
+        }
 
-    def _seal(self, step: int, files: _Entries, metrics: Mapping[str, float]) -> str | None:
+    def _seal(
+        self, step: int, files: _Entries, metrics: Mapping[str, float]
+    ) -> str | None:
         """Write the manifest, by rank 0; what went wrong."""
         if self.group.rank != 0:
             return None
-        versions = {"python": platform.python_version(), **package_versions("paceline", "torch", "numpy")}
-        manifest = Manifest(step, self.group.world_size, files, dict(metrics), versions, self._config)
+        versions = {
+            "python": platform.python_version(),
+            **package_versions("paceline", "torch", "numpy"),
+        }
+        manifest = Manifest(
+            step, self.group.world_size, files, dict(metrics), versions, self._config
+        )
         try:
             self.archive.seal(manifest, self.keep)
         except Exception as error:
@@ -293,7 +362,9 @@ class Checkpoints:
 
     def _raise(self, step: int, problem: str | None) -> None:
         if problem is not None:
-            raise StorageError(f"checkpoint {self.locate(step)} could not be written: {problem}")
+            raise StorageError(
+                f"checkpoint {self.locate(step)} could not be written: {problem}"
+            )
 
 
 def _idle() -> None:
@@ -312,8 +383,10 @@ def _message(error: Exception) -> str:
 
 
 class HostCopy:
-    """Copies of one nested state after another in host memory, in the same buffers: fresh pages cost far more than
-    the copy itself (200 MB on a CPU: 470 ms against 14). Buffers are pinned for what comes from CUDA.
+    """Copies of one nested state after another in host memory, in the same buffers:
+    fresh pages cost far more than the copy itself (200 MB on a CPU: 470 ms against 14).
+
+    Buffers are pinned for what comes from CUDA.
 
     What `take` returns is overwritten by the next `take`.
     """
@@ -322,7 +395,11 @@ class HostCopy:
         self._buffers: _Buffers = {}
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same nesting with its own tensors and containers; waits for the device once. Tied tensors stay tied."""
+        """The same nesting with its own tensors and containers; waits for the device
+        once.
+
+        Tied tensors stay tied.
+        """
         used: _Buffers = {}
         seen: _Buffers = {}
         copied: dict[str, Any] = self._copy(state, (), used, seen)
@@ -331,29 +408,46 @@ class HostCopy:
         self._buffers = used
         return copied
 
-    def _copy(self, value: Any, path: tuple[Any, ...], used: _Buffers, seen: _Buffers) -> Any:
+    def _copy(
+        self, value: Any, path: tuple[Any, ...], used: _Buffers, seen: _Buffers
+    ) -> Any:
         if isinstance(value, Tensor) and value.is_meta:
             return value
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, used, seen)
         if isinstance(value, dict):
-            copied = copy.copy(value)  # with its attributes: a state_dict carries versions of its modules in one
+            copied = copy.copy(
+                value
+            )  # with its attributes: a state_dict carries versions of its modules in one
             for key, item in value.items():
                 copied[key] = self._copy(item, (*path, key), used, seen)
             return copied
         if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*path, index), used, seen) for index, item in enumerate(value))
+            return type(value)(
+                self._copy(item, (*path, index), used, seen)
+                for index, item in enumerate(value)
+            )
         return copy.deepcopy(value)
 
-    def _copy_tensor(self, tensor: Tensor, path: tuple[Any, ...], used: _Buffers, seen: _Buffers) -> Tensor:
+    def _copy_tensor(
+        self, tensor: Tensor, path: tuple[Any, ...], used: _Buffers, seen: _Buffers
+    ) -> Tensor:
         if tensor.layout != torch.strided or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)
         place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
         identity = (tensor.device, *place, tensor.shape, tensor.stride(), tensor.dtype)
         if identity not in seen:
             buffer = self._buffers.get(path)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            if (
+                buffer is None
+                or buffer.shape != tensor.shape
+                or buffer.dtype != tensor.dtype
+            ):
+                buffer = torch.empty_like(
+                    tensor, device="cpu", pin_memory=tensor.is_cuda
+                )
             # Unpinned memory, or MPS, would make a copy that does not block unsafe.
-            seen[identity] = used[path] = buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+            seen[identity] = used[path] = buffer.copy_(
+                tensor, non_blocking=tensor.is_cuda
+            )
         return seen[identity]

@@ -1,4 +1,6 @@
-"""A checkpoint's manifest: the last file written, which makes it whole; and which checkpoints of a run are kept."""
+"""A checkpoint's manifest: the last file written, which makes it whole; and which
+checkpoints of a run are kept.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class Manifest:
     files: dict[str, FileEntry]
     """By name."""
     metrics: dict[str, FiniteFloat] = field(default_factory=dict)
-    """Figures at this very step, when it was evaluated; else empty. Only finite ones."""
+    """Figures at this very step, when it was evaluated; else empty.
+
+    Only finite ones.
+    """
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved TrainConfig that trained it."""
@@ -47,8 +52,12 @@ class Manifest:
     def to_json(self) -> bytes:
         """As `manifest.json` has it."""
         written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
-        plain = json.loads(json.dumps({**asdict(self), "metrics": finite, "written": written}))
+        finite = {
+            name: value for name, value in self.metrics.items() if math.isfinite(value)
+        }
+        plain = json.loads(
+            json.dumps({**asdict(self), "metrics": finite, "written": written})
+        )
         return seal(plain)
 
     @staticmethod
@@ -58,36 +67,53 @@ class Manifest:
             tree = parse_json(data, dict[str, Any], finite=False)
             tree.pop("seal", None)
             if tree.get("format") != FORMAT:
-                raise CheckpointError(f"its format is {show(tree.get('format'))}, this version reads {FORMAT}")
+                raise CheckpointError(
+                    f"its format is {show(tree.get('format'))}, this version reads {FORMAT}"
+                )
             if seal(tree) != data:
                 raise CheckpointError("it does not match its seal")
             found = validated(tree, Manifest)
         except CheckpointError as error:
-            raise CheckpointError(f"its manifest is damaged or was changed: {error}") from None
+            raise CheckpointError(
+                f"its manifest is damaged or was changed: {error}"
+            ) from None
         # The number of files first: no list of a billion ranks is made.
         count = len(found.files)
         each = (rank_file, shard_file) if found.is_sharded else (rank_file,)
         right = count == found.world_size * len(each) + 1
-        if not right or {"state.pt", *(of(rank) for of in each for rank in range(found.world_size))} != {*found.files}:
+        if not right or {
+            "state.pt",
+            *(of(rank) for of in each for rank in range(found.world_size)),
+        } != {*found.files}:
             words = f"it names {count} files, not state.pt and those of each of {found.world_size} ranks"
             raise CheckpointError(f"its manifest is damaged or was changed: {words}")
         return found
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank wrote its rows of the tensors (trainers/checkpoint/row_shards.py)."""
+        """Whether each rank wrote its rows of the tensors
+        (trainers/checkpoint/row_shards.py).
+        """
         return shard_file(0) in self.files
 
     def require_run(self, config: Mapping[str, Any]) -> None:
-        """Raise CheckpointError, with the key that differs, unless a run of this `config` wrote it."""
+        """Raise CheckpointError, with the key that differs, unless a run of this
+        `config` wrote it.
+        """
         for key in IDENTITY:
-            was, now = (json.dumps(tree.get(key), sort_keys=True) for tree in (self.config, config))
+            was, now = (
+                json.dumps(tree.get(key), sort_keys=True)
+                for tree in (self.config, config)
+            )
             if was != now and json.loads(was) != json.loads(now):
-                raise CheckpointError(f"it is of another run: it was trained with {key} {was}, this run has {now}")
+                raise CheckpointError(
+                    f"it is of another run: it was trained with {key} {was}, this run has {now}"
+                )
 
 
 def seal(tree: dict[str, Any]) -> bytes:
-    """A manifest's content as it is written: its last key is the SHA-256 of the same text without that key.
+    """A manifest's content as it is written: its last key is the SHA-256 of the same
+    text without that key.
 
     There is one text for each content, so that any other byte in it shows.
     """
@@ -124,36 +150,57 @@ class Best:
         """As the configuration has it; None when it names no metric."""
         if config.best is None:
             return None
-        return Best(config.best, (config.best_mode or direction_of(config.best)) == "min")
+        return Best(
+            config.best, (config.best_mode or direction_of(config.best)) == "min"
+        )
 
     @staticmethod
     def to_go_on(config: EarlyStoppingConfig) -> Best | None:
         """What has to improve, or the run ends; None where it never ends early."""
         if config.metric is None:
             return None
-        return Best(config.metric, (config.mode or direction_of(config.metric)) == "min", "early_stopping.metric")
+        return Best(
+            config.metric,
+            (config.mode or direction_of(config.metric)) == "min",
+            "early_stopping.metric",
+        )
 
     def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
-        """Whether an evaluation is strictly better than the value that was best `before`; NaN never is.
+        """Whether an evaluation is strictly better than the value that was best
+        `before`; NaN never is.
 
         Raises ConfigError when the task does not report this metric.
         """
         check_metric(self.key, self.metric, figures)
         value = figures[self.metric]
-        return math.isfinite(value) and (before is None or (value < before if self.smaller else value > before))
+        return math.isfinite(value) and (
+            before is None or (value < before if self.smaller else value > before)
+        )
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
-        """Names of the checkpoints whose step was evaluated, best first, of equal ones the earliest."""
-        values = {name: found.metrics[self.metric] for name, found in manifests.items() if self.metric in found.metrics}
+        """Names of the checkpoints whose step was evaluated, best first, of equal ones
+        the earliest.
+        """
+        values = {
+            name: found.metrics[self.metric]
+            for name, found in manifests.items()
+            if self.metric in found.metrics
+        }
         sign = 1 if self.smaller else -1
         return sorted(values, key=lambda name: (sign * values[name], name))
 
 
-def surplus(names: Iterable[str], complete: Iterable[str], newest: str, keep: int, best: str | None) -> list[str]:
+def surplus(
+    names: Iterable[str],
+    complete: Iterable[str],
+    newest: str,
+    keep: int,
+    best: str | None,
+) -> list[str]:
     """Which of the checkpoints `names` are deleted once `newest` is complete.
 
-    The last `keep` complete ones stay, and the `best`. What lies after `newest` can only be a damaged part of the run
-    that is being done again.
+    The last `keep` complete ones stay, and the `best`. What lies after `newest` can
+    only be a damaged part of the run that is being done again.
     """
     stay = {*sorted(name for name in complete if name <= newest)[-keep:], newest, best}
     return sorted(set(names) - stay)

@@ -1,12 +1,15 @@
-"""Tensors of which each rank writes its rows: cut out of a state before a checkpoint, put back after one.
+"""Tensors of which each rank writes its rows: cut out of a state before a checkpoint,
+put back after one.
 
-A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which ones a file holds follows from its
-rank and from how many ranks there were. In the state, a tensor on the meta device stands for each that was cut: it has
-its shape and format, and its place there is its name in the files.
+A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which
+ones a file holds follows from its rank and from how many ranks there were. In the
+state, a tensor on the meta device stands for each that was cut: it has its shape and
+format, and its place there is its name in the files.
 
-The files are in the safetensors format: a header in JSON, then the bytes. The library of that name writes from and
-reads into memory of its own, whole files at a time; here tensors of any size go straight from their memory to storage,
-and any range of a file straight into a tensor's.
+The files are in the safetensors format: a header in JSON, then the bytes. The library
+of that name writes from and reads into memory of its own, whole files at a time; here
+tensors of any size go straight from their memory to storage, and any range of a file
+straight into a tensor's.
 """
 
 import contextlib
@@ -61,14 +64,22 @@ class Cut:
 
     def digest(self) -> str:
         """What must be equal on all ranks: names, formats and the shapes of rows."""
-        lines = [f"{name} {rows.dtype} {tuple(rows.shape[1:])}\n" for name, rows in self.rows.items()]
+        lines = [
+            f"{name} {rows.dtype} {tuple(rows.shape[1:])}\n"
+            for name, rows in self.rows.items()
+        ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def cut_rows(state: dict[str, Any], group: Group, replicated: Collection[str] | None = None) -> Cut:
-    """Cut a run's state, which stays as it is. Every rank must have one of the same structure.
+def cut_rows(
+    state: dict[str, Any], group: Group, replicated: Collection[str] | None = None
+) -> Cut:
+    """Cut a run's state, which stays as it is.
 
-    Sharded tensors are cut, and with `replicated`, names of the model's parameters, also those that all ranks have
+    Every rank must have one of the same structure.
+
+    Sharded tensors are cut, and with `replicated`, names of the model's parameters,
+    also those that all ranks have
     alike: parameters, their averages and the optimizer's tensors.
     """
     cutter = _Cutter(group, replicated)
@@ -77,7 +88,8 @@ def cut_rows(state: dict[str, Any], group: Group, replicated: Collection[str] | 
 
 class _Cutter:
     def __init__(self, group: Group, replicated: Collection[str] | None) -> None:
-        self._group, self._replicated = group, replicated
+        self._group = group
+        self._replicated = replicated
         self.rows: dict[str, Tensor] = {}
         self._stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
 
@@ -86,21 +98,35 @@ class _Cutter:
         if isinstance(value, Tensor):
             return self._stand_in(value, path)
         if isinstance(value, dict):
-            copied = copy.copy(value)  # with its attributes: a state_dict carries versions of its modules in one
-            copied.update((key, self.without(item, (*path, key))) for key, item in value.items())
+            copied = copy.copy(
+                value
+            )  # with its attributes: a state_dict carries versions of its modules in one
+            copied.update(
+                (key, self.without(item, (*path, key))) for key, item in value.items()
+            )
             return copied
         if type(value) in (list, tuple):
-            return type(value)(self.without(item, (*path, index)) for index, item in enumerate(value))
+            return type(value)(
+                self.without(item, (*path, index)) for index, item in enumerate(value)
+            )
         return value
 
     def _stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
-        rows, name = _own_rows(tensor, path, self._group, self._replicated), _name(path)
+        rows = _own_rows(tensor, path, self._group, self._replicated)
+        name = _name(path)
         if rows is None or name in self.rows:
             return tensor
-        place = (rows.untyped_storage().data_ptr(), rows.storage_offset(), tensor.shape, tensor.stride())
+        place = (
+            rows.untyped_storage().data_ptr(),
+            rows.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+        )
         if not rows.numel() or place not in self._stand_ins:
             self.rows[name] = rows
-            self._stand_ins[place] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self._stand_ins[place] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="meta"
+            )
         return self._stand_ins[place]
 
 
@@ -112,12 +138,19 @@ class _Entry:
 
 
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, of any device, one after another: no more than one is copied at a time."""
+    """Write tensors, of any device, one after another: no more than one is copied at a
+    time.
+    """
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": FORMATS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = end + tensor.nbytes
+        header[name] = {
+            "dtype": FORMATS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
@@ -127,7 +160,10 @@ def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None
 
 
 class TensorFile:
-    """A file of tensors whose parts are read. Raises CheckpointError where it is none."""
+    """A file of tensors whose parts are read.
+
+    Raises CheckpointError where it is none.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -137,15 +173,24 @@ class TensorFile:
         self._base = 8 + size
 
     def read_rows(self, name: str, rows: range, of: int, into: Tensor) -> None:
-        """Fill `into` with rows of the tensor `name`, which has `of` rows like them, in the same format."""
-        entry, wanted = self._entries.get(name), [of, *into.shape[1:]]
+        """Fill `into` with rows of the tensor `name`, which has `of` rows like them, in
+        the same format.
+        """
+        entry = self._entries.get(name)
+        wanted = [of, *into.shape[1:]]
         if entry is None or (entry.dtype, entry.shape) != (FORMATS[into.dtype], wanted):
-            found = "nothing" if entry is None else f"{entry.dtype[:10]} {entry.shape[:10]}"
-            raise CheckpointError(f"it has {found} as {name}, not {FORMATS[into.dtype]} {wanted}")
+            found = (
+                "nothing" if entry is None else f"{entry.dtype[:10]} {entry.shape[:10]}"
+            )
+            raise CheckpointError(
+                f"it has {found} as {name}, not {FORMATS[into.dtype]} {wanted}"
+            )
         row_bytes = into[:1].nbytes
         begin, end = entry.data_offsets
         if end - begin != of * row_bytes:
-            raise CheckpointError(f"its place of {name} has {end - begin} bytes, not {of * row_bytes}")
+            raise CheckpointError(
+                f"its place of {name} has {end - begin} bytes, not {of * row_bytes}"
+            )
         self._stream.seek(self._base + begin + rows.start * row_bytes)
         left = _bytes(into) if into.numel() else memoryview(b"")
         while left:
@@ -163,21 +208,37 @@ def _bytes(tensor: Tensor) -> memoryview:
 class RowReader:
     """Reads the rows of one checkpoint back, each rank what it needs of any file."""
 
-    def __init__(self, storage: Storage, name: str, manifest: Manifest, state: Any) -> None:
-        """`state`: what the checkpoint has beside its rows. Raises CheckpointError where that is no such state."""
-        self._storage, self._name, self._manifest = storage, name, manifest
+    def __init__(
+        self, storage: Storage, name: str, manifest: Manifest, state: Any
+    ) -> None:
+        """`state`: what the checkpoint has beside its rows.
+
+        Raises CheckpointError where that is no such state.
+        """
+        self._storage = storage
+        self._name = name
+        self._manifest = manifest
         self._names: dict[int, str] = {}
         self._state = state  # keeps the tensors alive whose identities are the keys
         waiting = 0
         for path, tensor in tensors_in(state, "state"):
-            if is_shard(tensor) or (tensor.is_meta and (tensor.dim() == 0 or tensor.dtype not in FORMATS)):
-                raise CheckpointError(f"its {_name(path)[:80]} is no tensor of a file of rows")
+            if is_shard(tensor) or (
+                tensor.is_meta and (tensor.dim() == 0 or tensor.dtype not in FORMATS)
+            ):
+                raise CheckpointError(
+                    f"its {_name(path)[:80]} is no tensor of a file of rows"
+                )
             if tensor.is_meta and id(tensor) not in self._names:
                 self._names[id(tensor)] = _name(path)
                 waiting += tensor.nbytes
-        there = sum(manifest.files[shard_file(rank)].bytes for rank in range(manifest.world_size))
+        there = sum(
+            manifest.files[shard_file(rank)].bytes
+            for rank in range(manifest.world_size)
+        )
         if waiting > there:  # before any memory is asked for
-            raise CheckpointError(f"its tensors have {waiting:,} bytes, more than its {there:,} of rows")
+            raise CheckpointError(
+                f"its tensors have {waiting:,} bytes, more than its {there:,} of rows"
+            )
 
     def fill(
         self,
@@ -187,11 +248,12 @@ class RowReader:
         place: Callable[[Tensor, Tensor], Tensor] | None = None,
         into: Any = None,
     ) -> Any:
-        """A part of the state with its tensors in it: of each the rows of one rank of so many, in host memory.
+        """A part of the state with its tensors in it: of each the rows of one rank of
+        so many, in host memory.
 
-        `place` makes what stands in the state of these rows and the tensor on the meta device. A tensor of `into`,
-        nested alike, gets its rows itself, where it has that shape and format, and stands there: no more than one is in
-        memory twice.
+        `place` makes what stands in the state of these rows and the tensor on the meta
+        device. A tensor of `into`, nested alike, gets its rows itself, where it has
+        that shape and format, and stands there: no more than one is in memory twice.
         """
         taken: dict[int, Any] = {}
         targets = dict(tensors_in(into, "state"))
@@ -200,22 +262,39 @@ class RowReader:
             for path, stand_in in tensors_in(tree, "state"):
                 if not stand_in.is_meta or id(stand_in) in taken:
                     continue
-                rows = self._read(stand_in, _share(stand_in.shape[0], rank, world_size), files, streams)
+                rows = self._read(
+                    stand_in,
+                    _share(stand_in.shape[0], rank, world_size),
+                    files,
+                    streams,
+                )
                 target = targets.get(path)
                 own = None if target is None else local(target)
-                if own is not None and (own.shape, own.dtype) == (rows.shape, rows.dtype):
+                if own is not None and (own.shape, own.dtype) == (
+                    rows.shape,
+                    rows.dtype,
+                ):
                     own.copy_(rows)
                     taken[id(stand_in)] = target
                 else:
-                    taken[id(stand_in)] = rows if place is None else place(rows, stand_in)
+                    taken[id(stand_in)] = (
+                        rows if place is None else place(rows, stand_in)
+                    )
         return _replaced(tree, taken)
 
     @retrying
     def _read(
-        self, stand_in: Tensor, ours: range, files: dict[int, TensorFile], streams: contextlib.ExitStack
+        self,
+        stand_in: Tensor,
+        ours: range,
+        files: dict[int, TensorFile],
+        streams: contextlib.ExitStack,
     ) -> Tensor:
-        """Rows of a tensor, out of the files that have some of them; each is opened once."""
-        count, name = stand_in.shape[0], self._names[id(stand_in)]
+        """Rows of a tensor, out of the files that have some of them; each is opened
+        once.
+        """
+        count = stand_in.shape[0]
+        name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
         step = len(_share(count, 0, self._manifest.world_size))
         for writer in range(ours.start // step, -(-ours.stop // step)) if ours else ():
@@ -225,10 +304,15 @@ class RowReader:
             part = rows[both.start - ours.start : both.stop - ours.start]
             try:
                 if writer not in files:
-                    opened = self._storage.reader(f"{self._name}/{file}", self._manifest.files[file].bytes)
+                    opened = self._storage.reader(
+                        f"{self._name}/{file}", self._manifest.files[file].bytes
+                    )
                     files[writer] = TensorFile(streams.enter_context(opened))
                 files[writer].read_rows(
-                    name, range(both.start - theirs.start, both.stop - theirs.start), len(theirs), part
+                    name,
+                    range(both.start - theirs.start, both.stop - theirs.start),
+                    len(theirs),
+                    part,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
@@ -237,7 +321,9 @@ class RowReader:
                 with contextlib.suppress(OSError, StorageError):
                     streams.close()
                 where = self._storage.locate(f"{self._name}/{file}")
-                raise StorageError(f"could not read {where}: {first_line(error)}") from error
+                raise StorageError(
+                    f"could not read {where}: {first_line(error)}"
+                ) from error
         return rows
 
 
@@ -246,7 +332,9 @@ def _share(count: int, rank: int, world_size: int) -> range:
     return range(min(rank * step, count), min((rank + 1) * step, count))
 
 
-def _own_rows(tensor: Tensor, path: _Path, group: Group, replicated: Collection[str] | None) -> Tensor | None:
+def _own_rows(
+    tensor: Tensor, path: _Path, group: Group, replicated: Collection[str] | None
+) -> Tensor | None:
     """What this rank writes of a tensor; None of one that stays with the rest."""
     if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
         return None
@@ -255,8 +343,18 @@ def _own_rows(tensor: Tensor, path: _Path, group: Group, replicated: Collection[
         sharded: Any = tensor
         part = local(tensor)
         by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
-        return part if by_rows and sharded.device_mesh.size() == group.world_size and len(part) == len(own) else None
-    if replicated is None or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return (
+            part
+            if by_rows
+            and sharded.device_mesh.size() == group.world_size
+            and len(part) == len(own)
+            else None
+        )
+    if (
+        replicated is None
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+    ):
         return None
     section, *inner = path
     is_replica = (
@@ -264,7 +362,11 @@ def _own_rows(tensor: Tensor, path: _Path, group: Group, replicated: Collection[
         or (section == "ema" and inner[1] in replicated)
         or (section == "optimizer" and inner[0] == "state")
     )
-    return tensor.detach()[own.start : own.stop] if is_replica and tensor.nbytes >= _LEAST_BYTES else None
+    return (
+        tensor.detach()[own.start : own.stop]
+        if is_replica and tensor.nbytes >= _LEAST_BYTES
+        else None
+    )
 
 
 def _name(path: _Path) -> str:

@@ -1,7 +1,9 @@
-"""The training state of a run: what a checkpoint holds, when it is written, and how it is taken back.
+"""The training state of a run: what a checkpoint holds, when it is written, and how it
+is taken back.
 
-It is the same under every strategy and for any number of workers: under the bare module's names, by rows where each
-rank writes its own (trainers/checkpoint/row_shards.py), and then read by rows or whole as the run needs it.
+It is the same under every strategy and for any number of workers: under the bare
+module's names, by rows where each rank writes its own
+(trainers/checkpoint/row_shards.py), and then read by rows or whole as the run needs it.
 """
 
 import logging
@@ -44,20 +46,29 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _SHARD_BYTES = 1 << 28
-"""From this size of the model on replicas write a checkpoint together, too: with its moments a second of one rank's
-writing. Nothing else counts: what an optimizer holds may differ between ranks, and all must decide alike.
+"""From this size of the model on replicas write a checkpoint together, too: with its
+moments a second of one rank's writing.
+
+Nothing else counts: what an optimizer holds may differ between ranks, and all must
+decide alike.
 """
 _LONG_WAIT_S = 1.0
-_LONG_DEAD_S = 3600.0  # a file beside the run's that nobody has written to for so long is a killed process's
+# a file beside the run's that nobody has written to for so long is a killed process's
+_LONG_DEAD_S = 3600.0
 _HOW = ("fused", "foreach", "capturable")
-"""Options of an optimizer that say how its step is computed: this run's, not the checkpoint's."""
+"""Options of an optimizer that say how its step is computed: this run's, not the
+checkpoint's.
+"""
 
 
 class Keeper:
-    """Keeps the training state and the log of one worker's run on storage, and takes them back. Every rank must call
-    every method but `due` equally often.
+    """Keeps the training state and the log of one worker's run on storage, and takes
+    them back.
 
-    `told` is called with the place of each checkpoint once it is complete, on every rank in the same step.
+    Every rank must call every method but `due` equally often.
+
+    `told` is called with the place of each checkpoint once it is complete, on every
+    rank in the same step.
     """
 
     def __init__(
@@ -69,23 +80,36 @@ class Keeper:
         log: RunLog | None,
         told: Callable[[str], None],
     ) -> None:
-        self.parts, self.task, self.config, self.log, self.told = parts, task, config, log, told
+        self.parts = parts
+        self.task = task
+        self.config = config
+        self.log = log
+        self.told = told
         self.storage = storage
         keep = config.checkpoint
-        self.checkpoints = Checkpoints(storage, parts.group, keep.keep, Best.of(keep), config.tree())
+        self.checkpoints = Checkpoints(
+            storage, parts.group, keep.keep, Best.of(keep), config.tree()
+        )
         named = dict(parts.model.named_parameters(remove_duplicate=False))
-        self._frozen = {name: (named[name], named[name]._version) for name in parts.frozen or ()}
+        self._frozen = {
+            name: (named[name], named[name]._version) for name in parts.frozen or ()
+        }
         self._left = self._sums_left()
         self.kept_step = -1
         self._kept_at = time.monotonic()
 
     def due(self) -> bool:
-        """Whether `every_s` has passed on this rank since the last checkpoint was begun."""
+        """Whether `every_s` has passed on this rank since the last checkpoint was
+        begun.
+        """
         every_s = self.config.checkpoint.every_s
         return every_s is not None and time.monotonic() - self._kept_at > every_s
 
-    def keep(self, position: dict[str, Any], figures: Mapping[str, float], at_once: bool) -> None:
-        """Begin a checkpoint at `position`; with `at_once`, and without `checkpoint.async`, also complete it.
+    def keep(
+        self, position: dict[str, Any], figures: Mapping[str, float], at_once: bool
+    ) -> None:
+        """Begin a checkpoint at `position`; with `at_once`, and without
+        `checkpoint.async`, also complete it.
 
         `figures` are those of an evaluation at this very step. Raises StorageError.
         """
@@ -93,9 +117,11 @@ class Keeper:
         self._warn_of_left()
         step = int(position["step"])
         cut = self._cut(self._state(position))
-        state, rows = (cut.rest, cut.rows or None)
+        state = cut.rest
+        rows = cut.rows or None
         random_state = get_rng_state(self.parts.device)
-        self.kept_step, self._kept_at = step, time.monotonic()
+        self.kept_step = step
+        self._kept_at = time.monotonic()
         # The log goes before the manifest: what is resumed must have its log.
         if self.config.checkpoint.async_ and not at_once:
             write_log = self.log.part(step) if self.log is not None else None
@@ -107,8 +133,13 @@ class Keeper:
         self._kept_at = time.monotonic()
 
     def advance(self) -> None:
-        """One phase of the checkpoint that is on its way, if there is one, when no rank is `busy` with it."""
-        if self.checkpoints.pending and (where := self.checkpoints.advance()) is not None:
+        """One phase of the checkpoint that is on its way, if there is one, when no rank
+        is `busy` with it.
+        """
+        if (
+            self.checkpoints.pending
+            and (where := self.checkpoints.advance()) is not None
+        ):
             self.told(where)
 
     def settle(self) -> None:
@@ -117,15 +148,22 @@ class Keeper:
         where = self.checkpoints.finish()
         waited_s = time.monotonic() - began
         if waited_s > _LONG_WAIT_S and self.parts.group.rank == 0:
-            logger.warning("training waited %.1f s for a checkpoint that was still being written", waited_s)
+            logger.warning(
+                "training waited %.1f s for a checkpoint that was still being written",
+                waited_s,
+            )
         if where is not None:
             self.told(where)
 
-    def resume(self, source: Storage | None, check: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
-        """Take back the newest complete checkpoint that fits, and return its position; None when there is none.
+    def resume(
+        self, source: Storage | None, check: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any] | None:
+        """Take back the newest complete checkpoint that fits, and return its position;
+        None when there is none.
 
-        A run without one begins with that of the run `source`, another one, which must have one: else CheckpointError.
-        `check` raises CheckpointError for a position that cannot be gone back to.
+        A run without one begins with that of the run `source`, another one, which must
+        have one: else CheckpointError. `check` raises CheckpointError for a position
+        that cannot be gone back to.
         """
 
         def check_position(loaded: Loaded) -> None:
@@ -139,9 +177,13 @@ class Keeper:
             if self.log is not None:
                 self.log.cut(self.kept_step)
         elif source is not None:
-            loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load(*uses)
+            loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load(
+                *uses
+            )
             if loaded is None:
-                raise CheckpointError(f"there is no complete checkpoint in {source.uri} to begin with")
+                raise CheckpointError(
+                    f"there is no complete checkpoint in {source.uri} to begin with"
+                )
         return None if loaded is None else loaded.state["position"]
 
     def _state(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -157,7 +199,11 @@ class Keeper:
         if parts.frozen is not None:
             self._require_frozen()
             state["frozen"] = parts.frozen
-            state["model"] = {name: one for name, one in state["model"].items() if name not in parts.frozen}
+            state["model"] = {
+                name: one
+                for name, one in state["model"].items()
+                if name not in parts.frozen
+            }
         if parts.beside:
             state["beside"] = {name: one.detach() for name, one in parts.beside.items()}
         if changed := parts.as_made.changes(parts.model):
@@ -169,41 +215,76 @@ class Keeper:
         return state
 
     def _cut(self, state: dict[str, Any]) -> Cut:
-        """What rank 0 writes of the state, and this rank's rows where each writes some: all ranks or none."""
-        parts, group = self.parts, self.parts.group
+        """What rank 0 writes of the state, and this rank's rows where each writes some:
+        all ranks or none.
+        """
+        parts = self.parts
+        group = self.parts.group
         sharded = is_sharded(parts.model)
-        if not sharded and (group.world_size == 1 or _size(state["model"]) < _SHARD_BYTES):
+        if not sharded and (
+            group.world_size == 1 or _size(state["model"]) < _SHARD_BYTES
+        ):
             return Cut(state, {})
-        names = {name for name, _ in parts.model.named_parameters(remove_duplicate=False)}
+        names = {
+            name for name, _ in parts.model.named_parameters(remove_duplicate=False)
+        }
         cut = cut_rows(state, group, None if sharded else names)
-        if len(set(group.gather(cut.digest()))) > 1:  # an optimizer of the task's that has other tensors on each rank
+        if (
+            len(set(group.gather(cut.digest()))) > 1
+        ):  # an optimizer of the task's that has other tensors on each rank
             cut = Cut(state, {})
         return Cut(whole(cut.rest, group), cut.rows) if sharded else cut
 
     def _sums_left(self) -> dict[str, str]:
-        """On rank 0, sums of what the task holds and no checkpoint has; none where its own state_dict() may have it."""
-        if self.parts.group.rank != 0 or type(self.task).state_dict is not Task.state_dict:
+        """On rank 0, sums of what the task holds and no checkpoint has; none where its
+        own state_dict() may have it.
+        """
+        if (
+            self.parts.group.rank != 0
+            or type(self.task).state_dict is not Task.state_dict
+        ):
             return {}
         return sums_of(left_beside(self.task, self.parts.model, self.parts.beside))
 
     def _warn_of_left(self) -> None:
-        """Warn, once, of what the task holds, has changed in training, and no checkpoint has: a teacher's average."""
+        """Warn, once, of what the task holds, has changed in training, and no
+        checkpoint has: a teacher's average.
+        """
         now = self._sums_left()
-        if names := [name for name, then in self._left.items() if now.get(name) not in (None, then)]:
+        if names := [
+            name
+            for name, then in self._left.items()
+            if now.get(name) not in (None, then)
+        ]:
             words = "training changes %s of the task, which no checkpoint has: %s; return them from its state_dict()"
-            logger.warning(words, shorten(names), "a run that goes on, evaluate and predict have them as made")
+            logger.warning(
+                words,
+                shorten(names),
+                "a run that goes on, evaluate and predict have them as made",
+            )
             self._left = {}
 
     def _require_frozen(self) -> None:
-        """Raise ConfigError where what is left out is trained after all, or was changed by hand."""
+        """Raise ConfigError where what is left out is trained after all, or was changed
+        by hand.
+        """
         for name, (parameter, version) in self._frozen.items():
             if parameter.requires_grad or parameter._version != version:
                 rule = f"leaves out `{name}`, which model() has frozen, and which changes all the same"
-                raise ConfigError("checkpoint.parameters", "trained", rule, "set `checkpoint.parameters: all`")
+                raise ConfigError(
+                    "checkpoint.parameters",
+                    "trained",
+                    rule,
+                    "set `checkpoint.parameters: all`",
+                )
 
     def _check(self, loaded: Loaded) -> None:
-        """Raise CheckpointError when a checkpoint does not fit, ConfigError when it was trained on other steps."""
-        parts, config, state = self.parts, self.config, loaded.state
+        """Raise CheckpointError when a checkpoint does not fit, ConfigError when it was
+        trained on other steps.
+        """
+        parts = self.parts
+        config = self.config
+        state = loaded.state
         position = check_state(state, loaded.name, loaded.rows is not None)
         state["position"] = asdict(position)
         check_frozen(state.get("frozen"), parts.frozen)
@@ -211,7 +292,9 @@ class Keeper:
         check_optimizer(state["optimizer"], parts.optimizer)
         for name, part in (("ema", parts.ema), ("schedule", parts.schedule)):
             if (part is None) != (name not in state):
-                raise CheckpointError(f"it has {'no' if part is not None else 'a'} {name}, unlike this run")
+                raise CheckpointError(
+                    f"it has {'no' if part is not None else 'a'} {name}, unlike this run"
+                )
             if part is not None:
                 part.check(state[name])
         check_scaler(state["scaler"], parts.step.scaler.state_dict())
@@ -230,10 +313,17 @@ class Keeper:
         for name, then, now in pairs:
             if then != now:
                 rule = f"differs from the {then} that checkpoint {loaded.name} was trained with"
-                raise ConfigError(name, now, rule, "train under another `name`, or start anew with --fresh")
+                raise ConfigError(
+                    name,
+                    now,
+                    rule,
+                    "train under another `name`, or start anew with --fresh",
+                )
 
     def _apply(self, loaded: Loaded) -> None:
-        """Take back a loaded checkpoint; CheckpointError when the model or the task does not take it."""
+        """Take back a loaded checkpoint; CheckpointError when the model or the task
+        does not take it.
+        """
         try:
             self._take(loaded)
         except (CheckpointError, StorageError):
@@ -242,16 +332,21 @@ class Keeper:
             if classify(error) in OUT_OF_MEMORY:
                 raise
             words = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"it does not fit this model: {' '.join(words.split())[:400]}") from error
+            raise CheckpointError(
+                f"it does not fit this model: {' '.join(words.split())[:400]}"
+            ) from error
 
     def _take(self, loaded: Loaded) -> None:
-        parts, group = self.parts, self.parts.group
+        parts = self.parts
+        group = self.parts.group
         sharded = is_sharded(parts.model)
 
         def read(section: str, like: Any = None, into: Any = None) -> Any:
             tree = loaded.state[section]
             if loaded.rows is not None and sharded:
-                place = partial(place_rows, like=next(filter(is_shard, parts.model.parameters())))
+                place = partial(
+                    place_rows, like=next(filter(is_shard, parts.model.parameters()))
+                )
                 tree = loaded.rows.fill(tree, group.rank, group.world_size, place, into)
             elif loaded.rows is not None:
                 tree = loaded.rows.fill(tree, into=into)
@@ -262,9 +357,13 @@ class Keeper:
         apply_changes(parts.model, switched)
         add_buffers(parts.model, switched, loaded.state["model"])
         model_state = parts.model.state_dict()
-        load_model(parts.model, read("model", model_state, into=model_state), parts.frozen)
+        load_model(
+            parts.model, read("model", model_state, into=model_state), parts.frozen
+        )
         load_beside(parts.beside, loaded.state.get("beside", {}))
-        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, read("optimizer")))
+        parts.optimizer.load_state_dict(
+            _optimizer_state(parts.optimizer, read("optimizer"))
+        )
         match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(read("scaler"))
         if parts.schedule is not None:
@@ -282,30 +381,57 @@ def _size(tree: Any) -> int:
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Each moment in the memory format of its parameter: a checkpoint may come from a run with another one
-    (`channels_last`), and fused steps walk both in the order in which they lie in memory. Narrow moments, which are
-    tensors of torchao's own kinds, have an order of their own.
+    """Each moment in the memory format of its parameter: a checkpoint may come from a
+    run with another one (`channels_last`), and fused steps walk both in the order in
+    which they lie in memory.
+
+    Narrow moments, which are tensors of torchao's own kinds, have an order of their
+    own.
     """
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
             is_plain = type(value) is Tensor or is_shard(value)
-            if is_plain and value.shape == parameter.shape and value.stride() != parameter.stride():
-                moments[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+            if (
+                is_plain
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                moments[name] = torch.empty_like(
+                    parameter, dtype=value.dtype, requires_grad=False
+                ).copy_(value)
 
 
 def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved state as this run's optimizer takes it: what has a parameter's shape is cut as that parameter is, and
-    how a step is computed is this run's.
+    """The saved state as this run's optimizer takes it: what has a parameter's shape is
+    cut as that parameter is, and how a step is computed is this run's.
     """
     groups = [
-        {**ours, **theirs, **{option: ours[option] for option in _HOW if option in ours}}
-        for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+        {
+            **ours,
+            **theirs,
+            **{option: ours[option] for option in _HOW if option in ours},
+        }
+        for theirs, ours in zip(
+            saved["param_groups"], optimizer.param_groups, strict=True
+        )
     ]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_number = dict(zip((number for group in groups for number in group["params"]), parameters, strict=True))
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    by_number = dict(
+        zip(
+            (number for group in groups for number in group["params"]),
+            parameters,
+            strict=True,
+        )
+    )
 
     def cut(value: Any, parameter: Tensor) -> Any:
-        return shard_like(value, parameter) if getattr(value, "shape", None) == parameter.shape else value
+        return (
+            shard_like(value, parameter)
+            if getattr(value, "shape", None) == parameter.shape
+            else value
+        )
 
     state = {
         number: {name: cut(value, by_number[number]) for name, value in entries.items()}

@@ -1,8 +1,10 @@
-"""Whether a state that was read back is one of this run: types, shapes and ranges, before any of it is applied.
+"""Whether a state that was read back is one of this run: types, shapes and ranges,
+before any of it is applied.
 
-Checksums say that a checkpoint is as it was written; this, that what was written fits. torch itself checks a model's
-names and shapes when it takes them, but no optimizer's: fused steps read moments by address, and one of another shape
-than its parameter's would crash the process.
+Checksums say that a checkpoint is as it was written; this, that what was written fits.
+torch itself checks a model's names and shapes when it takes them, but no optimizer's:
+fused steps read moments by address, and one of another shape than its parameter's would
+crash the process.
 """
 
 import math
@@ -24,9 +26,12 @@ from trainers.model.joined_optimizer import optimizers_of
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _OPTIONAL = {"beside", "ema", "frozen", "schedule", "switched"}
-_MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
+_MOST_DEPTH = 100
+_MOST_PARTS = 4_000_000
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
-_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
+_MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+)
 """What fused steps read by address: each has its parameter's shape."""
 
 
@@ -68,21 +73,26 @@ class Position:
     """Of a stream's own state, where it has an exact one."""
     stream_mark: tuple[_Count, str] | None = None
     """What tells the samples of a stream up to a row from others."""
-    batch_sizes: list[tuple[Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=1)]]] = field(
-        default_factory=list
-    )
+    batch_sizes: list[
+        tuple[Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=1)]]
+    ] = field(default_factory=list)
     """Of a batch schedule; nothing where the size does not change."""
     reported: list[dict[str, float]] = field(default_factory=list)
     """Evaluations of a run that keeps nothing else."""
     window: dict[str, tuple[float, _Count]] = field(default_factory=dict)
-    """Sums of losses since the last window of the log, and of how many steps; nothing where it ended here, in its
-    time."""
+    """Sums of losses since the last window of the log, and of how many steps; nothing
+    where it ended here, in its time.
+    """
 
 
-def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:
-    """Return the position in the state of checkpoint `name`; CheckpointError when it is no state of a run.
+def check_state(
+    state: Mapping[str, Any], name: str, has_rows: bool = False
+) -> Position:
+    """Return the position in the state of checkpoint `name`; CheckpointError when it is
+    no state of a run.
 
-    The task's own part is left to the task. `has_rows`: tensors on the meta device stand for those in other files.
+    The task's own part is left to the task. `has_rows`: tensors on the meta device
+    stand for those in other files.
     """
     if wrong := sorted(_SECTIONS ^ (set(map(str, state)) - _OPTIONAL)):
         raise CheckpointError(
@@ -99,8 +109,8 @@ def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> 
 
 
 def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
-    """Raise CheckpointError where nested data is endless, or holds another tensor than a dense one in host memory, or,
-    with `has_rows`, one on the meta device.
+    """Raise CheckpointError where nested data is endless, or holds another tensor than
+    a dense one in host memory, or, with `has_rows`, one on the meta device.
     """
     for _, tensor in tensors_in(tree, what):
         here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
@@ -110,7 +120,9 @@ def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
 
 
 def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors of nested data with their places in it, in its order; CheckpointError where it is endless."""
+    """The tensors of nested data with their places in it, in its order; CheckpointError
+    where it is endless.
+    """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     parts = 0
     while waiting:
@@ -122,45 +134,85 @@ def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]
             yield path, value
         elif isinstance(value, (dict, list, tuple)):
             inner = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-            nested = [((*path, key), one) for key, one in inner if isinstance(one, (Tensor, dict, list, tuple))]
+            nested = [
+                ((*path, key), one)
+                for key, one in inner
+                if isinstance(one, (Tensor, dict, list, tuple))
+            ]
             waiting += reversed(nested)
 
 
 def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a model's tensor is of another kind of number than the saved one of its name.
+    """Raise CheckpointError where a model's tensor is of another kind of number than
+    the saved one of its name.
 
-    Another width is none: a model may be evaluated in another precision than it was trained in.
+    Another width is none: a model may be evaluated in another precision than it was
+    trained in.
     """
     for name, ours in now.items():
         theirs = saved.get(name)
         if isinstance(ours, Tensor) and theirs is not None:
-            kinds = [_kind(one.dtype) if isinstance(one, Tensor) else type(one).__name__ for one in (theirs, ours)]
+            kinds = [
+                _kind(one.dtype) if isinstance(one, Tensor) else type(one).__name__
+                for one in (theirs, ours)
+            ]
             if kinds[0] != kinds[1]:
-                raise CheckpointError(f"it does not fit this model: {name} is {kinds[0]}, not {kinds[1]}")
+                raise CheckpointError(
+                    f"it does not fit this model: {name} is {kinds[0]}, not {kinds[1]}"
+                )
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise CheckpointError unless `saved` is a state of this optimizer over its parameters."""
-    groups, state = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, list) or not isinstance(state, dict) or len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups")
+    """Raise CheckpointError unless `saved` is a state of this optimizer over its
+    parameters.
+    """
+    groups = saved.get("param_groups")
+    state = saved.get("state")
+    if (
+        not isinstance(groups, list)
+        or not isinstance(state, dict)
+        or len(groups) != len(optimizer.param_groups)
+    ):
+        raise CheckpointError(
+            f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups"
+        )
     parameters: dict[int, Tensor] = {}
     of_torch: set[int] = set()
-    owned = [(owner, group) for owner in optimizers_of(optimizer) for group in owner.param_groups]
+    owned = [
+        (owner, group)
+        for owner in optimizers_of(optimizer)
+        for group in owner.param_groups
+    ]
     for theirs, (owner, ours) in zip(groups, owned, strict=True):
         numbers = theirs.get("params") if isinstance(theirs, dict) else None
         first = len(parameters)
         if numbers != list(range(first, first + len(ours["params"]))):
-            raise CheckpointError("it does not fit this model: its optimizer is one of other parameters")
+            raise CheckpointError(
+                "it does not fit this model: its optimizer is one of other parameters"
+            )
         for name, value in ours.items():
-            if name != "params" and name in theirs and not _is_like(theirs[name], value):
-                raise CheckpointError(f"it does not fit this optimizer: its {name} is {_shown(theirs[name])}")
+            if (
+                name != "params"
+                and name in theirs
+                and not _is_like(theirs[name], value)
+            ):
+                raise CheckpointError(
+                    f"it does not fit this optimizer: its {name} is {_shown(theirs[name])}"
+                )
         parameters |= dict(zip(numbers, ours["params"], strict=True))
-        if _is_torchs(owner):  # what others keep, and in which shape, only their code knows
+        if _is_torchs(
+            owner
+        ):  # what others keep, and in which shape, only their code knows
             of_torch |= set(numbers)
     for number, entries in state.items():
-        if type(number) is not int or number not in parameters or not isinstance(entries, dict):
-            raise CheckpointError(f"it does not fit this optimizer: {_shown(number)} is none of its parameters")
+        if (
+            type(number) is not int
+            or number not in parameters
+            or not isinstance(entries, dict)
+        ):
+            raise CheckpointError(
+                f"it does not fit this optimizer: {_shown(number)} is none of its parameters"
+            )
         if number in of_torch:
             _check_moments(entries, parameters[number], number)
 
@@ -182,31 +234,42 @@ def _check_moments(entries: Mapping[str, Any], parameter: Tensor, number: int) -
         is_like = isinstance(value, Tensor) and value.shape == parameter.shape
         if not is_like or value.is_complex() != parameter.is_complex():
             found = list(value.shape) if isinstance(value, Tensor) else _shown(value)
-            raise CheckpointError(f"{where} has {name} of {found}, not {list(parameter.shape)}")
+            raise CheckpointError(
+                f"{where} has {name} of {found}, not {list(parameter.shape)}"
+            )
 
 
 def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `saved` is a state of a loss scaler like the one whose state is `now`."""
+    """Raise CheckpointError unless `saved` is a state of a loss scaler like the one
+    whose state is `now`.
+    """
     for name in saved.keys() | now.keys():
-        theirs, ours = saved.get(name), now.get(name)
+        theirs = saved.get(name)
+        ours = now.get(name)
         value = _number(theirs) if type(theirs) is type(ours) else None
         least = 0 if name == "_growth_tracker" else sys.float_info.min
         if value is None or not least <= value < math.inf:
-            raise CheckpointError(f"it does not fit this loss scaler: {_shown(name)} is {_shown(theirs)}")
+            raise CheckpointError(
+                f"it does not fit this loss scaler: {_shown(name)} is {_shown(theirs)}"
+            )
 
 
 def check_rng_state(saved: Mapping[str, Any], device: torch.device) -> None:
-    """Raise CheckpointError unless `saved` is a random state that the generators here take: they are asked, and left as
-    they were.
+    """Raise CheckpointError unless `saved` is a random state that the generators here
+    take: they are asked, and left as they were.
     """
     check_plain(saved, "random state")
     before = get_rng_state(device)
     try:
-        if not 0 <= saved["numpy"]["pos"] <= 624:  # numpy itself would read beyond its state
+        if (
+            not 0 <= saved["numpy"]["pos"] <= 624
+        ):  # numpy itself would read beyond its state
             raise ValueError("the position in numpy's state is beyond its end")
         set_rng_state(dict(saved), device)
     except Exception as error:
-        raise CheckpointError(f"its random state is none: {first_line(error)}") from None
+        raise CheckpointError(
+            f"its random state is none: {first_line(error)}"
+        ) from None
     finally:
         set_rng_state(before, device)
 
@@ -219,7 +282,9 @@ def _is_like(theirs: Any, ours: Any) -> bool:
     if ours is None or isinstance(ours, bool):
         return ours is None or theirs is None or isinstance(theirs, bool)
     if (now := _number(ours)) is not None:
-        return (value := _number(theirs)) is not None and (math.isfinite(value) or not math.isfinite(now))
+        return (value := _number(theirs)) is not None and (
+            math.isfinite(value) or not math.isfinite(now)
+        )
     return isinstance(theirs, type(ours))
 
 
@@ -233,7 +298,9 @@ def _shown(value: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """A number, or a tensor of one; None for anything else."""
-    is_real = isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex())
+    is_real = isinstance(value, Real) or (
+        isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
+    )
     try:
         return float(value) if is_real else None
     except OverflowError:
@@ -242,4 +309,8 @@ def _number(value: Any) -> float | None:
 
 def _kind(dtype: torch.dtype) -> str:
     """Floating-point numbers of all widths are of one kind."""
-    return "floating-point" if dtype.is_floating_point else str(dtype).removeprefix("torch.")
+    return (
+        "floating-point"
+        if dtype.is_floating_point
+        else str(dtype).removeprefix("torch.")
+    )

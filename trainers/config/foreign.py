@@ -55,7 +55,11 @@ _NAMES = {
 
 def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
     """Turn {our keys: other names, with a space between them} round."""
-    return {name: tuple(keys.split()) for keys, others in names.items() for name in others.split()}
+    return {
+        name: tuple(keys.split())
+        for keys, others in names.items()
+        for name in others.split()
+    }
 
 
 FOREIGN = by_name(_NAMES)
@@ -65,7 +69,13 @@ for _names, _sentence in (
         "sampler batch_sampler train_sampler shuffle",
         "there is none: every sample is used once an epoch, in an order that follows from `seed` alone",
     ),
-    ("callbacks callback hooks", "there are none: what is the task's own belongs into methods of the Task"),
-    ("resume resume_from resume_from_checkpoint ckpt_path", "a run goes on by itself; start it anew with --fresh"),
+    (
+        "callbacks callback hooks",
+        "there are none: what is the task's own belongs into methods of the Task",
+    ),
+    (
+        "resume resume_from resume_from_checkpoint ckpt_path",
+        "a run goes on by itself; start it anew with --fresh",
+    ),
 ):
     FOREIGN |= dict.fromkeys(_names.split(), _sentence)

@@ -1,4 +1,6 @@
-"""FunctionConfig: what a file may say whose `train_func` is a training function for Ray Train, in place of a Task."""
+"""FunctionConfig: what a file may say whose `train_func` is a training function for Ray
+Train, in place of a Task.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from trainers.config.model import Settings, Tree, build, plain
-from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Restarts, ScalingConfig
+from trainers.config.sections import (
+    NAME,
+    NAME_RULE,
+    PATH,
+    PATH_RULE,
+    Restarts,
+    ScalingConfig,
+)
 from trainers.config.tracking import Tracking
 from trainers.config.train import TrainConfig
 from trainers.errors import ConfigError, did_you_mean
@@ -18,14 +27,20 @@ KNOWN_KEYS = (*BATCH_KEYS, "precision")
 FUNCTION_IDENTITY = ("train_func", "train_loop_config")
 """Keys that decide what is learned."""
 _CONFIG = "train_loop_config"
-_OF_TASK = "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`"
+_OF_TASK = (
+    "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`"
+)
 
 
 def flat(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     """Return a mapping without mappings in it: values by dotted key."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+        found |= (
+            flat(value, f"{before}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{before}{name}": value}
+        )
     return found
 
 
@@ -33,7 +48,9 @@ class FunctionFailure(Settings):
     """Restarts of a function that fails."""
 
     max_failures: Restarts = Field(default=0)
-    """How often it starts again, with its newest checkpoint, as Ray's FailureConfig has it; -1: no limit."""
+    """How often it starts again, with its newest checkpoint, as Ray's FailureConfig has
+    it; -1: no limit.
+    """
 
 
 class FunctionConfig(Settings):
@@ -55,74 +72,131 @@ class FunctionConfig(Settings):
         examples=["my_script:train_func"],
         json_schema_extra={"rule": "must be `module:function`"},
     )
-    """The function that each worker calls, as `module:function`; the YAML's own directory and those above it are
-    searched."""
-    train_loop_config: dict[str, Any] = Field(default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}])
+    """The function that each worker calls, as `module:function`; the YAML's own
+    directory and those above it are searched.
+    """
+    train_loop_config: dict[str, Any] = Field(
+        default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}]
+    )
     """What the function is called with."""
-    task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-    """Directory to search for the module of the task or function first; sweeps set it in best.yaml."""
-    name: str = Field(default="run", pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE})
+    task_dir: str | None = Field(
+        default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE}
+    )
+    """Directory to search for the module of the task or function first; sweeps set it
+    in best.yaml.
+    """
+    name: str = Field(
+        default="run",
+        pattern=NAME,
+        examples=["digits"],
+        json_schema_extra={"rule": NAME_RULE},
+    )
     """Name of the run: its directory below `storage_path`."""
     storage_path: str | None = Field(
-        default=None, pattern=PATH, examples=["s3://bucket/runs"], json_schema_extra={"rule": PATH_RULE}
+        default=None,
+        pattern=PATH,
+        examples=["s3://bucket/runs"],
+        json_schema_extra={"rule": PATH_RULE},
     )
-    """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
-    keys: dict[str, str] = Field(default_factory=dict, examples=[{"global_batch_size": f"{_CONFIG}.batch_size"}])
-    """Which of the function's own keys hold `precision` (in its own words) and `global_batch_size` or
-    `batch_size_per_worker`, as `{global_batch_size: train_loop_config.batch_size}`. Out of memory, the answer and
-    figures go by them."""
+    """Where runs are kept: a directory or any pyarrow.fs URI (default
+    $PACELINE_STORAGE, else ./results).
+    """
+    keys: dict[str, str] = Field(
+        default_factory=dict, examples=[{"global_batch_size": f"{_CONFIG}.batch_size"}]
+    )
+    """Which of the function's own keys hold `precision` (in its own words) and
+    `global_batch_size` or `batch_size_per_worker`, as `{global_batch_size:
+    train_loop_config.batch_size}`.
+
+    Out of memory, the answer and figures go by them.
+    """
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     """Workers and what each of them gets."""
     failure: FunctionFailure = Field(default_factory=FunctionFailure)
     """Restarts."""
 
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio, tensorboard, csv, or your sink as
-    `module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say where
-    they are (MLFLOW_TRACKING_URI)."""
+    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio,
+    tensorboard, csv, or your sink as `module:Class`.
+
+    `{tracker: mlflow, project: digits}` names the project. Their own environment
+    variables say where they are (MLFLOW_TRACKING_URI).
+    """
 
     @model_validator(mode="after")
     def _keys_are_there(self) -> Self:
         known = flat({_CONFIG: self.train_loop_config})
         if set(BATCH_KEYS) <= self.keys.keys():
             rule = f"conflicts with {BATCH_KEYS[0]}"
-            raise ConfigError(f"keys.{BATCH_KEYS[1]}", self.keys[BATCH_KEYS[1]], rule, "keep one of the two")
+            raise ConfigError(
+                f"keys.{BATCH_KEYS[1]}",
+                self.keys[BATCH_KEYS[1]],
+                rule,
+                "keep one of the two",
+            )
         for name, path in self.keys.items():
             if name not in KNOWN_KEYS:
-                fix = did_you_mean(name, KNOWN_KEYS, f"the keys here are {', '.join(KNOWN_KEYS)}")
+                fix = did_you_mean(
+                    name, KNOWN_KEYS, f"the keys here are {', '.join(KNOWN_KEYS)}"
+                )
                 raise ConfigError(f"keys.{name}", path, "there is no such key", fix)
-            listed = f"its keys are {', '.join(known)}" if known else f"add it to `{_CONFIG}`"
+            listed = (
+                f"its keys are {', '.join(known)}"
+                if known
+                else f"add it to `{_CONFIG}`"
+            )
             if path not in known:
                 fix = did_you_mean(path, known, listed)
-                raise ConfigError(f"keys.{name}", path, f"names no key of {_CONFIG}", fix)
+                raise ConfigError(
+                    f"keys.{name}", path, f"names no key of {_CONFIG}", fix
+                )
             if name in BATCH_KEYS and (type(known[path]) is not int or known[path] < 1):
                 rule = f"must be a whole number of at least 1, since `keys.{name}` names it"
-                raise ConfigError(path, known[path], rule, f"write for example `{path.rpartition('.')[2]}: 32`")
+                raise ConfigError(
+                    path,
+                    known[path],
+                    rule,
+                    f"write for example `{path.rpartition('.')[2]}: 32`",
+                )
         return self
 
     @property
     def batch_size(self) -> tuple[str, int] | None:
-        """The batch size by the name that it has here, and its value; None where `keys` names none."""
+        """The batch size by the name that it has here, and its value; None where `keys`
+        names none.
+        """
         named = [(name, path) for name, path in self.keys.items() if name in BATCH_KEYS]
-        return (named[0][0], flat({_CONFIG: self.train_loop_config})[named[0][1]]) if named else None
+        return (
+            (named[0][0], flat({_CONFIG: self.train_loop_config})[named[0][1]])
+            if named
+            else None
+        )
 
     @property
     def precision(self) -> str | None:
         """The number format in the function's words; None where `keys` names none."""
         path = self.keys.get("precision")
-        return None if path is None else str(flat({_CONFIG: self.train_loop_config})[path])
+        return (
+            None if path is None else str(flat({_CONFIG: self.train_loop_config})[path])
+        )
 
     @property
     def others(self) -> Tree:
-        """The function's configuration without its batch size, and without numbers with a fraction: rates and
-        probabilities take no memory.
+        """The function's configuration without its batch size, and without numbers with
+        a fraction: rates and probabilities take no memory.
         """
         sizes = {path for name, path in self.keys.items() if name in BATCH_KEYS}
         whole = flat({_CONFIG: self.train_loop_config})
-        return {path: value for path, value in whole.items() if path not in sizes and not isinstance(value, float)}
+        return {
+            path: value
+            for path, value in whole.items()
+            if path not in sizes and not isinstance(value, float)
+        }
 
     def tree(self) -> Tree:
-        """Plain data that `FunctionConfig` reads back; keys without a value are left out."""
+        """Plain data that `FunctionConfig` reads back; keys without a value are left
+        out.
+        """
         return plain(self)
 
 
@@ -136,4 +210,8 @@ def kind_of(tree: Mapping[str, Any]) -> type[TrainConfig] | type[FunctionConfig]
 
 def build_run(tree: Tree, source: str) -> RunConfig:
     """Validate a run's configuration, of either kind; ConfigError as for `build`."""
-    return build(FunctionConfig, tree, source) if "train_func" in tree else build(TrainConfig, tree, source)
+    return (
+        build(FunctionConfig, tree, source)
+        if "train_func" in tree
+        else build(TrainConfig, tree, source)
+    )

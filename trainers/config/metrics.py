@@ -1,4 +1,6 @@
-"""Names of metrics: whether less or more of one is better, and whether an evaluation has it."""
+"""Names of metrics: whether less or more of one is better, and whether an evaluation
+has it.
+"""
 
 import re
 from collections.abc import Iterable
@@ -30,8 +32,21 @@ _KNOWN: dict[str, Mode] = {
     **dict.fromkeys(_LESS_IS_BETTER.split(), "min"),
     **dict.fromkeys(_MORE_IS_BETTER.split(), "max"),
 }
-_ENDS = ("loss", "error", "mse", "mae", "mape", "accuracy", "auc", "auroc", "iou", "perplexity")
-"""Known also where something is written in front of them without a break: celoss, prauc."""
+_ENDS = (
+    "loss",
+    "error",
+    "mse",
+    "mae",
+    "mape",
+    "accuracy",
+    "auc",
+    "auroc",
+    "iou",
+    "perplexity",
+)
+"""Known also where something is written in front of them without a break: celoss,
+prauc.
+"""
 _SPLITS = ("val", "valid", "validation", "test", "eval", "dev", "train")
 _QUALIFIERS = """
     mean avg average median macro micro weighted binary multiclass multilabel total overall all epoch step ema
@@ -51,8 +66,8 @@ _LONGEST = 3  # words of a name in the table
 
 
 def direction_of(metric: str) -> Mode | None:
-    """Return whether less or more of a metric is better, by the last word of its name that says it; None where none
-    does.
+    """Return whether less or more of a metric is better, by the last word of its name
+    that says it; None where none does.
 
     scikit-learn's `neg_` is in front of losses whose sign it has turned.
     """
@@ -63,7 +78,9 @@ def direction_of(metric: str) -> Mode | None:
     for end in range(len(words), 0, -1):
         for start in range(max(0, end - _LONGEST), end):
             if (found := _known("_".join(words[start:end]))) is not None:
-                return _turned(found, [word for word in words[:start] if word not in _SPLITS])
+                return _turned(
+                    found, [word for word in words[:start] if word not in _SPLITS]
+                )
         last = words[end - 1].rstrip("0123456789")
         if last and last not in _SAY_NOTHING:
             return None
@@ -74,50 +91,74 @@ def _measured(words: list[str]) -> list[str]:
     """The words in front of `at` or `per`, where they are more than qualifiers."""
     for place in range(1, len(words) - 1):
         is_name = "_".join(words[place - 1 : place + 2]) in _KNOWN
-        if words[place] in _OF_WHAT and not is_name and not set(words[:place]) <= _SAY_NOTHING:
+        if (
+            words[place] in _OF_WHAT
+            and not is_name
+            and not set(words[:place]) <= _SAY_NOTHING
+        ):
             return words[:place]
     return words
 
 
 def _known(name: str) -> Mode | None:
-    """What the table says of a word or a few, also where they are numbered: acc1, rouge2, map50."""
+    """What the table says of a word or a few, also where they are numbered: acc1,
+    rouge2, map50.
+    """
     bare = name.rstrip("0123456789")
     found = _KNOWN.get(name) or _KNOWN.get(bare)
     if found is None and "_" not in name:
-        ends = (end for end in _ENDS if bare.endswith(end) and bare.removesuffix(end) not in _DENIALS)
+        ends = (
+            end
+            for end in _ENDS
+            if bare.endswith(end) and bare.removesuffix(end) not in _DENIALS
+        )
         found = next((_KNOWN[end] for end in ends), None)
     return found
 
 
 def _turned(found: Mode, before: list[str]) -> Mode | None:
-    """What is better where these words are in front of a name: only of a loss's `neg_` is the sign known."""
+    """What is better where these words are in front of a name: only of a loss's `neg_`
+    is the sign known.
+    """
     if not _TURNS.intersection(before):
         return found
     return "max" if before[0] == "neg" and found == "min" else None
 
 
 def check_direction(key: str, metric: str, mode: Mode | None) -> None:
-    """Raise ConfigError where neither `mode`, the value of `key`, nor the metric's name says what is better."""
+    """Raise ConfigError where neither `mode`, the value of `key`, nor the metric's name
+    says what is better.
+    """
     if mode is None and direction_of(metric) is None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
         fix = f"add `{leaf}: min` or `{leaf}: max`"
         near = _meant(metric)
-        raise ConfigError(key, MISSING, rule, f"did you mean `{near}`? Else {fix}" if near else fix)
+        raise ConfigError(
+            key, MISSING, rule, f"did you mean `{near}`? Else {fix}" if near else fix
+        )
 
 
 def _meant(metric: str) -> str | None:
-    """The name that a misspelt one is nearest to, as a whole or in its last word; None where it is like none."""
+    """The name that a misspelt one is nearest to, as a whole or in its last word; None
+    where it is like none.
+    """
     last = metric.rpartition("_")[2]
     for name in (metric, last):
         if (near := nearest(name, _KNOWN, cutoff=0.85)) is not None:
             return metric.removesuffix(name) + near
-    near = nearest(last, [name for name in _KNOWN if len(name) >= _LONG]) if len(last) >= _LONG else None
+    near = (
+        nearest(last, [name for name in _KNOWN if len(name) >= _LONG])
+        if len(last) >= _LONG
+        else None
+    )
     return None if near is None else metric.removesuffix(last) + near
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
-    """Raise ConfigError where the metric that `key` names is none of an evaluation's figures."""
+    """Raise ConfigError where the metric that `key` names is none of an evaluation's
+    figures.
+    """
     names = sorted(figures)
     if metric not in names:
         fix = did_you_mean(metric, names, f"use one of {', '.join(names)}")

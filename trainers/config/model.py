@@ -1,4 +1,5 @@
-"""The base of every configuration model, and the one sentence that each mistake in a file gets.
+"""The base of every configuration model, and the one sentence that each mistake in a
+file gets.
 
 No torch and no Ray here: a mistake in a file is said before either is imported.
 """
@@ -23,11 +24,17 @@ class Settings(BaseModel):
     """Base of every configuration model: strict, immutable, unknown keys refused."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of keys of which at most one may be set; an override of one replaces the others."""
+    """Groups of keys of which at most one may be set; an override of one replaces the
+    others.
+    """
     foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {}
     """For names of other tools what they are here: dotted keys, or a sentence."""
     holds: ClassVar[Mapping[str, type["Settings"]]] = {}
@@ -41,11 +48,18 @@ class Settings(BaseModel):
             chosen = [name for name in group if getattr(self, name) is not None]
             if len(chosen) > 1:
                 value = _plain_value(getattr(self, chosen[1]))
-                raise ConfigError(chosen[1], value, f"conflicts with {chosen[0]}", "keep one of the two")
+                raise ConfigError(
+                    chosen[1],
+                    value,
+                    f"conflicts with {chosen[0]}",
+                    "keep one of the two",
+                )
         return self
 
     def refuse_if(self, condition: bool, key: str, rule: str, fix: str) -> None:
-        """Raise ConfigError about the value of a dotted key where `condition` holds; None is no value to show."""
+        """Raise ConfigError about the value of a dotted key where `condition` holds;
+        None is no value to show.
+        """
         if condition:
             value = attrgetter(key)(self)
             shown = plain(value) if isinstance(value, Settings) else value
@@ -53,11 +67,22 @@ class Settings(BaseModel):
 
 
 def plain(settings: Settings) -> Tree:
-    """Plain data that builds the same settings again: keys without a value are left out, what users nest is kept."""
-    values = {field.alias or name: getattr(settings, name) for name, field in type(settings).model_fields.items()}
-    found = {name: _plain_value(value) for name, value in values.items() if value is not None}
+    """Plain data that builds the same settings again: keys without a value are left
+    out, what users nest is kept.
+    """
+    values = {
+        field.alias or name: getattr(settings, name)
+        for name, field in type(settings).model_fields.items()
+    }
+    found = {
+        name: _plain_value(value) for name, value in values.items() if value is not None
+    }
     # A section without any: as in files of a version that did not have it.
-    return {name: value for name, value in found.items() if value != {} or not isinstance(values[name], Settings)}
+    return {
+        name: value
+        for name, value in found.items()
+        if value != {} or not isinstance(values[name], Settings)
+    }
 
 
 def _plain_value(value: Any) -> Any:
@@ -70,7 +95,9 @@ S = TypeVar("S", bound=Settings)
 
 
 def keys_of(model: type[Settings]) -> dict[str, FieldInfo]:
-    """The fields of a model by the keys that users write (`async`, which Python cannot name a field)."""
+    """The fields of a model by the keys that users write (`async`, which Python cannot
+    name a field).
+    """
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
@@ -81,27 +108,50 @@ def child_model(model: type[Settings] | None, key: str) -> type[Settings] | None
 
 
 def _model_in(annotation: Any) -> type[Settings] | None:
-    return next((one for one in _members(annotation) if isinstance(one, type) and issubclass(one, Settings)), None)
+    return next(
+        (
+            one
+            for one in _members(annotation)
+            if isinstance(one, type) and issubclass(one, Settings)
+        ),
+        None,
+    )
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union; of any other type itself."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return (
+        get_args(annotation)
+        if get_origin(annotation) in (Union, types.UnionType)
+        else (annotation,)
+    )
 
 
 def build(model: type[S], tree: Tree, source: str) -> S:
-    """Validate a mapping; every problem becomes a `ConfigError` sentence that names `source`."""
+    """Validate a mapping; every problem becomes a `ConfigError` sentence that names
+    `source`.
+    """
     try:
         return model.model_validate(tree)
     except ValidationError as invalid:
         found: dict[str, ConfigError] = {}
         # Of a value that is no member of a union, the wrong types say least.
-        for problem in sorted(invalid.errors(include_url=False), key=lambda one: one["type"].endswith("_type")):
+        for problem in sorted(
+            invalid.errors(include_url=False),
+            key=lambda one: one["type"].endswith("_type"),
+        ):
             error = _sentence(model, problem, source)
-            found.setdefault(error.field, error)  # a union reports every member: one sentence a field
-        # Where another member of the same union got further, its sentence is about a part of this value.
+            found.setdefault(
+                error.field, error
+            )  # a union reports every member: one sentence a field
+        # Where another member of the same union got further, its sentence is about a
+        # part of this value.
         parts = {field: (f"{field}.", f"{field}[") for field in found}
-        errors = [found[field] for field, part in parts.items() if not any(other.startswith(part) for other in found)]
+        errors = [
+            found[field]
+            for field, part in parts.items()
+            if not any(other.startswith(part) for other in found)
+        ]
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
 
 
@@ -128,28 +178,41 @@ _RULES = {
 
 
 def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
-    kind, context = problem["type"], problem.get("ctx", {})
+    kind = problem["type"]
+    context = problem.get("ctx", {})
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
     leaf = path.rsplit(".", 1)[-1]
     if kind == "extra_forbidden":
         fix = _instead(model, owner, path)
-        return ConfigError(path or '""', problem["input"], "there is no such key", fix, source)
+        return ConfigError(
+            path or '""', problem["input"], "there is no such key", fix, source
+        )
     if kind == "invalid_key":
-        rule, fix = "has a key that is no text", "write it in quotes"
-        return ConfigError(path.rpartition("[")[0] or "the file", MISSING, rule, fix, source)
+        rule = "has a key that is no text"
+        fix = "write it in quotes"
+        return ConfigError(
+            path.rpartition("[")[0] or "the file", MISSING, rule, fix, source
+        )
     if kind == "missing":
-        what = f" ({field.description.rstrip('.')})" if field and field.description else ""
-        return ConfigError(path, MISSING, f"is required{what}", f"add {_example(path, field)}", source)
+        what = (
+            f" ({field.description.rstrip('.')})" if field and field.description else ""
+        )
+        return ConfigError(
+            path, MISSING, f"is required{what}", f"add {_example(path, field)}", source
+        )
     error = context.get("error")
     if isinstance(error, ConfigError):
-        dotted = f"{path}.{error.field}" if path and error.field else path or error.field
+        dotted = (
+            f"{path}.{error.field}" if path and error.field else path or error.field
+        )
         return ConfigError(dotted, error.value, error.rule, error.fix, source)
     rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
     extra = field.json_schema_extra if field else None
     if isinstance(extra, dict):  # a field whose type is a union says its rule itself
         rule = str(extra.get("rule", rule))
     if keys_of(owner).get(leaf.partition("[")[0]) is not field:
-        field = None  # a key of a free mapping: the field's example is one of the whole mapping
+        # a key of a free mapping: the field's example is one of the whole mapping
+        field = None
     options = re.findall("'([^']*)'", str(context.get("expected", "")))
     fix = did_you_mean(problem["input"], options, f"write {_example(path, field)}")
     return ConfigError(path, problem["input"], rule, fix, source)
@@ -159,19 +222,30 @@ _FEW = 8  # keys that a sentence may list
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
-    """The fix for a key that is not there: its name here, where else it stands, or what is near."""
+    """The fix for a key that is not there: its name here, where else it stands, or what
+    is near.
+    """
     above, _, leaf = path.rpartition(".")
-    every, siblings = dict(_dotted(model)), list(keys_of(owner))
+    every = dict(_dotted(model))
+    siblings = list(keys_of(owner))
     word = leaf.lower().replace("-", "_")
     elsewhere = [key for key in every if key.rpartition(".")[2] == word]
     meant = model.foreign.get(word) or tuple(elsewhere[:3])
     if isinstance(meant, str):
         return meant
     if meant:
-        return "write " + " or ".join(f"`{key}` ({_first(every[key].description)})" for key in meant)
+        return "write " + " or ".join(
+            f"`{key}` ({_first(every[key].description)})" for key in meant
+        )
     listed = f"the keys here are {', '.join(siblings)}"
-    lists = f"`{model.call} --help` lists the keys" if model.call and len(siblings) > _FEW else listed
-    return did_you_mean(leaf, siblings, lists, lambda near: f"{above}.{near}" if above else near)
+    lists = (
+        f"`{model.call} --help` lists the keys"
+        if model.call and len(siblings) > _FEW
+        else listed
+    )
+    return did_you_mean(
+        leaf, siblings, lists, lambda near: f"{above}.{near}" if above else near
+    )
 
 
 def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -201,37 +275,56 @@ def _example(path: str, field: FieldInfo | None) -> str:
 
 
 def _mapping_values(field: FieldInfo) -> Any:
-    """The type of the values of a free mapping; None for any other field, and for a union with a mapping in it."""
-    members = [member for member in _members(field.annotation) if member is not type(None)]
-    return get_args(members[0])[1] if len(members) == 1 and get_origin(members[0]) is dict else None
+    """The type of the values of a free mapping; None for any other field, and for a
+    union with a mapping in it.
+    """
+    members = [
+        member for member in _members(field.annotation) if member is not type(None)
+    ]
+    return (
+        get_args(members[0])[1]
+        if len(members) == 1 and get_origin(members[0]) is dict
+        else None
+    )
 
 
 def _locate(
     model: type[Settings], loc: tuple[int | str, ...], unknown_key: bool
 ) -> tuple[str, type[Settings], FieldInfo | None]:
-    """A pydantic location as (dotted path, the model that owns its last key, that key's field).
+    """A pydantic location as (dotted path, the model that owns its last key, that key's
+    field).
 
-    Parts that pydantic adds for union members (`int`, `list[any]`, a model's name) are no keys of ours and are left
-    out; the last part of an unknown key is one, though no model has it.
+    Parts that pydantic adds for union members (`int`, `list[any]`, a model's name) are
+    no keys of ours and are left out; the last part of an unknown key is one, though no
+    model has it.
     """
     parts: list[str] = []
-    owner, field = model, None
+    owner = model
+    field = None
     current: type[Settings] | None = model
     keyed = False  # the next part is a key of a free mapping
     for index, part in enumerate(loc):
         if isinstance(part, int):
             if parts:
                 parts[-1] += f"[{part}]"
-            if current is None and field is not None and get_origin(field.annotation) is list:
+            if (
+                current is None
+                and field is not None
+                and get_origin(field.annotation) is list
+            ):
                 current = _model_in(get_args(field.annotation)[0])
             continue
         if keyed and field is not None:
-            current, keyed = _model_in(_mapping_values(field)), False
+            current = _model_in(_mapping_values(field))
+            keyed = False
         elif current is not None and part in keys_of(current):
-            owner, field = current, keys_of(current)[part]
-            current, keyed = child_model(owner, part), _mapping_values(field) is not None
+            owner = current
+            field = keys_of(current)[part]
+            current = child_model(owner, part)
+            keyed = _mapping_values(field) is not None
         elif unknown_key and index == len(loc) - 1:
-            owner, field = current or owner, None
+            owner = current or owner
+            field = None
         else:
             continue
         parts.append(part)

@@ -8,7 +8,10 @@ from trainers.config.model import Settings, Tree, child_model
 from trainers.config.yaml import DEEPEST, MOST_VALUES
 from trainers.errors import MISSING, ConfigError
 
-_DEEPEST, _MOST_VALUES = DEEPEST - 16, MOST_VALUES // 2  # a sweep's own file holds two of these, in each other
+_DEEPEST, _MOST_VALUES = (
+    DEEPEST - 16,
+    MOST_VALUES // 2,
+)  # a sweep's own file holds two of these, in each other
 
 
 def set_key(tree: Tree, dotted: str, value: Any) -> None:
@@ -20,14 +23,21 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise ConfigError(dotted, value, f"cannot go below `{part}`, which is not a mapping", f"set `{part}` whole")
+            raise ConfigError(
+                dotted,
+                value,
+                f"cannot go below `{part}`, which is not a mapping",
+                f"set `{part}` whole",
+            )
     node[last] = value
 
 
 def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
-    """A copy of `tree` with dotted overrides applied; setting one key of an exclusive group drops the others.
+    """A copy of `tree` with dotted overrides applied; setting one key of an exclusive
+    group drops the others.
 
-    Raises ConfigError for what could not be read again from the file that a run keeps of it.
+    Raises ConfigError for what could not be read again from the file that a run keeps
+    of it.
     """
     result = copy.deepcopy(tree)
     for dotted, value in overrides.items():
@@ -39,7 +49,9 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
             node = node.get(part) if isinstance(node, dict) else None
         for group in owner.exclusive if owner else ():
             for other in group if leaf in group else ():
-                given = ".".join([*path, other]) in overrides  # both were asked for: an error to come
+                given = (
+                    ".".join([*path, other]) in overrides
+                )  # both were asked for: an error to come
                 if isinstance(node, dict) and not given:
                     node.pop(other, None)
         set_key(result, dotted, value)
@@ -51,9 +63,19 @@ def _check_size(tree: Tree) -> None:
     layer: list[Any] = [tree]
     levels = values = 0
     while layer:
-        parts = [part for node in layer for part in (node.values() if isinstance(node, dict) else node)]
+        parts = [
+            part
+            for node in layer
+            for part in (node.values() if isinstance(node, dict) else node)
+        ]
         layer = [part for part in parts if isinstance(part, dict | list)]
-        levels, values = levels + 1, values + len(parts)
+        levels = levels + 1
+        values = values + len(parts)
         if levels > _DEEPEST or values > _MOST_VALUES:
             rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
-            raise ConfigError("the configuration", MISSING, rule, "keep it in a file that the task reads")
+            raise ConfigError(
+                "the configuration",
+                MISSING,
+                rule,
+                "keep it in a file that the task reads",
+            )

@@ -1,4 +1,6 @@
-"""The sections of `train.yaml`: each a strict model of its own, without torch; see train.py on their descriptions."""
+"""The sections of `train.yaml`: each a strict model of its own, without torch; see
+train.py on their descriptions.
+"""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -13,18 +15,28 @@ LARGEST = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
 Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
-Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the longest that every clock and lock takes
-NAME, NAME_RULE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", "must be at most 128 letters, digits, `.`, `_` and `-`"
-PATH, PATH_RULE = r"^[^\x00-\x1f\x7f]+$", "must be a path or URI, without control characters"
-AutoOrBool = Annotated[Literal["auto"] | bool, Field(json_schema_extra={"rule": "must be auto, true or false"})]
+Seconds = Annotated[
+    float, Field(gt=0, le=1e9)
+]  # the longest that every clock and lock takes
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
+PATH = r"^[^\x00-\x1f\x7f]+$"
+PATH_RULE = "must be a path or URI, without control characters"
+AutoOrBool = Annotated[
+    Literal["auto"] | bool,
+    Field(json_schema_extra={"rule": "must be auto, true or false"}),
+]
 
 
 class ScheduledSize(Settings):
     """One size of a batch schedule."""
 
-    until_samples: Annotated[int, Field(ge=1, le=10**12)] | None = Field(default=None, examples=[64000])
-    """Samples until which it holds, counted from the start of the run over all epochs and workers; every entry has it
-    but the last one, whose size holds to the end."""
+    until_samples: Annotated[int, Field(ge=1, le=10**12)] | None = Field(
+        default=None, examples=[64000]
+    )
+    """Samples until which it holds, counted from the start of the run over all epochs
+    and workers; every entry has it but the last one, whose size holds to the end.
+    """
     size: Positive = Field(examples=[64])
     """Samples of one optimizer step over all workers."""
 
@@ -35,30 +47,49 @@ def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     if last.until_samples is not None:
         fix = "remove it, or add `{size: B}` for what follows"
         rule = "is in the last entry, whose size holds to the end of the run"
-        raise ConfigError(f"[{len(first)}].until_samples", last.until_samples, rule, fix)
+        raise ConfigError(
+            f"[{len(first)}].until_samples", last.until_samples, rule, fix
+        )
     before = 0
     for number, scheduled in enumerate(first):
         key = f"[{number}].until_samples"
         until = scheduled.until_samples
         if until is None:
-            raise ConfigError(key, MISSING, "is required in every entry but the last one", "add `until_samples: 64000`")
+            raise ConfigError(
+                key,
+                MISSING,
+                "is required in every entry but the last one",
+                "add `until_samples: 64000`",
+            )
         if until <= before:
             rule = f"must be above the {before} of the entry before: it counts from the start of the run"
-            raise ConfigError(key, until, rule, "add the samples of the entries before to it")
+            raise ConfigError(
+                key, until, rule, "add the samples of the entries before to it"
+            )
         before = until
     return schedule
 
 
-BatchSizes = Annotated[list[ScheduledSize], Field(min_length=1, max_length=1000), AfterValidator(check_schedule)]
+BatchSizes = Annotated[
+    list[ScheduledSize],
+    Field(min_length=1, max_length=1000),
+    AfterValidator(check_schedule),
+]
 
 
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
-    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = Field(default="adamw")
-    """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are torchao's, with narrow moments."""
+    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = Field(
+        default="adamw"
+    )
+    """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are
+    torchao's, with narrow moments.
+    """
     lr: float = Field(gt=0, examples=[0.001])
-    """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
+    """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is
+    none).
+    """
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay: L2 for sgd and adam, decoupled for adamw."""
     momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
@@ -74,10 +105,19 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
-        for name in ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov"):
+        for name in (
+            ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
+        ):
             given = getattr(self, name) is not None
-            self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
-        self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")
+            self.refuse_if(
+                given, name, f"has no effect with optimizer {self.name}", "remove it"
+            )
+        self.refuse_if(
+            bool(self.nesterov) and not self.momentum,
+            "nesterov",
+            "needs momentum",
+            "set `momentum: 0.9`",
+        )
         return self
 
 
@@ -85,17 +125,27 @@ class ScheduleConfig(Settings):
     """The learning rate's course."""
 
     name: Literal["constant", "linear", "cosine"] = Field(default="constant")
-    """Course after the warm-up: constant, or falling to zero at the last step. A scheduler of torch's comes from the
-    task's `schedule()`."""
+    """Course after the warm-up: constant, or falling to zero at the last step.
+
+    A scheduler of torch's comes from the task's `schedule()`.
+    """
     warmup: int | float = Field(
-        default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
+        default=0,
+        ge=0,
+        examples=[100],
+        json_schema_extra={"rule": "must be a number of steps, or a share below 1"},
     )
     """Linear warm-up: a whole number of steps, or a share of all steps (0.05)."""
 
     @model_validator(mode="after")
     def _steps_or_share(self) -> Self:
         beyond = isinstance(self.warmup, float) and self.warmup >= 1
-        self.refuse_if(beyond, "warmup", "as a share must be below 1", "write steps as a whole number")
+        self.refuse_if(
+            beyond,
+            "warmup",
+            "as a share must be below 1",
+            "write steps as a whole number",
+        )
         return self
 
 
@@ -103,42 +153,63 @@ class ScalingRule(Settings):
     """How the learning rate follows the batch size."""
 
     rule: Literal["none", "linear", "sqrt", "sde"] = Field(default="none")
-    """linear for SGD (Goyal et al. 2017), sqrt for Adam; sde: the whole rule for Adam (Malladi et al. 2022), where
-    betas, `eps`, decoupled weight decay and `ema.decay` follow too."""
+    """linear for SGD (Goyal et al. 2017), sqrt for Adam; sde: the whole rule for Adam
+    (Malladi et al. 2022), where betas, `eps`, decoupled weight decay and `ema.decay`
+    follow too.
+    """
     base_batch_size: Positive | None = Field(default=None, examples=[64])
     """The global batch size that `optimizer.lr` was chosen for."""
 
     @model_validator(mode="after")
     def _base_is_known(self) -> Self:
         unknown = self.rule != "none" and self.base_batch_size is None
-        self.refuse_if(unknown, "base_batch_size", "is what the rule scales from", "add `base_batch_size: 64`")
+        self.refuse_if(
+            unknown,
+            "base_batch_size",
+            "is what the rule scales from",
+            "add `base_batch_size: 64`",
+        )
         return self
 
     def ratio(self, size: int) -> float:
-        """Return how many times as large as the base batch size a global batch size is; 1 without a rule."""
-        return 1.0 if self.rule == "none" or self.base_batch_size is None else size / self.base_batch_size
+        """Return how many times as large as the base batch size a global batch size is;
+        1 without a rule.
+        """
+        return (
+            1.0
+            if self.rule == "none" or self.base_batch_size is None
+            else size / self.base_batch_size
+        )
 
 
 class EmaConfig(Settings):
     """An exponential moving average of the weights; off without a `decay`."""
 
     decay: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
-    """Share of the average that an update keeps. The average of parameters and floating buffers is what is evaluated,
-    kept, exported and predicted with."""
+    """Share of the average that an update keeps.
+
+    The average of parameters and floating buffers is what is evaluated, kept, exported
+    and predicted with.
+    """
 
 
 class EvaluateConfig(Settings):
     """When, and in which batches, the validation split is evaluated."""
 
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_epochs", "every_steps"),)
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("every_epochs", "every_steps"),
+    )
 
     every_epochs: Positive | None = Field(default=None)
     """Epochs between two evaluations (1 when neither key is set)."""
     every_steps: Positive | None = Field(default=None, examples=[500])
     """Steps between two evaluations."""
     microbatch_size: Positive = Field(default=256)
-    """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers. Where they depend
-    on this size, that is said before the first step."""
+    """Samples of one evaluation batch; fixed, so that figures do not depend on the
+    number of workers.
+
+    Where they depend on this size, that is said before the first step.
+    """
 
 
 class EarlyStoppingConfig(Settings):
@@ -147,18 +218,28 @@ class EarlyStoppingConfig(Settings):
     metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
     """The figure of an evaluation that has to improve: else the run ends, as done."""
     mode: Mode | None = Field(default=None)
-    """Whether a small or a large one is good; known by itself of most names (loss, mae, wer, accuracy, f1, bleu, ...;
-    scikit-learn's neg_mean_squared_error), and required of others."""
+    """Whether a small or a large one is good; known by itself of most names (loss, mae,
+    wer, accuracy, f1, bleu, ...; scikit-learn's neg_mean_squared_error), and required
+    of others.
+    """
     patience: Positive | None = Field(default=None, examples=[5])
-    """Evaluations without an improvement after which it ends; required with a metric."""
+    """Evaluations without an improvement after which it ends; required with a metric.
+    """
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         for name in ("mode", "patience"):
             alone = self.metric is None and getattr(self, name) is not None
-            self.refuse_if(alone, name, "has no effect without a metric", "add `metric: val_loss`")
+            self.refuse_if(
+                alone, name, "has no effect without a metric", "add `metric: val_loss`"
+            )
         if self.metric is not None:
-            self.refuse_if(self.patience is None, "patience", "is required with a metric", "add `patience: 5`")
+            self.refuse_if(
+                self.patience is None,
+                "patience",
+                "is required with a metric",
+                "add `patience: 5`",
+            )
             check_direction("mode", self.metric, self.mode)
         return self
 
@@ -169,18 +250,26 @@ class DataConfig(Settings):
     num_workers: int = Field(default=0, ge=0, le=1024)
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
-    """Microbatches that each loader process prepares ahead (torch's default when not set)."""
+    """Microbatches that each loader process prepares ahead (torch's default when not
+    set).
+    """
     pin_memory: AutoOrBool = Field(default="auto")
     """Page-locked host memory for faster copies; auto: on CUDA."""
     resident: AutoOrBool = Field(default="auto")
-    """Whole split as tensors on the device; auto: a TensorDataset that takes at most a tenth of its memory."""
+    """Whole split as tensors on the device; auto: a TensorDataset that takes at most a
+    tenth of its memory.
+    """
 
     @model_validator(mode="after")
     def _prefetch_has_workers(self) -> Self:
         alone = self.prefetch_factor is not None and self.num_workers == 0
-        self.refuse_if(alone, "prefetch_factor", "needs loader processes", "set `num_workers: 2`")
+        self.refuse_if(
+            alone, "prefetch_factor", "needs loader processes", "set `num_workers: 2`"
+        )
         unused = self.resident is True and self.num_workers > 0
-        self.refuse_if(unused, "num_workers", "has no effect with resident data", "remove it")
+        self.refuse_if(
+            unused, "num_workers", "has no effect with resident data", "remove it"
+        )
         return self
 
 
@@ -188,50 +277,84 @@ class ScalingConfig(Settings):
     """Workers and what each of them gets."""
 
     num_workers: Positive | list[Positive] = Field(
-        default=1, examples=[2], json_schema_extra={"rule": "must be a whole number of at least 1, or [MIN, MAX]"}
+        default=1,
+        examples=[2],
+        json_schema_extra={
+            "rule": "must be a whole number of at least 1, or [MIN, MAX]"
+        },
     )
-    """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher: ray`."""
+    """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher:
+    ray`.
+    """
     use_gpu: AutoOrBool = Field(default="auto")
     """GPUs for the workers; auto: when the cluster (or this machine) has any."""
     cpus_per_worker: Positive = Field(default=1)
-    """CPU cores of one worker, and its number of compute threads under every launcher."""
+    """CPU cores of one worker, and its number of compute threads under every launcher.
+    """
     gpus_per_worker: float = Field(default=1, gt=0, le=1024)
     """GPUs of one worker."""
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(default="PACK")
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
+        Field(default="PACK")
+    )
     """Ray's placement of the workers on nodes."""
     label_selector: dict[str, str] = Field(
-        default_factory=dict, json_schema_extra={"rule": "must map Ray's node labels to values or conditions"}
+        default_factory=dict,
+        json_schema_extra={
+            "rule": "must map Ray's node labels to values or conditions"
+        },
     )
-    """Labels of nodes that workers may run on; `python -m cluster check --exclude-bad` prints one."""
+    """Labels of nodes that workers may run on; `python -m cluster check --exclude-bad`
+    prints one.
+    """
 
     @model_validator(mode="after")
     def _range(self) -> Self:
         workers = self.num_workers
-        wrong = isinstance(workers, list) and (len(workers) != 2 or workers[0] > workers[1])
-        self.refuse_if(wrong, "num_workers", "must be [MIN, MAX] with MIN at most MAX", "write [1, 4]")
+        wrong = isinstance(workers, list) and (
+            len(workers) != 2 or workers[0] > workers[1]
+        )
+        self.refuse_if(
+            wrong,
+            "num_workers",
+            "must be [MIN, MAX] with MIN at most MAX",
+            "write [1, 4]",
+        )
         return self
 
     @property
     def min_workers(self) -> int:
         """The fewest workers that the run may have."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+        return (
+            self.num_workers
+            if isinstance(self.num_workers, int)
+            else self.num_workers[0]
+        )
 
     @property
     def max_workers(self) -> int:
         """The most workers that the run may have."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+        return (
+            self.num_workers
+            if isinstance(self.num_workers, int)
+            else self.num_workers[1]
+        )
 
 
 class CheckpointConfig(Settings):
     """When training state goes to storage; the last step is always written."""
 
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_steps", "every_epochs", "every_s"),)
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("every_steps", "every_epochs", "every_s"),
+    )
 
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
     every_epochs: Positive | None = Field(default=None)
-    """Epochs between two checkpoints (1 when no key is set; of a stream without epochs, `every_s: 600`). Trials of a
-    sweep write none when no key is set."""
+    """Epochs between two checkpoints (1 when no key is set; of a stream without epochs,
+    `every_s: 600`).
+
+    Trials of a sweep write none when no key is set.
+    """
     every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
     keep: Positive = Field(default=2)
@@ -239,12 +362,20 @@ class CheckpointConfig(Settings):
     best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
     """A metric of evaluation whose best checkpoint is kept too."""
     best_mode: Mode | None = Field(default=None)
-    """Whether a small or a large `best` is good; known by itself as `early_stopping.mode` is."""
+    """Whether a small or a large `best` is good; known by itself as
+    `early_stopping.mode` is.
+    """
     parameters: Literal["all", "trained"] = Field(default="all")
-    """What of the model is written. trained: without the parameters that the task's `model()` has frozen. Whoever loads
-    the checkpoint gets them from `model()`; if they have changed, it is refused."""
+    """What of the model is written. trained: without the parameters that the task's
+    `model()` has frozen.
+
+    Whoever loads the checkpoint gets them from `model()`; if they have changed, it is
+    refused.
+    """
     async_: bool = Field(default=False, alias="async")
-    """Copy the state to host memory in the loop, and write it to storage while training goes on."""
+    """Copy the state to host memory in the loop, and write it to storage while training
+    goes on.
+    """
 
     @property
     def says_when(self) -> bool:
@@ -254,7 +385,9 @@ class CheckpointConfig(Settings):
     @model_validator(mode="after")
     def _mode_has_a_metric(self) -> Self:
         alone = self.best_mode is not None and self.best is None
-        self.refuse_if(alone, "best_mode", "has no effect without best", "add `best: val_accuracy`")
+        self.refuse_if(
+            alone, "best_mode", "has no effect without best", "add `best: val_accuracy`"
+        )
         if self.best is not None:
             check_direction("best_mode", self.best, self.best_mode)
         return self
@@ -264,7 +397,11 @@ class DdpConfig(Settings):
     """What only `strategy: ddp` has."""
 
     sync_batchnorm: bool = Field(default=False)
-    """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm). GPUs only."""
+    """BatchNorm by the statistics of all workers' microbatches together (torch's
+    SyncBatchNorm).
+
+    GPUs only.
+    """
 
 
 PHASE_FACTOR = 4
@@ -274,7 +411,9 @@ LEAST_PHASE_S = 60.0
 
 
 class FailureConfig(Settings):
-    """How many restarts from the newest checkpoint each kind of failure gets; -1: no limit."""
+    """How many restarts from the newest checkpoint each kind of failure gets; -1: no
+    limit.
+    """
 
     error: Restarts = Field(default=POLICIES["error"].restarts)
     """An exception in the task."""
@@ -282,13 +421,20 @@ class FailureConfig(Settings):
     """A worker process or its node died."""
     preempted: Restarts = Field(default=POLICIES["preempted"].restarts)
     """The node was drained or taken back."""
-    out_of_host_memory: Restarts = Field(default=POLICIES["out_of_host_memory"].restarts)
+    out_of_host_memory: Restarts = Field(
+        default=POLICIES["out_of_host_memory"].restarts
+    )
     """The host ran out of memory."""
     hung: Restarts = Field(default=POLICIES["hung"].restarts)
-    """No step was made for `hang_timeout_s`, or a phase took longer than that allows."""
+    """No step was made for `hang_timeout_s`, or a phase took longer than that allows.
+    """
     hang_timeout_s: Seconds = Field(default=1800)
-    """Seconds without a batch until the stacks of all ranks are saved and the workers end. A phase without batches
-    (import, setup, dataset, model, probe, compilation, checkpoint, end) may take four times as long, and always 60."""
+    """Seconds without a batch until the stacks of all ranks are saved and the workers
+    end.
+
+    A phase without batches (import, setup, dataset, model, probe, compilation,
+    checkpoint, end) may take four times as long, and always 60.
+    """
 
     @property
     def of_phases_s(self) -> float:

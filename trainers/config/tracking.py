@@ -1,4 +1,6 @@
-"""The key `tracking` of train.yaml and sweep.yaml: the experiment trackers that hear of a run."""
+"""The key `tracking` of train.yaml and sweep.yaml: the experiment trackers that hear of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ class TrackerConfig(Settings):
     """One experiment tracker."""
 
     tracker: str = Field(max_length=256, examples=["mlflow"])
-    """mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as `module:Class`."""
-    project: str | None = Field(default=None, min_length=1, max_length=128, examples=["digits"])
+    """mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as
+    `module:Class`.
+    """
+    project: str | None = Field(
+        default=None, min_length=1, max_length=128, examples=["digits"]
+    )
     """The project (W&B, trackio) or experiment (MLflow) that runs go to."""
 
 
 def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
     """Return every entry of the key as a mapping has it."""
-    return [TrackerConfig(tracker=one) if isinstance(one, str) else one for one in tracking]
+    return [
+        TrackerConfig(tracker=one) if isinstance(one, str) else one for one in tracking
+    ]
 
 
 def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
@@ -46,7 +54,9 @@ def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
         if names.count(one.tracker) > 1:
             raise ConfigError("", one.tracker, "is listed twice", "keep one of the two")
         if one.project is not None and PACKAGES.get(one.tracker, "") is None:
-            raise ConfigError("", one.project, f"has no effect with {one.tracker}", "remove `project`")
+            raise ConfigError(
+                "", one.project, f"has no effect with {one.tracker}", "remove `project`"
+            )
     return tracking
 
 

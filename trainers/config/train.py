@@ -15,13 +15,24 @@ import trainers.config.sections as sections
 from trainers.config.foreign import FOREIGN
 from trainers.config.metrics import direction_of
 from trainers.config.model import Settings, Tree, plain
-from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, AutoOrBool, Count, Positive, Seconds
+from trainers.config.sections import (
+    NAME,
+    NAME_RULE,
+    PATH,
+    PATH_RULE,
+    AutoOrBool,
+    Count,
+    Positive,
+    Seconds,
+)
 from trainers.config.tracking import TrackerConfig, Tracking, chosen
 from trainers.errors import MISSING, ConfigError
 
 _SMALLEST_HALF = 2.0**-24
 CAPTURING = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and gradients of the one before."""
+"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and
+gradients of the one before.
+"""
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
 
 IDENTITY = (
@@ -57,11 +68,17 @@ class TrainConfig(Settings):
         examples=["task:MyTask"],
         json_schema_extra={"rule": "must be `module:Class`"},
     )
-    """The Task to train, as `module:Class`; the YAML's own directory and those above it are searched."""
+    """The Task to train, as `module:Class`; the YAML's own directory and those above it
+    are searched.
+    """
     task_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the Task."""
-    task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-    """Directory to search for the module of the task or function first; sweeps set it in best.yaml."""
+    task_dir: str | None = Field(
+        default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE}
+    )
+    """Directory to search for the module of the task or function first; sweeps set it
+    in best.yaml.
+    """
     name: str = Field(
         default="run",
         pattern=NAME,
@@ -70,13 +87,19 @@ class TrainConfig(Settings):
     )
     """Name of the run: its directory below `storage_path`."""
     storage_path: str | None = Field(
-        default=None, pattern=PATH, examples=["s3://bucket/runs"], json_schema_extra={"rule": PATH_RULE}
+        default=None,
+        pattern=PATH,
+        examples=["s3://bucket/runs"],
+        json_schema_extra={"rule": PATH_RULE},
     )
-    """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
+    """Where runs are kept: a directory or any pyarrow.fs URI (default
+    $PACELINE_STORAGE, else ./results).
+    """
 
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as a random split, is the same for
-    every seed."""
+    """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as
+    a random split, is the same for every seed.
+    """
     deterministic: bool = Field(default=False)
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto")
@@ -87,14 +110,20 @@ class TrainConfig(Settings):
     max_steps: Positive | None = Field(default=None, examples=[10000])
     """Optimizer steps, in place of epochs."""
     max_time_s: Seconds | None = Field(default=None, examples=[3600])
-    """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
+    """Seconds until the run writes a checkpoint and leaves; the same command goes on.
+    """
     evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
     """Evaluation of the validation split."""
-    early_stopping: sections.EarlyStoppingConfig = Field(default_factory=sections.EarlyStoppingConfig)
+    early_stopping: sections.EarlyStoppingConfig = Field(
+        default_factory=sections.EarlyStoppingConfig
+    )
     """When the run ends before its last step."""
     log_every_steps: Positive = Field(default=50)
-    """Steps whose mean loss makes one line of the log, and `train_loss`: the last one has the steps that are left, and
-    before the first one it is the mean so far. Evaluations, checkpoints and restarts change none of it."""
+    """Steps whose mean loss makes one line of the log, and `train_loss`: the last one
+    has the steps that are left, and before the first one it is the mean so far.
+
+    Evaluations, checkpoints and restarts change none of it.
+    """
 
     global_batch_size: Positive | None = Field(default=None, examples=[64])
     """Samples of one optimizer step over all workers."""
@@ -103,39 +132,71 @@ class TrainConfig(Settings):
     batch_schedule: sections.BatchSizes | None = Field(
         default=None, examples=[[{"until_samples": 64000, "size": 64}, {"size": 256}]]
     )
-    """Global batch sizes that follow one another, as `[{until_samples: 64000, size: 64}, {size: 256}]`: each holds
-    until so many samples of the run, the last one to the end. `lr_scaling` gives each its learning rate."""
+    """Global batch sizes that follow one another, as `[{until_samples: 64000, size:
+    64}, {size: 256}]`: each holds until so many samples of the run, the last one to the
+    end.
+
+    `lr_scaling` gives each its learning rate.
+    """
     drop_last: bool = Field(default=False)
-    """Leave out the last, shorter step of an epoch (default: it is trained, weighted by its samples)."""
+    """Leave out the last, shorter step of an epoch (default: it is trained, weighted by
+    its samples).
+    """
     microbatch_size: Literal["auto"] | Positive = Field(
-        default="auto", examples=[16], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
+        default="auto",
+        examples=[16],
+        json_schema_extra={"rule": "must be auto or a whole number of at least 1"},
     )
-    """Samples of one forward pass on one worker; accumulation follows. auto: a whole share, halved until it fits."""
+    """Samples of one forward pass on one worker; accumulation follows. auto: a whole
+    share, halved until it fits.
+    """
 
     precision: Precision = Field(default="fp32")
-    """Number formats of parameters, autocast and matmul: the table is in trainers/model/precision.py."""
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(default="off")
-    """torch.compile by mode: of the model (with fsdp, of each sharded block by itself), and in training of the task's
-    loss() too, without CUDA graphs."""
+    """Number formats of parameters, autocast and matmul: the table is in
+    trainers/model/precision.py.
+    """
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
+        default="off"
+    )
+    """torch.compile by mode: of the model (with fsdp, of each sharded block by itself),
+    and in training of the task's loss() too, without CUDA graphs.
+    """
     fullgraph: bool = Field(default=False)
     """Make a graph break in the model an error; loss() may always break its graph."""
     cuda_graphs: AutoOrBool = Field(default="auto")
-    """Capture whole steps as CUDA graphs, with one worker and a fused optimizer. Replays run no Python code of the
-    task, and end where they differ from plain steps. auto: on a GPU, if steps are 3 % faster."""
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(default="none")
-    """Compute activations again in the backward pass, in blocks that a ModuleList or Sequential repeats. full: all of
-    a block; selective: all but matrix products, convolutions and attention. Losses stay the same."""
+    """Capture whole steps as CUDA graphs, with one worker and a fused optimizer.
+
+    Replays run no Python code of the task, and end where they differ from plain steps.
+    auto: on a GPU, if steps are 3 % faster.
+    """
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none"
+    )
+    """Compute activations again in the backward pass, in blocks that a ModuleList or
+    Sequential repeats. full: all of a block; selective: all but matrix products,
+    convolutions and attention.
+
+    Losses stay the same.
+    """
     channels_last: AutoOrBool = Field(default="auto")
-    """Memory format of 4-D parameters and batches; auto: channels last for convolutions on CUDA."""
+    """Memory format of 4-D parameters and batches; auto: channels last for convolutions
+    on CUDA.
+    """
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
-    """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
-    on all its GPUs; none: a single worker, no wrapper."""
+    """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp:
+    torch's DataParallel, one process on all its GPUs; none: a single worker, no
+    wrapper.
+    """
     ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
     """What only `strategy: ddp` has."""
 
-    optimizer: sections.OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
+    optimizer: sections.OptimizerConfig = Field(
+        examples=[{"name": "adamw", "lr": 0.001}]
+    )
     """The optimizer."""
-    lr_schedule: sections.ScheduleConfig = Field(default_factory=sections.ScheduleConfig)
+    lr_schedule: sections.ScheduleConfig = Field(
+        default_factory=sections.ScheduleConfig
+    )
     """The learning rate's course."""
     lr_scaling: sections.ScalingRule = Field(default_factory=sections.ScalingRule)
     """How the learning rate follows the batch size."""
@@ -148,21 +209,32 @@ class TrainConfig(Settings):
     """How samples reach the device."""
     scaling: sections.ScalingConfig = Field(default_factory=sections.ScalingConfig)
     """Workers and what each of them gets."""
-    checkpoint: sections.CheckpointConfig = Field(default_factory=sections.CheckpointConfig)
+    checkpoint: sections.CheckpointConfig = Field(
+        default_factory=sections.CheckpointConfig
+    )
     """When training state goes to storage."""
     failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
     """Restarts for each kind of failure (`launcher: ray`)."""
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio, tensorboard, csv, or your sink as
-    `module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say where
-    they are (MLFLOW_TRACKING_URI)."""
+    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio,
+    tensorboard, csv, or your sink as `module:Class`.
+
+    `{tracker: mlflow, project: digits}` names the project. Their own environment
+    variables say where they are (MLFLOW_TRACKING_URI).
+    """
     profile_steps: Count = Field(default=0, examples=[5])
-    """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
+    """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
+    directory (`--profile`: 5).
+    """
     noise_scale: bool = Field(default=False)
-    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers or microbatches contribute to
-    every tenth step; one worker without accumulation has none."""
+    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers
+    or microbatches contribute to every tenth step; one worker without accumulation has
+    none.
+    """
     launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
-    """What starts the workers; torchrun, where it has started this process, takes its place."""
+    """What starts the workers; torchrun, where it has started this process, takes its
+    place.
+    """
 
     @model_validator(mode="after")
     def _one_of_each_group(self) -> Self:
@@ -170,23 +242,42 @@ class TrainConfig(Settings):
             first, second, *_ = group
             if all(getattr(self, name) is None for name in group):
                 example = (type(self).model_fields[first].examples or [1])[0]
-                raise ConfigError(first, MISSING, f"or {second} is required", f"add `{first}: {example}`")
+                raise ConfigError(
+                    first,
+                    MISSING,
+                    f"or {second} is required",
+                    f"add `{first}: {example}`",
+                )
         return self
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
-        strategy, compiled, graphs = self.strategy, self.compile, self.cuda_graphs is True
-        device, launcher = self.device, self.launcher
-        workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
+        strategy = self.strategy
+        compiled = self.compile
+        graphs = self.cuda_graphs is True
+        device = self.device
+        launcher = self.launcher
+        workers = self.scaling.max_workers
+        elastic = isinstance(self.scaling.num_workers, list)
         by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
-        captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
+        captures = compiled in CAPTURING
+        num_workers = "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
+        moves = strategy in ("fsdp", "dp")
+        fsdp_rule = "captures CUDA graphs, and fsdp moves its tensors"
         again = self.activation_checkpointing != "none"
-        ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
-        spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
+        ddp = "set `strategy: ddp`"
+        default = "set `compile: default`"
+        uncaptured = "set `cuda_graphs: false`"
+        spawn = "set `launcher: spawn` or `launcher: ray`"
+        total = "set `global_batch_size`"
         for condition, key, rule, fix in (
-            (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
+            (
+                workers > 1 and strategy in ("none", "dp"),
+                "strategy",
+                "is for one worker",
+                ddp,
+            ),
             (
                 self.ddp.sync_batchnorm and strategy != "ddp",
                 "ddp.sync_batchnorm",
@@ -217,11 +308,31 @@ class TrainConfig(Settings):
                 "scales the moments of Adam, which sgd does not have",
                 "set `rule: linear`",
             ),
-            (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
+            (
+                strategy == "dp" and compiled != "off",
+                "compile",
+                "cannot follow the replicas of strategy dp",
+                ddp,
+            ),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
-            (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),
-            (again and graphs, "activation_checkpointing", "reads random state, which no CUDA graph may", uncaptured),
-            (self.fullgraph and compiled == "off", "fullgraph", "needs a compiled model", default),
+            (
+                again and strategy == "dp",
+                "activation_checkpointing",
+                "cannot follow the replicas of strategy dp",
+                ddp,
+            ),
+            (
+                again and graphs,
+                "activation_checkpointing",
+                "reads random state, which no CUDA graph may",
+                uncaptured,
+            ),
+            (
+                self.fullgraph and compiled == "off",
+                "fullgraph",
+                "needs a compiled model",
+                default,
+            ),
             (
                 self.noise_scale and graphs,
                 "noise_scale",
@@ -234,24 +345,65 @@ class TrainConfig(Settings):
                 "needs a rank's own gradients, which fsdp never has",
                 "remove it",
             ),
-            (graphs and captures, "cuda_graphs", f"is what compile {compiled} does by itself", uncaptured),
-            (graphs and device in ("cpu", "mps"), "cuda_graphs", f"needs CUDA, not device {device}", uncaptured),
-            (graphs and workers > 1, "cuda_graphs", f"is for one worker, not for {workers}", uncaptured),
-            (graphs and moves, "cuda_graphs", f"cannot follow strategy {strategy}, whose tensors move", uncaptured),
-            (workers > 1 and launcher == "local", num_workers, "must be 1 with `launcher: local`", spawn),
-            (elastic and launcher != "ray", num_workers, "is elastic, which needs Ray", "set `launcher: ray`"),
-            (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
+            (
+                graphs and captures,
+                "cuda_graphs",
+                f"is what compile {compiled} does by itself",
+                uncaptured,
+            ),
+            (
+                graphs and device in ("cpu", "mps"),
+                "cuda_graphs",
+                f"needs CUDA, not device {device}",
+                uncaptured,
+            ),
+            (
+                graphs and workers > 1,
+                "cuda_graphs",
+                f"is for one worker, not for {workers}",
+                uncaptured,
+            ),
+            (
+                graphs and moves,
+                "cuda_graphs",
+                f"cannot follow strategy {strategy}, whose tensors move",
+                uncaptured,
+            ),
+            (
+                workers > 1 and launcher == "local",
+                num_workers,
+                "must be 1 with `launcher: local`",
+                spawn,
+            ),
+            (
+                elastic and launcher != "ray",
+                num_workers,
+                "is elastic, which needs Ray",
+                "set `launcher: ray`",
+            ),
+            (
+                by_worker,
+                "batch_size_per_worker",
+                "has no fixed meaning with elastic workers",
+                total,
+            ),
         ):
             self.refuse_if(condition, key, rule, fix)
         return self
 
     @model_validator(mode="after")
     def _one_direction(self) -> Self:
-        best, stop = self.checkpoint, self.early_stopping
+        best = self.checkpoint
+        stop = self.early_stopping
         known = direction_of(best.best or "")
         differ = (best.best_mode or known) != (stop.mode or known)
         rule = f"contradicts checkpoint.best, which goes by {best.best} too"
-        self.refuse_if(best.best == stop.metric and differ, "early_stopping.mode", rule, "give both the same mode")
+        self.refuse_if(
+            best.best == stop.metric and differ,
+            "early_stopping.mode",
+            rule,
+            "give both the same mode",
+        )
         return self
 
     @model_validator(mode="after")
@@ -259,28 +411,46 @@ class TrainConfig(Settings):
         eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
         if self.lr_scaling.rule == "sde":
             eps /= math.sqrt(self.lr_scaling.ratio(self.batch_size))
-        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
+        if (
+            self.precision == "fp16-pure"
+            and self.optimizer.name != "sgd"
+            and eps < _SMALLEST_HALF
+        ):
             rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
-            raise ConfigError("optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16")
+            raise ConfigError(
+                "optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16"
+            )
         return self
 
     def with_global_batch(self) -> TrainConfig:
         """The same run with `batch_size_per_worker` turned into `global_batch_size`."""
         if self.batch_size_per_worker is None:
             return self
-        return self.model_copy(update={"global_batch_size": self.batch_size, "batch_size_per_worker": None})
+        return self.model_copy(
+            update={"global_batch_size": self.batch_size, "batch_size_per_worker": None}
+        )
 
     @property
     def batch_size(self) -> int:
-        """Samples of one optimizer step over all workers, whichever key gave it; the most where that changes."""
+        """Samples of one optimizer step over all workers, whichever key gave it; the
+        most where that changes.
+        """
         return max(size for _, size in self.batch_sizes)
 
     @property
     def batch_sizes(self) -> list[tuple[int | None, int]]:
-        """Global batch sizes in order, each with the samples of the run until which it holds (None: to the end)."""
+        """Global batch sizes in order, each with the samples of the run until which it
+        holds (None: to the end).
+        """
         if self.batch_schedule is not None:
             return [(one.until_samples, one.size) for one in self.batch_schedule]
-        return [(None, self.global_batch_size or (self.batch_size_per_worker or 0) * self.scaling.max_workers)]
+        return [
+            (
+                None,
+                self.global_batch_size
+                or (self.batch_size_per_worker or 0) * self.scaling.max_workers,
+            )
+        ]
 
     @property
     def changes_batch(self) -> bool:
@@ -289,7 +459,9 @@ class TrainConfig(Settings):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the learning rate's course goes by samples, not by steps: those of a changing size are not alike."""
+        """Whether the learning rate's course goes by samples, not by steps: those of a
+        changing size are not alike.
+        """
         return self.batch_schedule is not None and self.epochs is not None
 
     @property
@@ -299,7 +471,9 @@ class TrainConfig(Settings):
 
     @property
     def trackers(self) -> list[TrackerConfig]:
-        """The experiment trackers that follow the run; TensorBoard's events come from the run itself."""
+        """The experiment trackers that follow the run; TensorBoard's events come from
+        the run itself.
+        """
         return [one for one in chosen(self.tracking) if one.tracker != "tensorboard"]
 
     def tree(self) -> Tree:

@@ -1,6 +1,8 @@
-"""YAML of plain data: 1.2 for our own files, 1.1 for those of Ray and Kubernetes; bounded, whoever wrote it.
+"""YAML of plain data: 1.2 for our own files, 1.1 for those of Ray and Kubernetes;
+bounded, whoever wrote it.
 
-PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word, and follows every alias.
+PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word, and follows every
+alias.
 """
 
 import math
@@ -17,7 +19,9 @@ from trainers.errors import MISSING, ConfigError, first_line
 LONGEST = 2**19
 """Bytes of a file, and characters of a text."""
 MOST_VALUES = 12_000
-"""Values of a text, each alias counted as all that it stands for; every 64 characters of a scalar are one more."""
+"""Values of a text, each alias counted as all that it stands for; every 64 characters
+of a scalar are one more.
+"""
 DEEPEST = 64
 """Levels of mappings and lists in each other, through aliases as well."""
 _MOST_DIGITS = 40
@@ -34,7 +38,9 @@ _CORE_SCHEMA = {
 
 
 class _Loader1_1(yaml.SafeLoader):  # noqa: N801
-    """PyYAML's safe loader for mappings, lists and plain scalars, with limits; a key that stands twice is an error."""
+    """PyYAML's safe loader for mappings, lists and plain scalars, with limits; a key
+    that stands twice is an error.
+    """
 
     keys: tuple[type, ...] = (str,)
 
@@ -46,7 +52,8 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        anchor, outer = event.anchor, self._reached
+        anchor = event.anchor
+        outer = self._reached
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
             if anchor not in self._anchored:
@@ -57,8 +64,13 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
             return node
         self._anchored.pop(anchor, None)  # one of an earlier document
         if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
-            _refuse(event, "holds a character that is no text (NUL, or half of a pair)", "remove it")
-        before, self._reached = self._values, self._depth
+            _refuse(
+                event,
+                "holds a character that is no text (NUL, or half of a pair)",
+                "remove it",
+            )
+        before = self._values
+        self._reached = self._depth
         self._count(event, 1 + len(getattr(event, "value", "")) // 64, 1)
         self._depth += 1
         node = super().compose_node(parent, index)
@@ -86,24 +98,42 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
                 if key_node.tag != f"{_YAML}merge":
                     key = self.construct_object(key_node, deep=True)
                     if not isinstance(key, self.keys):
-                        _refuse(key_node, "is a key that is no word", "write it in quotes")
+                        _refuse(
+                            key_node, "is a key that is no word", "write it in quotes"
+                        )
                     if key in keys:
-                        _refuse(key_node, f"is the key `{key}`, which stands twice in one mapping", "remove one")
+                        _refuse(
+                            key_node,
+                            f"is the key `{key}`, which stands twice in one mapping",
+                            "remove one",
+                        )
                     keys.add(key)
         super().flatten_mapping(node)
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         """An integer that any consumer can write out again."""
-        value = self.construct_yaml_int(node) if len(node.value) <= 4 * _MOST_DIGITS else math.inf
+        value = (
+            self.construct_yaml_int(node)
+            if len(node.value) <= 4 * _MOST_DIGITS
+            else math.inf
+        )
         if not abs(value) < 10**_MOST_DIGITS:
-            _refuse(node, f"is a whole number of more than {_MOST_DIGITS} digits", "write a smaller number, or text")
+            _refuse(
+                node,
+                f"is a whole number of more than {_MOST_DIGITS} digits",
+                "write a smaller number, or text",
+            )
         return int(value)
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
         """A float; infinity only where it is written."""
         value = self.construct_yaml_float(node)
         if math.isinf(value) and "inf" not in node.value.lower():
-            _refuse(node, "is larger than any number here can be", "write a smaller number, or .inf")
+            _refuse(
+                node,
+                "is larger than any number here can be",
+                "write a smaller number, or .inf",
+            )
         return value
 
 
@@ -121,25 +151,36 @@ class _Loader1_2(_Loader1_1):  # noqa: N801
 
 def _refuse(where: Any, rule: str, fix: str) -> NoReturn:
     mark = where.start_mark
-    raise ConfigError(f"line {mark.line + 1}, column {mark.column + 1}", MISSING, rule, fix)
+    raise ConfigError(
+        f"line {mark.line + 1}, column {mark.column + 1}", MISSING, rule, fix
+    )
 
 
 for _tag, _pattern in _CORE_SCHEMA.items():
-    _Loader1_2.add_implicit_resolver(f"{_YAML}{_tag}", re.compile(rf"^(?:{_pattern})$"), None)
+    _Loader1_2.add_implicit_resolver(
+        f"{_YAML}{_tag}", re.compile(rf"^(?:{_pattern})$"), None
+    )
 _PLAIN = ("null", "bool", "str", "seq", "map", "timestamp")
 _Loader1_1.yaml_constructors = {
-    **{f"{_YAML}{_tag}": yaml.SafeLoader.yaml_constructors[f"{_YAML}{_tag}"] for _tag in _PLAIN},
+    **{
+        f"{_YAML}{_tag}": yaml.SafeLoader.yaml_constructors[f"{_YAML}{_tag}"]
+        for _tag in _PLAIN
+    },
     f"{_YAML}int": _Loader1_1.construct_whole,
     f"{_YAML}float": _Loader1_1.construct_number,
     None: yaml.SafeLoader.yaml_constructors[None],  # refuses any other tag
 }
 _Loader1_2.yaml_constructors = {
-    _tag: make for _tag, make in _Loader1_1.yaml_constructors.items() if _tag != f"{_YAML}timestamp"
+    _tag: make
+    for _tag, make in _Loader1_1.yaml_constructors.items()
+    if _tag != f"{_YAML}timestamp"
 }
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader1_2` reads: quotes the words that its schema would take for something else."""
+    """Writes what `_Loader1_2` reads: quotes the words that its schema would take for
+    something else.
+    """
 
     yaml_implicit_resolvers = _Loader1_2.yaml_implicit_resolvers
 
@@ -147,7 +188,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """In double quotes, which escape it, where a reader would fold what YAML 1.1 calls a line break."""
+        """In double quotes, which escape it, where a reader would fold what YAML 1.1
+        calls a line break.
+        """
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(f"{_YAML}str", text, style)
 
@@ -156,12 +199,16 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Read one YAML 1.2 document of plain data; `ConfigError` names file, line and problem."""
+    """Read one YAML 1.2 document of plain data; `ConfigError` names file, line and
+    problem.
+    """
     return _parse(_Loader1_2, _Loader1_2.get_single_data, text, source)
 
 
 def parse_documents(text: str, source: str) -> list[Any]:
-    """Read all YAML 1.1 documents of a text, as Ray and Kubernetes do; `ConfigError` as in parse_yaml."""
+    """Read all YAML 1.1 documents of a text, as Ray and Kubernetes do; `ConfigError` as
+    in parse_yaml.
+    """
     documents: list[Any] = _parse(_Loader1_1, _all_documents, text, source)
     return documents
 
@@ -173,9 +220,17 @@ def _all_documents(loader: _Loader1_1) -> list[Any]:
     return documents
 
 
-def _parse(loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, source: str) -> Any:
+def _parse(
+    loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, source: str
+) -> Any:
     if len(text) > LONGEST:
-        raise ConfigError("the file", MISSING, f"is longer than {LONGEST} characters", "write less in it", source)
+        raise ConfigError(
+            "the file",
+            MISSING,
+            f"is longer than {LONGEST} characters",
+            "write less in it",
+            source,
+        )
     try:
         return read(loader(text))
     except ConfigError as error:
@@ -184,54 +239,108 @@ def _parse(loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, sour
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
         problem = getattr(error, "problem", None) or first_line(error)
-        raise ConfigError(line, MISSING, f"is not YAML ({problem})", "fix the syntax there", source) from error
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # !!int on what is none
-        raise ConfigError("the file", MISSING, f"is not YAML ({error})", "fix or remove the tag", source) from error
+        raise ConfigError(
+            line, MISSING, f"is not YAML ({problem})", "fix the syntax there", source
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # !!int on what is none
+        raise ConfigError(
+            "the file",
+            MISSING,
+            f"is not YAML ({error})",
+            "fix or remove the tag",
+            source,
+        ) from error
 
 
 def read_text(path: Path, source: str) -> str:
     """Read a text file of this machine.
 
-    Raises FileNotFoundError, and ConfigError for what is no regular file (a pipe, a device), too long, or no text.
+    Raises FileNotFoundError, and ConfigError for what is no regular file (a pipe, a
+    device), too long, or no text.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError("the file", MISSING, "cannot be read (it is no regular file)", "name a file", source)
+            raise ConfigError(
+                "the file",
+                MISSING,
+                "cannot be read (it is no regular file)",
+                "name a file",
+                source,
+            )
         with path.open("rb") as file:
             return decode(file.read(LONGEST + 1), source)
     except (FileNotFoundError, ConfigError):
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError("the file", MISSING, f"cannot be read ({error})", "name another", source) from error
+        raise ConfigError(
+            "the file", MISSING, f"cannot be read ({error})", "name another", source
+        ) from error
 
 
 def decode(data: bytes, source: str) -> str:
     """Decode the content of a text file; ConfigError when it is none, or too long."""
     if len(data) > LONGEST:
-        raise ConfigError("the file", MISSING, f"is longer than {LONGEST} bytes", "write less in it", source)
+        raise ConfigError(
+            "the file",
+            MISSING,
+            f"is longer than {LONGEST} bytes",
+            "write less in it",
+            source,
+        )
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError("the file", MISSING, f"is not text ({error.reason})", "save it as UTF-8", source) from error
+        raise ConfigError(
+            "the file",
+            MISSING,
+            f"is not text ({error.reason})",
+            "save it as UTF-8",
+            source,
+        ) from error
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
     """Read a YAML document that must be a mapping of names."""
     tree = parse_yaml(text, source)
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ConfigError("the file", tree, "must be a mapping of names to values", "write `key: value` lines", source)
+        raise ConfigError(
+            "the file",
+            tree,
+            "must be a mapping of names to values",
+            "write `key: value` lines",
+            source,
+        )
     return tree
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
-    """Plain data as YAML 1.2 in the order given; ConfigError where it is more than can be read again."""
-    text: str = yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    """Plain data as YAML 1.2 in the order given; ConfigError where it is more than can
+    be read again.
+    """
+    text: str = yaml.dump(
+        dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
+    )
     if len(text.encode()) > LONGEST:
         rule = f"would fill a file of more than {LONGEST} bytes"
-        raise ConfigError("the configuration", MISSING, rule, "keep what is long in a file that the task reads")
+        raise ConfigError(
+            "the configuration",
+            MISSING,
+            rule,
+            "keep what is long in a file that the task reads",
+        )
     return text
 
 
 def dump_inline(value: Any) -> str:
     """Plain data as YAML 1.2 in flow style, for a sentence."""
-    return yaml.dump(value, Dumper=_Dumper, default_flow_style=True).removesuffix("...\n").strip()
+    return (
+        yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
+        .removesuffix("...\n")
+        .strip()
+    )

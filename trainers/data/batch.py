@@ -1,7 +1,8 @@
 """Batches: any nesting of tensors, what it holds, and how a dataset gives one.
 
-A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that is ready, as ArrowDataset has
-it), by torch's `__getitems__(indices)`, or by being a TensorDataset; any other is asked for a sample at a time.
+A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that
+is ready, as ArrowDataset has it), by torch's `__getitems__(indices)`, or by being a
+TensorDataset; any other is asked for a sample at a time.
 """
 
 import copy
@@ -16,29 +17,45 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, TensorDataset
 
 Batch = Any
-"""Any nesting of tensors (tuple, list, mapping, dataclass); as a rule their first dimension counts samples."""
+"""Any nesting of tensors (tuple, list, mapping, dataclass); as a rule their first
+dimension counts samples.
+"""
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch from a list of samples."""
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
-    """Return key and value of each item of a tuple, list, mapping or dataclass; None for a leaf."""
-    if isinstance(batch, PackedSequence):  # without `batch_sizes`, which torch wants on the host
-        return [(name, getattr(batch, name)) for name in ("data", "sorted_indices", "unsorted_indices")]
+    """Return key and value of each item of a tuple, list, mapping or dataclass; None
+    for a leaf.
+    """
+    if isinstance(
+        batch, PackedSequence
+    ):  # without `batch_sizes`, which torch wants on the host
+        return [
+            (name, getattr(batch, name))
+            for name in ("data", "sorted_indices", "unsorted_indices")
+        ]
     if isinstance(batch, (tuple, list)):
         return list(enumerate(batch))
     if isinstance(batch, Mapping):
         return list(batch.items())
     if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
-        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+        return [
+            (field.name, getattr(batch, field.name))
+            for field in dataclasses.fields(batch)
+        ]
     return None
 
 
 def leaves_of(batch: Batch) -> list[Any]:
     """Return all leaves of a nested batch, tensors and others, in order."""
     parts = parts_of(batch)
-    return [batch] if parts is None else [leaf for _, part in parts for leaf in leaves_of(part)]
+    return (
+        [batch]
+        if parts is None
+        else [leaf for _, part in parts for leaf in leaves_of(part)]
+    )
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -51,14 +68,17 @@ def num_samples(batch: Batch) -> int:
     for tensor in tensors_of(batch):
         if tensor.ndim:
             return tensor.shape[0]
-    raise ValueError("the batch has no tensor with a first dimension to count samples by: override `weight()`")
+    raise ValueError(
+        "the batch has no tensor with a first dimension to count samples by: override `weight()`"
+    )
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Apply `function` to every tensor and keep the nesting; other leaves stay as they are.
+    """Apply `function` to every tensor and keep the nesting; other leaves stay as they
+    are.
 
-    A mapping comes back as a copy of its own type with all that it holds beside its items (a BatchEncoding's
-    encodings); one that cannot be changed, as a dict.
+    A mapping comes back as a copy of its own type with all that it holds beside its
+    items (a BatchEncoding's encodings); one that cannot be changed, as a dict.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -70,15 +90,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return PackedSequence(batch_sizes=batch.batch_sizes, **dict(mapped))
     if isinstance(batch, (tuple, list)):
         values = [value for _, value in mapped]
-        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        return (
+            type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+        )
     if isinstance(batch, Mapping):
         return _with_items(batch, mapped)
     given = {field.name for field in dataclasses.fields(batch) if field.init}
-    return dataclasses.replace(batch, **{name: value for name, value in mapped if name in given})
+    return dataclasses.replace(
+        batch, **{name: value for name, value in mapped if name in given}
+    )
 
 
-def _with_items(mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
-    """Return a mapping like the given one with other values; constructors take what they like, and are not called."""
+def _with_items(
+    mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]
+) -> Mapping[Any, Any]:
+    """Return a mapping like the given one with other values; constructors take what
+    they like, and are not called.
+    """
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return dict(items)
     copied = copy.copy(mapping)
@@ -88,15 +116,26 @@ def _with_items(mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Map
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """Join batches of one nesting along the first dimension of every tensor; a single one is returned as it is."""
+    """Join batches of one nesting along the first dimension of every tensor; a single
+    one is returned as it is.
+    """
     if len(batches) == 1:
         return batches[0]
-    joined = iter([torch.cat(tensors) for tensors in zip(*(tensors_of(batch) for batch in batches), strict=True)])
+    joined = iter(
+        [
+            torch.cat(tensors)
+            for tensors in zip(*(tensors_of(batch) for batch in batches), strict=True)
+        ]
+    )
     return map_tensors(lambda _: next(joined), batches[0])
 
 
-def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate) -> Batch:
-    """Return one batch of a map-style dataset, a whole batch at a time where the dataset can."""
+def fetch(
+    dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
+) -> Batch:
+    """Return one batch of a map-style dataset, a whole batch at a time where the
+    dataset can.
+    """
     rows = np.asarray(indices, dtype=np.int64)
     if type(dataset) is TensorDataset:  # not a subclass, which may give something else
         chosen = torch.from_numpy(rows)
@@ -107,5 +146,7 @@ def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
     numbers: list[int] = rows.tolist()
     if not hasattr(dataset, "__getitems__"):
         return collate([dataset[number] for number in numbers])
-    fetched = dataset.__getitems__(numbers)  # a list of samples (torch's protocol) or, faster, a batch that is ready
+    fetched = dataset.__getitems__(
+        numbers
+    )  # a list of samples (torch's protocol) or, faster, a batch that is ready
     return collate(fetched) if isinstance(fetched, list) else fetched

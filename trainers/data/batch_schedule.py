@@ -1,9 +1,12 @@
-"""The batch size of each step: the one place that turns a number of samples into steps, and steps into samples.
+"""The batch size of each step: the one place that turns a number of samples into steps,
+and steps into samples.
 
-A size holds until a number of samples of the whole run, over all its epochs and ranks. An epoch is cut into steps of
-the size of their first sample. A step that would pass the end of an epoch, or the number at which the size changes,
-ends there, so both lie where they were asked for. With `drop_last` no step is short: the samples that are left of an
-epoch are left out of it (and of the count), and a size changes with the first step that begins at its number or after.
+A size holds until a number of samples of the whole run, over all its epochs and ranks.
+An epoch is cut into steps of the size of their first sample. A step that would pass the
+end of an epoch, or the number at which the size changes, ends there, so both lie where
+they were asked for. With `drop_last` no step is short: the samples that are left of an
+epoch are left out of it (and of the count), and a size changes with the first step that
+begins at its number or after.
 """
 
 from bisect import bisect_right
@@ -13,7 +16,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 Sizes = Sequence[tuple[int | None, int]]
-"""Batch sizes in order, each with the samples of the run until which it holds; the last one holds to the end (None)."""
+"""Batch sizes in order, each with the samples of the run until which it holds; the last
+one holds to the end (None).
+"""
 ENDLESS = 2**62
 """Samples of an epoch that is longer than any run."""
 
@@ -62,15 +67,19 @@ class _Epochs:
 
 
 class BatchSchedule:
-    """Steps and samples of a run whose batch size changes at given numbers of samples, or never.
+    """Steps and samples of a run whose batch size changes at given numbers of samples,
+    or never.
 
     Every answer takes the same time, however far away a step is.
     """
 
-    def __init__(self, sizes: int | Sizes, length: int, drop_last: bool = False) -> None:
+    def __init__(
+        self, sizes: int | Sizes, length: int, drop_last: bool = False
+    ) -> None:
         """`length`: samples of an epoch."""
         self.sizes: Sizes = [(None, sizes)] if isinstance(sizes, int) else list(sizes)
-        self.length, self.drop_last = length, drop_last
+        self.length = length
+        self.drop_last = drop_last
         self._ends = [until for until, _ in self.sizes[:-1] if until is not None]
         self._runs = list(self._lay_out())
 
@@ -80,7 +89,9 @@ class BatchSchedule:
         return len(self.sizes) > 1
 
     def size_at(self, sample: int) -> int:
-        """Return the batch size of a step whose first sample has this number in the run, from 0."""
+        """Return the batch size of a step whose first sample has this number in the
+        run, from 0.
+        """
         return self.sizes[bisect_right(self._ends, sample)][1]
 
     def size(self, step: int) -> int:
@@ -97,10 +108,16 @@ class BatchSchedule:
         """Return how many samples the run has trained before a step."""
         epoch, index = self.place(step)
         run = self._run_of(epoch)
-        return run.sample + (epoch - run.epoch) * run.samples + self.bounds(epoch, index)[0]
+        return (
+            run.sample
+            + (epoch - run.epoch) * run.samples
+            + self.bounds(epoch, index)[0]
+        )
 
     def step_at(self, sample: int) -> int:
-        """Return the first step before which the run has trained at least so many samples."""
+        """Return the first step before which the run has trained at least so many
+        samples.
+        """
         run = self._runs[bisect_right(self._runs, sample, key=attrgetter("sample")) - 1]
         epochs, within = divmod(sample - run.sample, run.samples)
         before = run.step + epochs * run.steps
@@ -110,7 +127,9 @@ class BatchSchedule:
         return before + stretch.index - (stretch.start - within) // stretch.size
 
     def epochs(self, step: int) -> float:
-        """Return how many epochs are done before a step, with the part of the last one, by its steps."""
+        """Return how many epochs are done before a step, with the part of the last one,
+        by its steps.
+        """
         run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]
         return run.epoch + (step - run.step) / run.steps
 
@@ -124,7 +143,9 @@ class BatchSchedule:
         return self._run_of(epoch).steps
 
     def bounds(self, epoch: int, index: int) -> tuple[int, int]:
-        """Return the places in the epoch of a step's first sample, and of the one after its last."""
+        """Return the places in the epoch of a step's first sample, and of the one after
+        its last.
+        """
         stretch = self._stretch(self._run_of(epoch), index, "index")
         start = stretch.start + (index - stretch.index) * stretch.size
         return start, min(start + stretch.size, stretch.stop)
@@ -137,7 +158,9 @@ class BatchSchedule:
             if until is None or step is None or step >= last_step:
                 told.append(f"{size} to the end")
                 break
-            told.append(f"{size} until {until:,} samples (step {step:,}, epoch {self.epochs(step):.4g})")
+            told.append(
+                f"{size} until {until:,} samples (step {step:,}, epoch {self.epochs(step):.4g})"
+            )
         return ", then ".join(told)
 
     def _run_of(self, epoch: int) -> _Epochs:
@@ -157,17 +180,27 @@ class BatchSchedule:
             number = bisect_right(self._ends, sample)
             if number == len(self._ends) or not run.steps:
                 return
-            # As many as lie wholly before the size changes; else the one in which it does.
-            count = max(1, (self._ends[number] - sample - self.length) // run.samples + 1)
-            epoch, step, sample = epoch + count, step + count * run.steps, sample + count * run.samples
+            # As many as lie wholly before the size changes; else the one in which it
+            # does.
+            count = max(
+                1, (self._ends[number] - sample - self.length) // run.samples + 1
+            )
+            epoch = epoch + count
+            step = step + count * run.steps
+            sample = sample + count * run.samples
 
     def _cut(self, sample: int) -> Iterator[_Stretch]:
         """Cut an epoch before which the run has trained so many samples."""
         index = start = 0
         while start < self.length:
             number = bisect_right(self._ends, sample + start)
-            size, room = self.sizes[number][1], self.length - start
-            left = room if number == len(self._ends) else min(room, self._ends[number] - sample - start)
+            size = self.sizes[number][1]
+            room = self.length - start
+            left = (
+                room
+                if number == len(self._ends)
+                else min(room, self._ends[number] - sample - start)
+            )
             steps = -(-left // size)
             if self.drop_last:
                 steps = min(steps, room // size)
@@ -175,4 +208,5 @@ class BatchSchedule:
             if not steps:
                 return
             yield _Stretch(index, start, start + left, size)
-            index, start = index + steps, start + left
+            index = index + steps
+            start = start + left

@@ -1,5 +1,5 @@
-"""Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader and
-copied one ahead on a stream of their own.
+"""Batches on the device: resident tensors that are indexed there, or whole batches
+fetched here or by a DataLoader and copied one ahead on a stream of their own.
 """
 
 from __future__ import annotations
@@ -16,20 +16,33 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
-from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
+from trainers.data.batch import (
+    Batch,
+    Collate,
+    Rows,
+    concatenate,
+    fetch,
+    leaves_of,
+    map_tensors,
+)
 from trainers.data.held import are_same, held_by
 from trainers.data.stream import Rereadable, Stream
 from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
 
-_RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
+# of the device's memory, over all workers of the device: leaves the rest to training
+_RESIDENT_SHARE = 0.1
 _END = object()
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
-_copy_stream = functools.cache(torch.cuda.Stream)  # one of a device: torch keeps the memory of every stream apart
+_copy_stream = functools.cache(
+    torch.cuda.Stream
+)  # one of a device: torch keeps the memory of every stream apart
 
 
 class _Asked:
-    """What a DataLoader with persistent workers reads anew each epoch: the batches that are asked for then."""
+    """What a DataLoader with persistent workers reads anew each epoch: the batches that
+    are asked for then.
+    """
 
     def __init__(self) -> None:
         self.batches: Iterable[tuple[Rows, int | None]] = ()
@@ -39,29 +52,36 @@ class _Asked:
 
 
 class _WholeBatches(Dataset[Any]):
-    """What the DataLoader reads in place of a dataset: an index is an array of rows (and a seed for what is drawn), an
-    item a batch to be pinned.
+    """What the DataLoader reads in place of a dataset: an index is an array of rows
+    (and a seed for what is drawn), an item a batch to be pinned.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
-        self.dataset, self.collate = dataset, collate
+        self.dataset = dataset
+        self.collate = collate
 
     def __getitem__(self, asked: tuple[Rows, int | None]) -> Pinnable:
         rows, seed = asked
         if seed is not None:
             seed_host(seed)
         batch = fetch(self.dataset, rows, self.collate)
-        return Pinnable(batch, self.dataset.send() if isinstance(self.dataset, Stream) else None)
+        return Pinnable(
+            batch, self.dataset.send() if isinstance(self.dataset, Stream) else None
+        )
 
 
 def _leave_signals_to_parent(number: int) -> None:
-    """A terminal sends Ctrl-C to the loader's processes, too, while the loop writes its last checkpoint."""
+    """A terminal sends Ctrl-C to the loader's processes, too, while the loop writes its
+    last checkpoint.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Feed:
-    """Batches of one split on the device, in the order of the index tensors that it is asked for."""
+    """Batches of one split on the device, in the order of the index tensors that it is
+    asked for.
+    """
 
     def __init__(
         self,
@@ -74,11 +94,16 @@ class Feed:
         sharers: int,
         seed: int,
     ) -> None:
-        """`transform` gets each batch on the device, and whether it is for training; None leaves batches as they are.
+        """`transform` gets each batch on the device, and whether it is for training;
+        None leaves batches as they are.
 
-        `sharers` is how many workers share the device's memory (those of one host, on a CPU).
+        `sharers` is how many workers share the device's memory (those of one host, on a
+        CPU).
         """
-        self.dataset, self.device, self._collate, self._transform = dataset, device, collate, transform
+        self.dataset = dataset
+        self.device = device
+        self._collate = collate
+        self._transform = transform
         self.beat: Callable[[], None] = lambda: None
         """Called for every batch: the loop's sign of life."""
         self.most: int | None = None
@@ -88,12 +113,28 @@ class Feed:
         self._copied = held_by(dataset, collate)
         """What was copied to the device, or to the loader's processes."""
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._source, self._asked = _WholeBatches(dataset, collate), _Asked()
-        self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
-        if self._pins and self.resident is None and not torch.accelerator.is_available():
-            warnings.warn("`data.pin_memory` is true, but there is no accelerator: memory is not pinned", stacklevel=2)
+        self._source = _WholeBatches(dataset, collate)
+        self._asked = _Asked()
+        self._pins = (
+            config.pin_memory
+            if isinstance(config.pin_memory, bool)
+            else device.type == "cuda"
+        )
+        if (
+            self._pins
+            and self.resident is None
+            and not torch.accelerator.is_available()
+        ):
+            warnings.warn(
+                "`data.pin_memory` is true, but there is no accelerator: memory is not pinned",
+                stacklevel=2,
+            )
             self._pins = False
-        self._loader = self._make_loader(config, seed) if self.resident is None and config.num_workers > 0 else None
+        self._loader = (
+            self._make_loader(config, seed)
+            if self.resident is None and config.num_workers > 0
+            else None
+        )
 
     def _make_loader(self, config: DataConfig, seed: int) -> DataLoader[Any]:
         one_process = isinstance(self.dataset, (Stream, Rereadable))
@@ -113,35 +154,62 @@ class Feed:
         if not hasattr(self.dataset, "__len__"):
             if config.resident is True:
                 rule = "needs data of a known size, which a stream has not"
-                raise ConfigError("data.resident", True, rule, "set `data.resident: false`")
+                raise ConfigError(
+                    "data.resident", True, rule, "set `data.resident: false`"
+                )
             return None
         length = len(self.dataset)
-        if config.resident is False or length == 0 or (config.resident == "auto" and config.num_workers > 0):
+        if (
+            config.resident is False
+            or length == 0
+            or (config.resident == "auto" and config.num_workers > 0)
+        ):
             return None
-        data: Batch = self.dataset.tensors if type(self.dataset) is TensorDataset else None
+        data: Batch = (
+            self.dataset.tensors if type(self.dataset) is TensorDataset else None
+        )
         if config.resident == "auto":
-            wanted = sharers * sum(tensor.numel() * tensor.element_size() for tensor in data or ())
-            if data is None or wanted > _RESIDENT_SHARE * total_memory_bytes(self.device):
+            wanted = sharers * sum(
+                tensor.numel() * tensor.element_size() for tensor in data or ()
+            )
+            if data is None or wanted > _RESIDENT_SHARE * total_memory_bytes(
+                self.device
+            ):
                 return None
         if data is None:
             rows = torch.arange(length).split(_FETCH)
-            data = concatenate([fetch(self.dataset, some.numpy(), self._collate) for some in rows])
-        if not all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length for leaf in leaves_of(data)):
+            data = concatenate(
+                [fetch(self.dataset, some.numpy(), self._collate) for some in rows]
+            )
+        if not all(
+            isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length
+            for leaf in leaves_of(data)
+        ):
             rule = f"needs data that is nothing but tensors of {length} samples each"
-            raise ConfigError("data.resident", config.resident, rule, "set `data.resident: false`")
+            raise ConfigError(
+                "data.resident", config.resident, rule, "set `data.resident: false`"
+            )
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def batches(
-        self, microbatches: Iterable[Tensor], training: bool, seeds: Iterable[int] | None = None
+        self,
+        microbatches: Iterable[Tensor],
+        training: bool,
+        seeds: Iterable[int] | None = None,
     ) -> Iterator[Batch]:
-        """Yield one transformed batch on the device for each int64 index tensor, in order.
+        """Yield one transformed batch on the device for each int64 index tensor, in
+        order.
 
-        With `seeds`, one a batch, what a loader's process draws for a batch follows from its own alone; in evaluation
-        so does what is drawn here.
+        With `seeds`, one a batch, what a loader's process draws for a batch follows
+        from its own alone; in evaluation so does what is drawn here.
         """
         self._renew()
         resident = self.resident is not None
-        source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches, seeds)
+        source = (
+            self._resident_batches(microbatches)
+            if resident
+            else self._loaded_batches(microbatches, seeds)
+        )
         for seed in itertools.repeat(None) if training or seeds is None else seeds:
             if seed is not None:
                 seed_device(seed, self.device)
@@ -160,15 +228,21 @@ class Feed:
             return
         rows = torch.cat(batches)
         # One copy for the whole epoch, which waits for no step of the one before.
-        rows = (rows.pin_memory() if self._pins else rows).to(self.device, non_blocking=self._pins)
+        rows = (rows.pin_memory() if self._pins else rows).to(
+            self.device, non_blocking=self._pins
+        )
         for indices in rows.split([len(indices) for indices in batches]):
-            yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
+            yield map_tensors(functools.partial(_rows, indices), self.resident)
 
-    def _loaded_batches(self, microbatches: Iterable[Tensor], seeds: Iterable[int] | None) -> Iterator[Batch]:
+    def _loaded_batches(
+        self, microbatches: Iterable[Tensor], seeds: Iterable[int] | None
+    ) -> Iterator[Batch]:
         rows: Iterator[Rows] = (indices.numpy() for indices in microbatches)
         host: Iterator[Batch]
         if self._loader is not None:
-            self._asked.batches = zip(rows, itertools.repeat(None) if seeds is None else seeds, strict=False)
+            self._asked.batches = zip(
+                rows, itertools.repeat(None) if seeds is None else seeds, strict=False
+            )
             host = map(self._taken, self._loader)
         else:
             host = (self._taken(self._source[at, None]) for at in rows)
@@ -177,8 +251,8 @@ class Feed:
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def _renew(self) -> None:
-        """Copy the dataset anew where the task has changed it, or what its collate goes by, since it was copied to the
-        device or to the loader's processes.
+        """Copy the dataset anew where the task has changed it, or what its collate goes
+        by, since it was copied to the device or to the loader's processes.
         """
         if isinstance(self.dataset, (Stream, Rereadable)):  # read in one place
             return
@@ -200,10 +274,13 @@ class Feed:
     def close(self) -> None:
         """End the loader's processes."""
         self._end_processes()
-        self._loader, self.resident = None, None
+        self._loader = None
+        self.resident = None
 
     def _end_processes(self) -> None:
-        """End the loader's processes; it starts others when it is asked for batches again."""
+        """End the loader's processes; it starts others when it is asked for batches
+        again.
+        """
         iterator = getattr(self._loader, "_iterator", None)
         if self._loader is not None and iterator is not None:
             iterator._shutdown_workers()
@@ -211,36 +288,54 @@ class Feed:
 
 
 class Pinnable:
-    """A batch that a DataLoader pins right: torch skips dataclasses, and in some versions makes lists of tuples."""
+    """A batch that a DataLoader pins right: torch skips dataclasses, and in some
+    versions makes lists of tuples.
+    """
 
     def __init__(self, batch: Batch, beside: Any = None) -> None:
-        self.batch, self.beside = batch, beside
+        self.batch = batch
+        self.beside = beside
 
     def pin_memory(self) -> Pinnable:
         """Return the same batch in page-locked memory (torch's protocol)."""
         return Pinnable(
-            map_tensors(lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor, self.batch), self.beside
+            map_tensors(
+                lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor,
+                self.batch,
+            ),
+            self.beside,
         )
 
 
 class Copies:
-    """Copies on a CUDA stream of their own. Neither method waits for the device when the memory is page-locked."""
+    """Copies on a CUDA stream of their own.
+
+    Neither method waits for the device when the memory is page-locked.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, _copy_stream(device)
+        self._device = device
+        self._stream = _copy_stream(device)
 
     def begin(self, batch: Batch) -> Batch:
         """Return the batch on the device, before its copy is done."""
         with torch.cuda.stream(self._stream):
-            return map_tensors(lambda t: t.to(self._device, non_blocking=True) if _strided(t) else t, batch)
+            return map_tensors(
+                lambda t: t.to(self._device, non_blocking=True) if _strided(t) else t,
+                batch,
+            )
 
     def hand_over(self, batch: Batch) -> Batch:
-        """Return what `begin` gave, from now on safe to use (and to free) in the stream that computes."""
+        """Return what `begin` gave, from now on safe to use (and to free) in the stream
+        that computes.
+        """
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
 
         def settle(tensor: Tensor) -> Tensor:
-            if not _strided(tensor):  # sparse or jagged: record_stream does not know them
+            if not _strided(
+                tensor
+            ):  # sparse or jagged: record_stream does not know them
                 return tensor.to(self._device)
             tensor.record_stream(computing)  # type: ignore[no-untyped-call, unused-ignore]
             return tensor
@@ -252,12 +347,14 @@ def _strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def to_device(batches: Iterator[Batch], device: torch.device, ahead: bool) -> Iterator[Batch]:
+def to_device(
+    batches: Iterator[Batch], device: torch.device, ahead: bool
+) -> Iterator[Batch]:
     """Return the same batches on `device`, in order; on a CPU the very same iterator.
 
-    `ahead`: the copy of the next batch begins before the one at hand is given out. Right where other processes load
-    it; a batch that is made in this process may draw random numbers, which must not happen before a checkpoint of
-    the step at hand.
+    `ahead`: the copy of the next batch begins before the one at hand is given out.
+    Right where other processes load it; a batch that is made in this process may draw
+    random numbers, which must not happen before a checkpoint of the step at hand.
     """
     if device.type == "cpu":
         return batches
@@ -274,6 +371,12 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
         return
     coming = next(begun, _END)
     while coming is not _END:
-        ready = copies.hand_over(coming)  # waits for this batch's copy alone: the next one's is not in the stream yet
+        ready = copies.hand_over(
+            coming
+        )  # waits for this batch's copy alone: the next one's is not in the stream yet
         coming = next(begun, _END)
         yield ready
+
+
+def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
+    return tensor.index_select(0, indices)

@@ -11,7 +11,8 @@ import numpy as np
 from torch import Tensor, nn
 
 _DEEPEST = 6
-"""Objects in objects: a subset, its dataset, its transforms, one of them, its settings."""
+"""Objects in objects: a subset, its dataset, its transforms, one of them, its settings.
+"""
 _MOST = 10_000
 _MOST_OF_ONE = 100
 _SMALL_BYTES = 1 << 20
@@ -19,17 +20,23 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 def held_by(*things: Any) -> list[Any]:
-    """Return the things, their attributes and items, and those of these; and of tensors how often they were written to.
+    """Return the things, their attributes and items, and those of these; and of tensors
+    how often they were written to.
 
-    Of models, classes and modules nothing but themselves; nothing of what a function or a large array holds.
+    Of models, classes and modules nothing but themselves; nothing of what a function or
+    a large array holds.
     """
-    return list(islice(chain.from_iterable(_held(thing, _DEEPEST) for thing in things), _MOST))
+    return list(
+        islice(chain.from_iterable(_held(thing, _DEEPEST) for thing in things), _MOST)
+    )
 
 
 def are_same(before: list[Any], now: list[Any]) -> bool:
     """Whether nothing of what `held_by` gave has changed."""
     pairs = zip(before, now, strict=False)
-    return len(before) == len(now) and all(a is b or (isinstance(a, _PLAIN) and a == b) for a, b in pairs)
+    return len(before) == len(now) and all(
+        a is b or (isinstance(a, _PLAIN) and a == b) for a, b in pairs
+    )
 
 
 def _held(thing: Any, deeper: int) -> Iterator[Any]:
@@ -40,7 +47,11 @@ def _held(thing: Any, deeper: int) -> Iterator[Any]:
         yield hash(thing.tobytes())
     if not deeper or isinstance(thing, (*_PLAIN, Tensor, nn.Module, type, ModuleType)):
         return
-    items: Any = thing.__self__.__dict__ if inspect.ismethod(thing) else getattr(thing, "__dict__", ())
+    items: Any = (
+        thing.__self__.__dict__
+        if inspect.ismethod(thing)
+        else getattr(thing, "__dict__", ())
+    )
     if isinstance(thing, (list, tuple, dict)):
         items = thing
         with contextlib.suppress(Exception):  # where something in it is not hashable

@@ -1,4 +1,6 @@
-"""The order of an epoch's samples where a task gives a sampler: a function of seed and epoch, on every rank alike."""
+"""The order of an epoch's samples where a task gives a sampler: a function of seed and
+epoch, on every rank alike.
+"""
 
 import hashlib
 import operator
@@ -20,22 +22,35 @@ _WINDOW_BATCHES = 50
 class Drawn:
     """The samples that a sampler draws, epoch by epoch.
 
-    It is asked under the run's seed and the epoch, so what it draws from Python's, numpy's or torch's own generator, or
-    from a torch generator that it has as `generator`, is the same on every rank and after a resume; `set_epoch` is
-    called where it has one. The caller's random state stays as it is.
+    It is asked under the run's seed and the epoch, so what it draws from Python's,
+    numpy's or torch's own generator, or from a torch generator that it has as
+    `generator`, is the same on every rank and after a resume; `set_epoch` is called
+    where it has one. The caller's random state stays as it is.
     """
 
-    def __init__(self, sampler: Iterable[int], num_samples: int, seed: int, device: torch.device) -> None:
-        self._sampler, self._num_samples, self._seed, self._device = sampler, num_samples, seed, device
+    def __init__(
+        self, sampler: Iterable[int], num_samples: int, seed: int, device: torch.device
+    ) -> None:
+        self._sampler = sampler
+        self._num_samples = num_samples
+        self._seed = seed
+        self._device = device
         self.name = type(sampler).__name__
         order = self(0)
         self.length = len(order)
         if not torch.equal(order, self(0)):
-            fix = "draw from torch's global generator, or from one that `set_epoch` seeds"
-            raise self._refused("gives another order when it is asked again for the same epoch", fix)
+            fix = (
+                "draw from torch's global generator, or from one that `set_epoch` seeds"
+            )
+            raise self._refused(
+                "gives another order when it is asked again for the same epoch", fix
+            )
 
     def __call__(self, epoch: int) -> Tensor:
-        """int64 [n]: the samples of an epoch, in order. Raises ConfigError for what is no sample of the dataset."""
+        """int64 [n]: the samples of an epoch, in order.
+
+        Raises ConfigError for what is no sample of the dataset.
+        """
         kept = get_rng_state(self._device)
         sampler: Any = self._sampler
         try:
@@ -44,9 +59,13 @@ class Drawn:
                 sampler.generator.manual_seed(self._seed + epoch)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            order = torch.from_numpy(np.fromiter(map(operator.index, sampler), np.int64))
+            order = torch.from_numpy(
+                np.fromiter(map(operator.index, sampler), np.int64)
+            )
         except (TypeError, OverflowError) as error:
-            raise self._refused(f"must give whole numbers, a sample each: {error}", "no batches of them") from error
+            raise self._refused(
+                f"must give whole numbers, a sample each: {error}", "no batches of them"
+            ) from error
         finally:
             set_rng_state(kept, self._device)
         if not len(order):
@@ -69,13 +88,16 @@ def digest(order: Tensor) -> str:
 
 
 class GroupedByLength(Sampler[int]):
-    """Batches of samples of about one length, which need little padding, in random order.
+    """Batches of samples of about one length, which need little padding, in random
+    order.
 
-    `lengths`: of all samples. Of 50 batches at a time the samples are sorted; a last batch that is short stays last.
+    `lengths`: of all samples. Of 50 batches at a time the samples are sorted; a last
+    batch that is short stays last.
     """
 
     def __init__(self, lengths: Sequence[int] | Tensor, batch_size: int) -> None:
-        self._lengths, self._batch_size = torch.as_tensor(lengths), batch_size
+        self._lengths = torch.as_tensor(lengths)
+        self._batch_size = batch_size
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -83,7 +105,12 @@ class GroupedByLength(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         size = self._batch_size
         windows = torch.randperm(len(self)).split(_WINDOW_BATCHES * size)
-        order = torch.cat([window[self._lengths[window].argsort(descending=True, stable=True)] for window in windows])
+        order = torch.cat(
+            [
+                window[self._lengths[window].argsort(descending=True, stable=True)]
+                for window in windows
+            ]
+        )
         batches = order.split(size)
         whole = len(self) // size
         shuffled = [batches[number] for number in torch.randperm(whole).tolist()]

@@ -1,8 +1,9 @@
-"""Which samples belong to which step: a function of seed, epoch and batch sizes, never of the machines.
+"""Which samples belong to which step: a function of seed, epoch and batch sizes, never
+of the machines.
 
-Epoch e is one order, by default a seeded permutation; step t takes its next samples, as many as
-trainers/data/batch_schedule.py says; ranks and microbatches only split that set. So a run goes on mid-epoch on another
-number of workers and uses the same samples.
+Epoch e is one order, by default a seeded permutation; step t takes its next samples, as
+many as trainers/data/batch_schedule.py says; ranks and microbatches only split that
+set. So a run goes on mid-epoch on another number of workers and uses the same samples.
 """
 
 from collections.abc import Sized
@@ -18,8 +19,8 @@ from trainers.data.order import Drawn, digest
 class StepSampler(DistributedSampler[int]):
     """A torch DistributedSampler that also deals samples out by step.
 
-    Iterating it gives what torch's class gives (padded, interleaved); `share` gives steps without padding.
-    Call `set_epoch` before each epoch.
+    Iterating it gives what torch's class gives (padded, interleaved); `share` gives
+    steps without padding. Call `set_epoch` before each epoch.
     """
 
     def __init__(
@@ -35,14 +36,19 @@ class StepSampler(DistributedSampler[int]):
         drawn: Drawn | None = None,
         of_stream: bool = False,
     ) -> None:
-        """`num_replicas` and `rank` default to the process group's, as in torch's class. `global_batch_size` may be
-        several sizes that follow one another.
+        """`num_replicas` and `rank` default to the process group's, as in torch's
+        class.
 
-        `drawn`: steps are dealt out of its orders instead; it may give a sample twice, or never. With `of_stream` the
-        samples are dealt out as they come, and the length is that of the run.
+        `global_batch_size` may be several sizes that follow one another.
+
+        `drawn`: steps are dealt out of its orders instead; it may give a sample twice,
+        or never. With `of_stream` the samples are dealt out as they come, and the
+        length is that of the run.
         """
         if not isinstance(dataset, Sized):
-            raise TypeError("the training dataset has no length: Paceline needs a map-style dataset (`__len__`)")
+            raise TypeError(
+                "the training dataset has no length: Paceline needs a map-style dataset (`__len__`)"
+            )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.drawn = drawn
         self.length = len(dataset) if drawn is None else drawn.length
@@ -61,8 +67,8 @@ class StepSampler(DistributedSampler[int]):
         return self.batches.steps_in(self.epoch)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """int64 [stop - start]: this epoch's samples from one place to another, the same on every rank and not to be
-        changed.
+        """int64 [stop - start]: this epoch's samples from one place to another, the
+        same on every rank and not to be changed.
         """
         if self.drawn is None and not self.shuffle:
             return torch.arange(start, min(stop, self.length))
@@ -70,13 +76,17 @@ class StepSampler(DistributedSampler[int]):
             if self.drawn is not None:
                 order = self.drawn(self.epoch)
             else:
-                generator = torch.Generator().manual_seed(self.seed + self.epoch)  # as torch's class seeds it
+                generator = torch.Generator().manual_seed(
+                    self.seed + self.epoch
+                )  # as torch's class seeds it
                 order = torch.randperm(self.length, generator=generator)
             self._permutation = (self.epoch, order)
         return self._permutation[1][start:stop]
 
     def name(self) -> str:
-        """What this epoch's order is, for a checkpoint: a run that goes on must go on in it."""
+        """What this epoch's order is, for a checkpoint: a run that goes on must go on
+        in it.
+        """
         if self._of_stream:
             return "stream"
         if self.drawn is not None:
@@ -89,33 +99,49 @@ class StepSampler(DistributedSampler[int]):
         return stop - start
 
     def share(self, step: int) -> Tensor:
-        """int64 [n]: this rank's samples of a step; n differs by at most one between ranks and may be 0."""
+        """int64 [n]: this rank's samples of a step; n differs by at most one between
+        ranks and may be 0.
+        """
         start, stop = self.batches.bounds(self.epoch, step)
         size = stop - start
-        first, last = size * self.rank // self.num_replicas, size * (self.rank + 1) // self.num_replicas
+        first = size * self.rank // self.num_replicas
+        last = size * (self.rank + 1) // self.num_replicas
         return self.rows(start + first, start + last)
 
     def anchor(self, step: int) -> Tensor:
-        """int64 [1]: a sample of the step, for a rank without a share to take part with at weight zero."""
+        """int64 [1]: a sample of the step, for a rank without a share to take part with
+        at weight zero.
+        """
         start, _ = self.batches.bounds(self.epoch, step)
         return self.rows(start, start + 1)
 
-    def plan(self, step: int, microbatch_size: int, even: bool = False) -> tuple[list[Tensor], list[int]]:
-        """Return this rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.
+    def plan(
+        self, step: int, microbatch_size: int, even: bool = False
+    ) -> tuple[list[Tensor], list[int]]:
+        """Return this rank's microbatches of a step, and how many samples each of them
+        counts: 0 for an anchor.
 
         `even`: as many on every rank, for a model whose forward is a collective.
         """
         share = self.share(step)
         largest = -(-self.step_size(step) // self.num_replicas) if even else len(share)
         chunks = split_share(share, microbatch_size, largest)
-        idle = share[-1:] if len(share) else self.anchor(step)  # no row before its own: a stream only goes forward
-        return [chunk if len(chunk) else idle for chunk in chunks], [len(chunk) for chunk in chunks]
+        idle = (
+            share[-1:] if len(share) else self.anchor(step)
+        )  # no row before its own: a stream only goes forward
+        return [chunk if len(chunk) else idle for chunk in chunks], [
+            len(chunk) for chunk in chunks
+        ]
 
 
-def split_share(share: Tensor, microbatch_size: int, largest: int | None = None) -> list[Tensor]:
-    """Split a share into as few microbatches as fit, of sizes that differ by at most one (so none is tiny).
+def split_share(
+    share: Tensor, microbatch_size: int, largest: int | None = None
+) -> list[Tensor]:
+    """Split a share into as few microbatches as fit, of sizes that differ by at most
+    one (so none is tiny).
 
-    With `largest`, into as many as a share of that many samples needs; some may then be empty.
+    With `largest`, into as many as a share of that many samples needs; some may then be
+    empty.
     """
     count = max(1, -(-(len(share) if largest is None else largest) // microbatch_size))
     return [share] if count == 1 else list(torch.tensor_split(share, count))

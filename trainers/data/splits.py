@@ -1,7 +1,8 @@
-"""Whether both splits are what they are taken for: the same on every rank, and no training sample in validation.
+"""Whether both splits are what they are taken for: the same on every rank, and no
+training sample in validation.
 
-Only what costs little is looked at: the rows of a Subset, the bytes of a small TensorDataset, the first samples of
-others.
+Only what costs little is looked at: the rows of a Subset, the bytes of a small
+TensorDataset, the first samples of others.
 """
 
 from typing import Any
@@ -27,9 +28,14 @@ _FIX = "draw from a generator with a seed of its own, which follows from `split`
 
 
 def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
-    """Raise ConfigError where a split has other rows on another rank. Every rank must call it."""
+    """Raise ConfigError where a split has other rows on another rank.
+
+    Every rank must call it.
+    """
     if len(set(group.gather(_name(dataset)))) > 1:
-        raise ConfigError(f'dataset("{split}")', MISSING, "has other rows on each rank", _FIX)
+        raise ConfigError(
+            f'dataset("{split}")', MISSING, "has other rows on each rank", _FIX
+        )
 
 
 def _name(dataset: Any) -> str:
@@ -51,14 +57,17 @@ def _rows_of_table(dataset: Any) -> tuple[Any, Rows]:
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
     """The tensors of a small TensorDataset; None of anything else."""
-    if type(dataset) is not TensorDataset or sum(tensor.nbytes for tensor in dataset.tensors) > _SMALL_BYTES:
+    if (
+        type(dataset) is not TensorDataset
+        or sum(tensor.nbytes for tensor in dataset.tensors) > _SMALL_BYTES
+    ):
         return None
     return dataset.tensors
 
 
 def check_apart(train: Any, val: Any) -> ConfigError | str | None:
-    """Return a warning where validation samples are training samples, and what to raise where each split is a part of
-    one table that was drawn by itself.
+    """Return a warning where validation samples are training samples, and what to raise
+    where each split is a part of one table that was drawn by itself.
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
@@ -82,27 +91,47 @@ def _alike(one: Any, other: Any) -> bool:
     """Whether two datasets have the same samples, by the first ones."""
     if one is other:
         return True
-    return type(one) is type(other) and len(one) == len(other) and _first(one) == _first(other)
+    return (
+        type(one) is type(other)
+        and len(one) == len(other)
+        and _first(one) == _first(other)
+    )
 
 
 def _first(dataset: Any) -> list[str]:
     with drawn_alike():
-        return [digest(fetch(dataset, [row], list)) for row in range(min(_FEW, len(dataset)))]
+        return [
+            digest(fetch(dataset, [row], list))
+            for row in range(min(_FEW, len(dataset)))
+        ]
 
 
 def _common(train: Any, val: Any) -> int:
     """How many samples of `val` are in `train`, where that is more than chance."""
-    known, asked = _tensors(train), _tensors(val)
+    known = _tensors(train)
+    asked = _tensors(val)
     if known is None or asked is None:
         first = _first(val)
-        return len(first) if len(set(first)) > 1 and first == _first(train)[: len(first)] else 0
+        return (
+            len(first)
+            if len(set(first)) > 1 and first == _first(train)[: len(first)]
+            else 0
+        )
     rows = _rows(asked)
-    if len(set(rows)) < len(rows) * (1 - _SHARE):  # rows of a few values: equal ones say nothing
+    if len(set(rows)) < len(rows) * (
+        1 - _SHARE
+    ):  # rows of a few values: equal ones say nothing
         return 0
     common = len(set(rows) & set(_rows(known)))
     return common if common > _SHARE * len(rows) else 0
 
 
 def _rows(tensors: tuple[Tensor, ...]) -> list[bytes]:
-    columns = [tensor.detach().cpu().reshape(len(tensor), -1).contiguous().view(torch.uint8) for tensor in tensors]
-    return [row.tobytes() for row in np.concatenate([column.numpy() for column in columns], axis=1)]
+    columns = [
+        tensor.detach().cpu().reshape(len(tensor), -1).contiguous().view(torch.uint8)
+        for tensor in tensors
+    ]
+    return [
+        row.tobytes()
+        for row in np.concatenate([column.numpy() for column in columns], axis=1)
+    ]

@@ -1,6 +1,8 @@
-"""One instance of a stream, read pass after pass in one process, from its start or a state of its own.
+"""One instance of a stream, read pass after pass in one process, from its start or a
+state of its own.
 
-`prove` tells whether that state is exact: another instance loads it, and its samples are compared.
+`prove` tells whether that state is exact: another instance loads it, and its samples
+are compared.
 """
 
 import contextlib
@@ -29,49 +31,74 @@ from trainers.errors import ConfigError, first_line
 logger = logging.getLogger(__name__)
 
 MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
-_PROOF = 32  # samples that are compared; more than the shards that are commonly interleaved
-_PROOF_PLACES = (1, 14)  # samples after which a state is tried: no chunk of more than one sample ends at both
+_PROOF = (
+    32  # samples that are compared; more than the shards that are commonly interleaved
+)
+_PROOF_PLACES = (
+    1,
+    14,
+)  # samples after which a state is tried: no chunk of more than one sample ends at both
 END = object()
 _EVERY = 1000  # samples from one recorded state to the next
-_MARK_EVERY = 32  # samples from one mark of the trail to the next: a digest of each would cost as much as its decoding
+# samples from one mark of the trail to the next: a digest of each would cost as much as
+# its decoding
+_MARK_EVERY = 32
 _SEED = 0
 _HOST = torch.device("cpu")
 
 Mark = tuple[int, str]
-"""How many rows were read, and what tells them from others: a digest over every 32nd of them, and all such before."""
+"""How many rows were read, and what tells them from others: a digest over every 32nd of
+them, and all such before.
+"""
 
 
 class StreamReader:
-    """A process's reading of one instance of a stream, pass after pass, from its first sample or a state of its own on.
+    """A process's reading of one instance of a stream, pass after pass, from its first
+    sample or a state of its own on.
 
     `row` is read next; `head` has those before it that are kept.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, kept: Mapping[str, Any] | None = None) -> None:
-        self.source, self.head = make(), deque[Any]()
-        self._make, self._name, self._pid = make, name, os.getpid()
+    def __init__(
+        self, make: Callable[[], Any], name: str, kept: Mapping[str, Any] | None = None
+    ) -> None:
+        self.source = make()
+        self.head = deque[Any]()
+        self._make = make
+        self._name = name
+        self._pid = os.getpid()
         self.records = self.is_iterator = self._is_told = False
         self.beat: Callable[[], None] = lambda: None
         self.load(kept)
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on from a state that the stream has given, or from the start."""
-        start = kept or {"row": 0, "passes": 0, "in_pass": 0, "state": None, "trail": ""}
+        start = kept or {
+            "row": 0,
+            "passes": 0,
+            "in_pass": 0,
+            "state": None,
+            "trail": "",
+        }
         self.row, self.passes, self._in_pass, self._start, self._trail = (
             start[key] for key in ("row", "passes", "in_pass", "state", "trail")
         )
         self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
-        self.kept, self._loaded, self._began = kept, kept is not None, self.row
+        self.kept = kept
+        self._loaded = kept is not None
+        self._began = self.row
         self._random: dict[str, Any] | None = None
         self._samples: Iterator[Any] | None = None
         self._candidate: dict[str, Any] | None = None
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Read as in a process that is no loader's and the only rank, with random numbers of the stream's own: the same
-        in every process, whatever else draws there.
+        """Read as in a process that is no loader's and the only rank, with random
+        numbers of the stream's own: the same in every process, whatever else draws
+        there.
         """
-        info, worker._worker_info = worker._worker_info, None
+        info = worker._worker_info
+        worker._worker_info = None
         outside = get_rng_state(_HOST)
         if self._random is None:
             seed_host(_SEED)
@@ -88,7 +115,9 @@ class StreamReader:
     @property
     def goes_on(self) -> bool:
         """Whether this process may read on."""
-        return self._pid == os.getpid() or (self.is_iterator and not hasattr(self.source, "__dict__"))
+        return self._pid == os.getpid() or (
+            self.is_iterator and not hasattr(self.source, "__dict__")
+        )
 
     def advance(self) -> Any:
         """Return the next sample of this pass, or END."""
@@ -100,7 +129,8 @@ class StreamReader:
             error.add_note(f"at row {self.row} of the stream {self._name}")
             raise
         if sample is not END:
-            self.row, self._in_pass = self.row + 1, self._in_pass + 1
+            self.row = self.row + 1
+            self._in_pass = self._in_pass + 1
         return sample
 
     def _begin_pass(self) -> Iterator[Any]:
@@ -110,7 +140,11 @@ class StreamReader:
             self.source.load_state_dict(copy.deepcopy(self._start))
             self._start = None
         # Ray's Dataset has an __iter__ that raises.
-        samples: Iterator[Any] = iter(self.source.iter_rows() if hasattr(self.source, "iter_rows") else self.source)
+        samples: Iterator[Any] = iter(
+            self.source.iter_rows()
+            if hasattr(self.source, "iter_rows")
+            else self.source
+        )
         self.is_iterator = samples is self.source
         return samples
 
@@ -123,23 +157,32 @@ class StreamReader:
         while (sample := self.advance()) is END:
             if not self._in_pass:
                 rule = f"ended after {self.row} samples, and gives none when it is begun again"
-                fix = "give an object whose `__iter__` begins anew, or lower `max_steps`"
-                raise ConfigError("stream", self._name, rule if self.row else "gives no sample", fix)
+                fix = (
+                    "give an object whose `__iter__` begins anew, or lower `max_steps`"
+                )
+                raise ConfigError(
+                    "stream", self._name, rule if self.row else "gives no sample", fix
+                )
             if self._loaded and not hasattr(self.source, "set_epoch"):
                 self._recount()
                 continue
-            self.passes, self._in_pass, self._samples = self.passes + 1, 0, None
+            self.passes = self.passes + 1
+            self._in_pass = 0
+            self._samples = None
         if self.row % _MARK_EVERY == 1:
             self._trail = digest([self._trail, sample])
             self._marks.append((self.row, self._trail))
         if self._candidate is not None:
             self._candidate["next"].append(digest(sample))
             if len(self._candidate["next"]) == _PROOF:
-                self.kept, self._candidate = self._candidate, None
+                self.kept = self._candidate
+                self._candidate = None
         return sample
 
     def _record(self) -> None:
-        """Begin to record the stream's own state, where it can be kept; else the last one that can stays."""
+        """Begin to record the stream's own state, where it can be kept; else the last
+        one that can stays.
+        """
         try:
             state = self.state()
             as_kept(state)
@@ -158,7 +201,9 @@ class StreamReader:
         return marks
 
     def comes_by(self, mark: Mark) -> bool:
-        """Read up to a mark, and return whether it is there; true where this reading began behind it."""
+        """Read up to a mark, and return whether it is there; true where this reading
+        began behind it.
+        """
         row, _ = mark
         if self._began >= row:
             return True
@@ -171,8 +216,8 @@ class StreamReader:
         return found
 
     def _recount(self) -> None:
-        """Read again up to here from the start: what a pass is may follow from all before it, which no state of one
-        pass need have.
+        """Read again up to here from the start: what a pass is may follow from all
+        before it, which no state of one pass need have.
         """
         words = "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again"
         logger.info(words, self._name, self.row)
@@ -182,8 +227,11 @@ class StreamReader:
                 counted.read()
             drawn = get_rng_state(_HOST)
         set_rng_state(drawn, _HOST)
-        self.source, self.passes, self._in_pass = counted.source, counted.passes, counted._in_pass
-        self._samples, self._loaded = counted._samples, False
+        self.source = counted.source
+        self.passes = counted.passes
+        self._in_pass = counted._in_pass
+        self._samples = counted._samples
+        self._loaded = False
 
     def look(self, count: int) -> None:
         """Read until `count` samples are kept; fewer of a stream that has no more."""
@@ -198,7 +246,9 @@ class StreamReader:
     def sample(self, row: int, frees: bool) -> Any:
         """Return the sample of a row; with `frees`, those before it are dropped."""
         if row < self.row - len(self.head):
-            raise IndexError(f"row {row} of the stream {self._name} was dropped: it is at row {self.row}")
+            raise IndexError(
+                f"row {row} of the stream {self._name} was dropped: it is at row {self.row}"
+            )
         while self.row <= row:
             if frees:
                 self.head.clear()
@@ -216,7 +266,9 @@ class StreamReader:
 
 
 def as_kept(state: Mapping[str, Any]) -> Any:
-    """A state as it comes back from a checkpoint; raises what writing or reading it there would."""
+    """A state as it comes back from a checkpoint; raises what writing or reading it
+    there would.
+    """
     saved = io.BytesIO()
     torch.save(state, saved)
     try:
@@ -238,7 +290,9 @@ def missing_state(source: Any) -> str | None:
 
 
 def prove(first: StreamReader, twin: StreamReader) -> str | None:
-    """Why the stream's own state is not exact; None where another instance goes on alike from states of the first."""
+    """Why the stream's own state is not exact; None where another instance goes on
+    alike from states of the first.
+    """
     try:
         states = []
         for place in _PROOF_PLACES:
@@ -254,7 +308,9 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
             with twin.alone():
                 while twin.row < len(expected):
                     found.append(digest(twin.read()))
-            for number, (before, after) in enumerate(zip(expected[-len(found) :], found, strict=True), 1):
+            for number, (before, after) in enumerate(
+                zip(expected[-len(found) :], found, strict=True), 1
+            ):
                 if before != after:
                     return f"its own state_dict is not exact (sample {number} after loading differs)"
     except Exception as error:
@@ -263,9 +319,11 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of nested tensors, arrays and plain data, and of objects by what pickle would keep of them.
+    """Return a digest of nested tensors, arrays and plain data, and of objects by what
+    pickle would keep of them.
 
-    It is the same in every process. What cannot be pickled counts by its repr, without addresses.
+    It is the same in every process. What cannot be pickled counts by its repr, without
+    addresses.
     """
     found = hashlib.blake2b(digest_size=8)
     _absorb(value, found.update)
@@ -278,10 +336,13 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
     parts: list[Any] = []
     if isinstance(value, Tensor):
         plain = value.detach().cpu().to_dense().resolve_conj().resolve_neg().reshape(-1)
-        shown, data = f"{value.dtype}{[*value.shape]}", plain.view(torch.uint8).numpy()
+        shown = f"{value.dtype}{[*value.shape]}"
+        data = plain.view(torch.uint8).numpy()
     elif isinstance(value, np.ndarray):
         shown = f"{value.dtype.str}{value.shape}"
-        parts, data = (value.tolist(), b"") if value.dtype.hasobject else ([], value.tobytes())
+        parts, data = (
+            (value.tolist(), b"") if value.dtype.hasobject else ([], value.tobytes())
+        )
     elif isinstance(value, (bytes, bytearray)):
         data = value
     elif isinstance(value, (str, int, float, complex, type(None))):
@@ -294,8 +355,12 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
         parts = sorted(map(digest, value))
     else:
         with contextlib.suppress(Exception):  # what cannot be pickled
-            reduced = () if hasattr(value, "__qualname__") else value.__reduce_ex__(4)  # but for classes and functions
-            parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
+            reduced = (
+                () if hasattr(value, "__qualname__") else value.__reduce_ex__(4)
+            )  # but for classes and functions
+            parts = [
+                [*part] if isinstance(part, Iterator) else part for part in reduced
+            ]
         shown = "" if parts else re.sub(" at 0x[0-9a-f]+", "", repr(value))
     update(f"{type(value).__name__} {shown} {len(data)} {len(parts)};".encode())
     update(data)

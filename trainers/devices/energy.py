@@ -1,4 +1,6 @@
-"""Energy that a rank's GPU uses, as its driver counts it (NVML); no figure without a counter, never an error."""
+"""Energy that a rank's GPU uses, as its driver counts it (NVML); no figure without a
+counter, never an error.
+"""
 
 import torch
 
@@ -17,7 +19,9 @@ class EnergyMeter:
     def used_j(self) -> float | None:
         """Return joules; None where nothing counts them."""
         now_j = self._gpu.energy_j()
-        return None if now_j is None or self._before_j is None else now_j - self._before_j
+        return (
+            None if now_j is None or self._before_j is None else now_j - self._before_j
+        )
 
 
 def counts_energy(device_type: str) -> bool:
@@ -29,7 +33,11 @@ def counts_energy(device_type: str) -> bool:
 
         pynvml.nvmlInit()
         try:
-            return bool(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)))
+            return bool(
+                pynvml.nvmlDeviceGetTotalEnergyConsumption(
+                    pynvml.nvmlDeviceGetHandleByIndex(0)
+                )
+            )
         finally:
             pynvml.nvmlShutdown()
     except Exception:  # as in GpuReadings

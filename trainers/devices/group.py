@@ -13,20 +13,26 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupMember
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_TOLERANCE = 1e-4  # of the largest value: ranks on unlike processors round otherwise, and drift by far less
+# of the largest value: ranks on unlike processors round otherwise, and drift by far
+# less
+_TOLERANCE = 1e-4
 _ROUNDINGS = 16  # of the format itself
 
 T = TypeVar("T")
 
 
 class Group:
-    """The ranks of one run. With one rank every method returns at once, and no process group is needed.
+    """The ranks of one run.
+
+    With one rank every method returns at once, and no process group is needed.
 
     Every rank must call every method equally often.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, on the tensor's own device."""
@@ -52,7 +58,9 @@ class Group:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Return plain data of every rank, in rank order, on rank 0; nothing on the others."""
+        """Return plain data of every rank, in rank order, on rank 0; nothing on the
+        others.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -74,29 +82,39 @@ class Group:
 
 @contextlib.contextmanager
 def answered_locally() -> Iterator[None]:
-    """Let every collective inside return at once, with this rank's own tensors in place of the other ranks'.
+    """Let every collective inside return at once, with this rank's own tensors in place
+    of the other ranks'.
 
-    What a task sends in its forward pass (SyncBatchNorm, gathered features) then takes the memory that it will take,
-    and a rank that fails, or is alone, leaves nobody waiting. Groups that are made inside are real ones.
+    What a task sends in its forward pass (SyncBatchNorm, gathered features) then takes
+    the memory that it will take, and a rank that fails, or is alone, leaves nobody
+    waiting. Groups that are made inside are real ones.
     """
     swapped: list[tuple[Any, Any, Any]] = []
     if dist.is_initialized() and dist.get_world_size() > 1:
-        from torch._C._distributed_c10d import FakeProcessGroup  # torch's own; loads with torch.distributed
+        from torch._C._distributed_c10d import (
+            FakeProcessGroup,
+        )  # torch's own; loads with torch.distributed
 
         types: Any = dist.Backend.backend_type_map
         for group in list(dist.distributed_c10d._world.pg_map):
             for device in group._device_types:
-                swapped.append((group, device, types[group._get_backend(device).name()]))
+                swapped.append(
+                    (group, device, types[group._get_backend(device).name()])
+                )
     names = {group: group.group_name for group, _, _ in swapped}
     try:
         for group, device, _ in swapped:
             local: Any = FakeProcessGroup._create_internal(group.rank(), group.size())
             group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, local)
-            group._set_group_name(names[group])  # its backends know it, not the group itself
+            group._set_group_name(
+                names[group]
+            )  # its backends know it, not the group itself
         yield
     finally:
         for group, device, kind in swapped:
-            group._register_backend(device, kind, None)  # the one that it has of this kind
+            group._register_backend(
+                device, kind, None
+            )  # the one that it has of this kind
 
 
 _RANKS = re.compile(
@@ -107,11 +125,15 @@ _RANKS = re.compile(
 
 @contextlib.contextmanager
 def as_one_rank() -> Iterator[None]:
-    """Let what runs inside find one rank, in torch.distributed as in the environment: many a library of data gives each
-    rank its share unasked. Only for a thread beside which no other uses either.
+    """Let what runs inside find one rank, in torch.distributed as in the environment:
+    many a library of data gives each rank its share unasked.
+
+    Only for a thread beside which no other uses either.
     """
     world: Any = GroupMember.WORLD if dist.is_initialized() else None
-    places = {name: os.environ.pop(name) for name in [*os.environ] if _RANKS.fullmatch(name)}
+    places = {
+        name: os.environ.pop(name) for name in [*os.environ] if _RANKS.fullmatch(name)
+    }
     if world is not None:
         GroupMember.WORLD = _alone()
     try:
@@ -130,24 +152,38 @@ def _alone() -> Any:
     group: Any = dist.ProcessGroup(HashStore(), 0, 1)
     for device in ("cpu", "cuda"):
         local: Any = FakeProcessGroup._create_internal(0, 1)
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, local)
+        group._register_backend(
+            torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, local
+        )
     group._set_group_name("one rank")
     return group
 
 
-def find_unlike(tensors: Mapping[str, Tensor], group: Group) -> tuple[str, float] | None:
-    """Return the name of a tensor that differs between ranks by more than rounding, and by which part of its largest
-    value; None where all are alike. Waits for the device; every rank must call it with the same names.
+def find_unlike(
+    tensors: Mapping[str, Tensor], group: Group
+) -> tuple[str, float] | None:
+    """Return the name of a tensor that differs between ranks by more than rounding, and
+    by which part of its largest value; None where all are alike.
 
-    A sum of each tensor's bits goes around, and the tensor itself where those differ. Tensors of a library's own kind
-    are left out.
+    Waits for the device; every rank must call it with the same names.
+
+    A sum of each tensor's bits goes around, and the tensor itself where those differ.
+    Tensors of a library's own kind are left out.
     """
-    tensors = {name: one for name, one in tensors.items() if type(one) in (Tensor, nn.Parameter)}
+    tensors = {
+        name: one
+        for name, one in tensors.items()
+        if type(one) in (Tensor, nn.Parameter)
+    }
     if group.world_size == 1 or not tensors:
         return None
-    sums = torch.stack([_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()])
+    sums = torch.stack(
+        [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
+    )
     most, least = group.max(torch.stack([sums, -sums]))
-    for (name, tensor), differs in zip(tensors.items(), (most != -least).tolist(), strict=True):
+    for (name, tensor), differs in zip(
+        tensors.items(), (most != -least).tolist(), strict=True
+    ):
         if differs and (share := _difference(tensor, group)) > _tolerance(tensor):
             return name, share
     return None
@@ -159,7 +195,9 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return (
+        torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    )
 
 
 def _difference(tensor: Tensor, group: Group) -> float:
@@ -167,9 +205,15 @@ def _difference(tensor: Tensor, group: Group) -> float:
     first = own.clone()
     dist.broadcast(first, src=0)
     scale = first.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-    return float(group.max(((own.double() - first.double()).abs().max() / scale).reshape(1)))
+    return float(
+        group.max(((own.double() - first.double()).abs().max() / scale).reshape(1))
+    )
 
 
 def _tolerance(tensor: Tensor) -> float:
     own = _real(tensor)
-    return max(_TOLERANCE, _ROUNDINGS * torch.finfo(own.dtype).eps) if own.is_floating_point() else 0.0
+    return (
+        max(_TOLERANCE, _ROUNDINGS * torch.finfo(own.dtype).eps)
+        if own.is_floating_point()
+        else 0.0
+    )

@@ -1,7 +1,9 @@
-"""Readings of a rank's own GPU by NVML: what the driver says of load, memory, power, heat and slowed clocks.
+"""Readings of a rank's own GPU by NVML: what the driver says of load, memory, power,
+heat and slowed clocks.
 
-Without a GPU, without NVML, or where a figure is not supported (a MIG slice has no utilisation) there is none: never
-an error. A reading takes the driver about a millisecond and does not wait for the GPU.
+Without a GPU, without NVML, or where a figure is not supported (a MIG slice has no
+utilisation) there is none: never an error. A reading takes the driver about a
+millisecond and does not wait for the GPU.
 """
 
 import contextlib
@@ -16,8 +18,16 @@ import torch
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # NVML's own averages are over about this time
-SLOWED = {0x4: "power cap", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
-"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be" (nvml.h)."""
+SLOWED = {
+    0x4: "power cap",
+    0x8: "hardware",
+    0x20: "heat",
+    0x40: "heat (hardware)",
+    0x80: "power brake",
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be"
+(nvml.h).
+"""
 
 
 class GpuReadings:
@@ -54,26 +64,34 @@ class GpuReadings:
         self._slowed |= slowed
 
     def take(self) -> dict[str, Any] | None:
-        """Return means since the last call, by name (`utilisation` 0 to 1, `memory_used_bytes`, `memory_total_bytes`,
-        `power_w`, `temperature_c`), and in `slowed_by` every reason for lower clocks that was met; None without any.
+        """Return means since the last call, by name (`utilisation` 0 to 1,
+        `memory_used_bytes`, `memory_total_bytes`, `power_w`, `temperature_c`), and in
+        `slowed_by` every reason for lower clocks that was met; None without any.
         """
         self.sample()
         if not self._samples:
             return None
         found: dict[str, Any] = {}
         for name in sorted({name for sample in self._samples for name in sample}):
-            found[name] = statistics.fmean(sample[name] for sample in self._samples if name in sample)
+            found[name] = statistics.fmean(
+                sample[name] for sample in self._samples if name in sample
+            )
         found["slowed_by"] = sorted(self._slowed)
         self._samples.clear()
         self._slowed.clear()
         return found
 
     def energy_j(self) -> float | None:
-        """Return what the GPU has used since its driver was loaded, J; None where that is not counted."""
+        """Return what the GPU has used since its driver was loaded, J; None where that
+        is not counted.
+        """
         if self._handle is None:
             return None
         try:
-            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+            return (
+                float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+                / 1000
+            )
         except (self._nvml.NVMLError, AttributeError):
             return None
 
@@ -86,10 +104,14 @@ class GpuReadings:
 
 
 def _handle(nvml: Any, device: torch.device) -> Any:
-    """NVML's handle of a torch device: by UUID, since CUDA_VISIBLE_DEVICES renumbers, else by PCI address."""
+    """NVML's handle of a torch device: by UUID, since CUDA_VISIBLE_DEVICES renumbers,
+    else by PCI address.
+    """
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
-    for name in (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}"):
+    for name in (
+        (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
+    ):
         with contextlib.suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(name)
     address = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
@@ -102,7 +124,9 @@ def _read(nvml: Any, handle: Any) -> tuple[dict[str, float], set[str]]:
         "memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
         "memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
         "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(
+            handle, nvml.NVML_TEMPERATURE_GPU
+        ),
     }
     found: dict[str, float] = {}
     for name, read in figures.items():

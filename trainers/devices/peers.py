@@ -1,4 +1,6 @@
-"""What the ranks of a run on several hosts must have in common: versions, and storage that all of them reach."""
+"""What the ranks of a run on several hosts must have in common: versions, and storage
+that all of them reach.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
     from trainers.devices.group import Group
 
 _SEEN_WITHIN_S = 5.0
-"""How late a file of another host may appear: NFS caches a directory for a few seconds."""
+"""How late a file of another host may appear: NFS caches a directory for a few seconds.
+"""
 
 
 def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
-    """Hash Paceline's code as it is imported here: jobs bring their own, hosts have one installed."""
+    """Hash Paceline's code as it is imported here: jobs bring their own, hosts have one
+    installed.
+    """
     digest = hashlib.sha256()
     home = Path(trainers.__file__).parent.parent
     for package in packages:
@@ -36,13 +41,20 @@ def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
 
 def own_versions() -> dict[str, str]:
     """What must be equal on all ranks."""
-    return {"python": platform.python_version(), **package_versions("torch"), "paceline": code_digest()}
+    return {
+        "python": platform.python_version(),
+        **package_versions("torch"),
+        "paceline": code_digest(),
+    }
 
 
 def check_peers(group: Group, storage: Storage | None) -> None:
-    """Check that versions are equal on all ranks, and that all read what rank 0 writes. Every rank must call it.
+    """Check that versions are equal on all ranks, and that all read what rank 0 writes.
 
-    Raises the same ConfigError on every rank. Takes a few milliseconds, and is for runs on more than one host.
+    Every rank must call it.
+
+    Raises the same ConfigError on every rank. Takes a few milliseconds, and is for runs
+    on more than one host.
     """
     seen = group.gather((socket.gethostname(), own_versions()))
     for name in seen[0][1]:
@@ -51,7 +63,9 @@ def check_peers(group: Group, storage: Storage | None) -> None:
             if versions[name] != usual:
                 rule = f"must be {usual} as on the other ranks"
                 fix = "install the same on every node; `python -m cluster check` names those that differ"
-                raise ConfigError(f"{name} of rank {rank} on {host}", versions[name], rule, fix)
+                raise ConfigError(
+                    f"{name} of rank {rank} on {host}", versions[name], rule, fix
+                )
     if storage is not None:
         _check_storage(group, storage, [host for host, _ in seen])
 

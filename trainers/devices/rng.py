@@ -1,4 +1,6 @@
-"""Random state of a worker as tensors and plain data, which `torch.load(weights_only=True)` reads back."""
+"""Random state of a worker as tensors and plain data, which
+`torch.load(weights_only=True)` reads back.
+"""
 
 import contextlib
 import random
@@ -17,7 +19,12 @@ def get_rng_state(device: torch.device) -> dict[str, Any]:
     """Python's, numpy's and torch's generators (CPU and `device`)."""
     generator: Any = np.random.get_state()
     _, key, pos, has_gauss, gauss = generator
-    kept = {"key": torch.from_numpy(key.astype(np.int64)), "pos": pos, "has_gauss": has_gauss, "gauss": gauss}
+    kept = {
+        "key": torch.from_numpy(key.astype(np.int64)),
+        "pos": pos,
+        "has_gauss": has_gauss,
+        "gauss": gauss,
+    }
     state = {"python": random.getstate(), "numpy": kept, "torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["device"] = torch.cuda.get_rng_state(device)
@@ -32,7 +39,9 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(internal), gauss))
     saved = state["numpy"]
     key = saved["key"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"]))
+    np.random.set_state(
+        ("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"])
+    )
     torch.set_rng_state(state["torch"])
     if "device" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["device"], device)
@@ -42,8 +51,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
-    """Let what is drawn inside be the same in every process, call and run, whatever the run's seed; random state is put
-    back.
+    """Let what is drawn inside be the same in every process, call and run, whatever the
+    run's seed; random state is put back.
     """
     before = get_rng_state(device)
     seed_device(0, device)

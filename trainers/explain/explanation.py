@@ -1,4 +1,6 @@
-"""`python -m trainers explain`: where a run's time goes, what takes it, and what a change gives where both are run."""
+"""`python -m trainers explain`: where a run's time goes, what takes it, and what a
+change gives where both are run.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector th
 
 @dataclass(frozen=True)
 class Gain:
-    """Share of a sample's time in steps that the change saves, with its 95 % confidence interval."""
+    """Share of a sample's time in steps that the change saves, with its 95 % confidence
+    interval.
+    """
 
     value: float
     low: float
@@ -57,8 +61,12 @@ class Gain:
         """By the samples a second of both in each round, the changed one second."""
         logs = [math.log(old / new) for old, new in rounds]
         mean = statistics.fmean(logs)
-        half = student_t95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-        return Gain(1 - math.exp(mean), 1 - math.exp(mean + half), 1 - math.exp(mean - half))
+        half = (
+            student_t95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        )
+        return Gain(
+            1 - math.exp(mean), 1 - math.exp(mean + half), 1 - math.exp(mean - half)
+        )
 
     def __str__(self) -> str:
         how = "less" if self.value >= 0 else "more"
@@ -75,7 +83,9 @@ class Cause:
 
     kind: str
     share: float
-    """Of the run's time, that it takes; what a change saves of it only running both says."""
+    """Of the run's time, that it takes; what a change saves of it only running both
+    says.
+    """
     words: str
     changes: dict[str, Any] = field(default_factory=dict)
     """Dotted keys of the configuration."""
@@ -95,20 +105,30 @@ class Cause:
             yield f"    measured side by side: {self.gain}"
 
 
-def run_shares(result: RunResult | None, profile: StepProfile | None) -> dict[str, float]:
-    """Return the shares of the last launch's time, which add up to 1: steps by the parts of the profile, or without one
-    by what the run measured itself. Without a result those of the profile alone.
+def run_shares(
+    result: RunResult | None, profile: StepProfile | None
+) -> dict[str, float]:
+    """Return the shares of the last launch's time, which add up to 1: steps by the
+    parts of the profile, or without one by what the run measured itself.
+
+    Without a result those of the profile alone.
     """
     inside = profile.shares() if profile is not None else {}
     if result is None:
         return inside
     if not inside:
-        waited = result.throughput.data_wait_share if result.throughput is not None else 0.0
+        waited = (
+            result.throughput.data_wait_share if result.throughput is not None else 0.0
+        )
         inside = {"data": waited, "steps": 1 - waited}
     pauses = result.pauses or Pauses()
     compiling_s = _compiling_s(result)
     steps_s = _training_s(result) - compiling_s
-    outside_s = {"evaluation": pauses.evaluation_s, "checkpoints": pauses.checkpoint_s, "compiling": compiling_s}
+    outside_s = {
+        "evaluation": pauses.evaluation_s,
+        "checkpoints": pauses.checkpoint_s,
+        "compiling": compiling_s,
+    }
     wall_s = max(result.wall_time_s, steps_s + sum(outside_s.values()), 1e-9)
     found = {name: share * steps_s / wall_s for name, share in inside.items()}
     found |= {name: seconds / wall_s for name, seconds in outside_s.items()}
@@ -116,14 +136,19 @@ def run_shares(result: RunResult | None, profile: StepProfile | None) -> dict[st
     return {name: share for name, share in found.items() if share > 0}
 
 
-def name_causes(config: TrainConfig, result: RunResult | None, profile: StepProfile | None) -> list[Cause]:
+def name_causes(
+    config: TrainConfig, result: RunResult | None, profile: StepProfile | None
+) -> list[Cause]:
     """Return what takes more than 5 % of the run's time, the largest first."""
     shares = run_shares(result, profile)
     found = list(_of_records(result, shares)) if result is not None else []
     if profile is not None:
         # Shares of a step, as shares of the run.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
-        found += [*_of_data(config, shares), *_of_steps(config, profile, shares, of_run)]
+        found += [
+            *_of_data(config, shares),
+            *_of_steps(config, profile, shares, of_run),
+        ]
     elif shares.get("data", 0.0) > WORTH:
         words = "rank 0 waits for batches: for the loader or the task's transform()"
         found.append(Cause("slow loader", shares["data"], words, _more_loaders(config)))
@@ -152,23 +177,33 @@ def _more_loaders(config: TrainConfig) -> dict[str, Any]:
 
 def _of_data(config: TrainConfig, shares: dict[str, float]) -> Iterator[Cause]:
     workers = config.data.num_workers
-    where = f"from {workers} loader processes" if workers else "made in the training process"
+    where = (
+        f"from {workers} loader processes"
+        if workers
+        else "made in the training process"
+    )
     fix = "make `__getitems__` of the dataset fetch a whole batch, or keep the data nearer"
     words = f"steps wait for their batches, {where}"
-    yield Cause("slow loader", shares.get("data", 0.0), words, _more_loaders(config), fix)
+    yield Cause(
+        "slow loader", shares.get("data", 0.0), words, _more_loaders(config), fix
+    )
     words = "the task's transform() runs in the training process"
     fix = "do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers: 2`: beside the steps"
     yield Cause("slow transform", shares.get("transform", 0.0), words, fix=fix)
 
 
-def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float], of_run: float) -> Iterator[Cause]:
+def _of_steps(
+    config: TrainConfig, profile: StepProfile, shares: dict[str, float], of_run: float
+) -> Iterator[Cause]:
     def of_step(seconds: float) -> float:
         return seconds / profile.step_s * of_run
 
     places = sorted(profile.reads, key=lambda place: -profile.reads[place])[:3]
     words = f"the host waits for the device where the task reads its values: {', '.join(places)}"
     fix = "keep values on the device (`metrics()` sums them there)"
-    yield Cause("hidden synchronisation", of_step(sum(profile.reads.values())), words, fix=fix)
+    yield Cause(
+        "hidden synchronisation", of_step(sum(profile.reads.values())), words, fix=fix
+    )
 
     usual_s = statistics.median_low(profile.own_s)
     slowest_s = max(profile.own_s)
@@ -182,16 +217,31 @@ def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float
 
     if profile.busy_s is not None:
         idle = max(0.0, profile.step_s - profile.busy_s) / profile.step_s * of_run
-        idle -= sum(shares.get(name, 0.0) for name in ("data", "copy", "all-reduce", "waiting for ranks"))
+        idle -= sum(
+            shares.get(name, 0.0)
+            for name in ("data", "copy", "all-reduce", "waiting for ranks")
+        )
         words = "the GPU is idle until the host has issued its work"
-        graphs = config.cuda_graphs is False and config.compile == "off" and len(profile.own_s) == 1
+        graphs = (
+            config.cuda_graphs is False
+            and config.compile == "off"
+            and len(profile.own_s) == 1
+        )
         fix = "a larger global_batch_size gives each call more to do"
-        yield Cause("host-bound small batches", idle, words, {"cuda_graphs": "auto"} if graphs else {}, fix)
+        yield Cause(
+            "host-bound small batches",
+            idle,
+            words,
+            {"cuda_graphs": "auto"} if graphs else {},
+            fix,
+        )
 
     computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if profile.accumulation > 1 and config.microbatch_size != "auto":
         words = f"a step goes through in {profile.accumulation} microbatches of {config.microbatch_size} samples"
-        yield Cause("microbatch too small", computing, words, {"microbatch_size": "auto"})
+        yield Cause(
+            "microbatch too small", computing, words, {"microbatch_size": "auto"}
+        )
     if profile.device == "cpu" and config.precision != "fp32":
         words = f"{config.precision} on a CPU: casts cost time, and few have arithmetic for it"
         yield Cause("wrong precision", computing, words, {"precision": "fp32"})
@@ -205,11 +255,15 @@ def _of_records(result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
     if pauses.evaluations > 1:
         fix = "evaluate less often: `evaluate.every_steps`, `evaluate.every_epochs`"
         share = shares.get("evaluation", 0.0)
-        yield Cause("evaluation too often", share, f"{pauses.evaluations} evaluations", fix=fix)
+        yield Cause(
+            "evaluation too often", share, f"{pauses.evaluations} evaluations", fix=fix
+        )
     if pauses.checkpoints > 1:
         fix = "`checkpoint.async: true` writes beside the steps; or raise `checkpoint.every_s`"
         share = shares.get("checkpoints", 0.0)
-        yield Cause("checkpoint stalls", share, f"{pauses.checkpoints} checkpoints", fix=fix)
+        yield Cause(
+            "checkpoint stalls", share, f"{pauses.checkpoints} checkpoints", fix=fix
+        )
     recompiles = (result.compile or {}).get("recompiles", 0)
     if recompiles:
         words = f"{recompiles} graphs were compiled again in mid-training"
@@ -218,7 +272,9 @@ def _of_records(result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
 
 
 class Workers(Protocol):
-    """Has workers do a job, as many as its configuration says, and returns its result; PacelineError."""
+    """Has workers do a job, as many as its configuration says, and returns its result;
+    PacelineError.
+    """
 
     def __call__(self, job: Job[R]) -> R:
         """Do it."""
@@ -265,12 +321,18 @@ class Explanation:
 
 
 def read_subject(location: str) -> Subject:
-    """Read the run in a directory or at a URI, or that of a YAML file; ConfigError where there is none."""
+    """Read the run in a directory or at a URI, or that of a YAML file; ConfigError
+    where there is none.
+    """
     if location.endswith((".yaml", ".yml")):
         tree, directory = read_file(location)
         return Subject(location, tree, directory, build(TrainConfig, tree, location))
     storage, config = open_run(location)
-    result = storage.read_json("result.json", RunResult, finite=False) if storage.exists("result.json") else None
+    result = (
+        storage.read_json("result.json", RunResult, finite=False)
+        if storage.exists("result.json")
+        else None
+    )
     directory = Path(storage.path) if storage.is_local else None
     return Subject(storage.uri, config.tree(), directory, config, result)
 
@@ -285,12 +347,18 @@ def explain(
 ) -> Explanation:
     """Explain a run.
 
-    With `profile` workers of `launcher` take steps of it for about `seconds`, which are thrown away; with `verify` the
-    changed configurations run beside the old one. Nothing is written to the run.
+    With `profile` workers of `launcher` take steps of it for about `seconds`, which are
+    thrown away; with `verify` the changed configurations run beside the old one.
+    Nothing is written to the run.
     """
     result = subject.result
-    notes = [sentence for _, sentence in findings(result.ranks)] if result is not None else []
-    spec, measured = None, None
+    notes = (
+        [sentence for _, sentence in findings(result.ranks)]
+        if result is not None
+        else []
+    )
+    spec = None
+    measured = None
     if profile:
         try:
             spec = _measurable(subject, launcher)
@@ -302,19 +370,36 @@ def explain(
     if verify and spec is not None and step_s is not None:
         tried = [cause for cause in causes if cause.changes][:_VERIFIED]
         steps = int(seconds / step_s)
-        causes = [_verified(cause, spec, steps, workers) if cause in tried else cause for cause in causes]
-    return Explanation(subject.location, run_shares(result, measured), causes, step_s, notes)
+        causes = [
+            _verified(cause, spec, steps, workers) if cause in tried else cause
+            for cause in causes
+        ]
+    return Explanation(
+        subject.location, run_shares(result, measured), causes, step_s, notes
+    )
 
 
 def _measurable(subject: Subject, launcher: str) -> RunSpec:
-    """The run as workers can take its steps; ConfigError where those of this machine do not fit."""
-    config, source = subject.config, subject.location
+    """The run as workers can take its steps; ConfigError where those of this machine do
+    not fit.
+    """
+    config = subject.config
+    source = subject.location
     if config.changes_batch:
         fix = "explain a copy of the configuration with one of the sizes as `global_batch_size`"
-        raise ConfigError("batch_schedule", config.batch_sizes, "gives steps that differ in size", fix, source)
+        raise ConfigError(
+            "batch_schedule",
+            config.batch_sizes,
+            "gives steps that differ in size",
+            fix,
+            source,
+        )
     changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": launcher}
     tree = override(TrainConfig, subject.tree, changes)
-    return replace(make_spec(tree, source, subject.directory, own_workers=launcher != "ray"), quiet=True)
+    return replace(
+        make_spec(tree, source, subject.directory, own_workers=launcher != "ray"),
+        quiet=True,
+    )
 
 
 def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Cause:
@@ -339,7 +424,9 @@ class CompareJob(Job[Gain]):
     steps: int
     """Of one turn of the old one."""
     place: str
-    """Directory for what the turns write; who has made the job deletes it, for a worker may be killed."""
+    """Directory for what the turns write; who has made the job deletes it, for a worker
+    may be killed.
+    """
 
     def read_result(self, text: bytes) -> Gain:
         """Parse what `execute` returned on rank 0."""
@@ -348,17 +435,25 @@ class CompareJob(Job[Gain]):
     def execute(self, context: RunContext) -> Gain:
         """Measure as one worker; the result is rank 0's."""
         end_at_once()
-        group = Group(context.rank, context.world_size, resolve_device(self.config.device, context.device_index))
+        group = Group(
+            context.rank,
+            context.world_size,
+            resolve_device(self.config.device, context.device_index),
+        )
         rounds = []
         for number in range(_ROUNDS):
             turns = [("old", self.tree), ("new", self.new)]
             speeds: dict[str, float] = {}
             for name, tree in turns if number % 2 == 0 else reversed(turns):
-                speeds[name] = self._samples_per_s(tree, context, group, Storage(self.place).child(f"{number}-{name}"))
+                speeds[name] = self._samples_per_s(
+                    tree, context, group, Storage(self.place).child(f"{number}-{name}")
+                )
             rounds.append((speeds["old"], speeds["new"]))
         return Gain.of(rounds)
 
-    def _samples_per_s(self, tree: dict[str, Any], context: RunContext, group: Group, place: Storage) -> float:
+    def _samples_per_s(
+        self, tree: dict[str, Any], context: RunContext, group: Group, place: Storage
+    ) -> float:
         whole = build(TrainConfig, tree, self.source)
         steps = max(_FEWEST, self.steps * self.config.batch_size // whole.batch_size)
         changes: dict[str, Any] = {
@@ -385,5 +480,8 @@ class CompareJob(Job[Gain]):
         if context.rank == 0:
             place.delete("")
         if result.throughput is None:
-            raise RunFailedError("error", f"{steps} steps gave no throughput ({result.status}: {result.message})")
+            raise RunFailedError(
+                "error",
+                f"{steps} steps gave no throughput ({result.status}: {result.message})",
+            )
         return group.first(result.throughput.samples_per_s)

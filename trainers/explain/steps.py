@@ -1,7 +1,8 @@
 """Times some steps of a run by their parts, on workers; the steps are thrown away.
 
-All time belongs to one part at a time, so that the parts add up to the step. Where the device is asynchronous each
-change of part waits for it. What is timed is patched for a block, and never in training.
+All time belongs to one part at a time, so that the parts add up to the step. Where the
+device is asynchronous each change of part waits for it. What is timed is patched for a
+block, and never in training.
 """
 
 from __future__ import annotations
@@ -35,9 +36,19 @@ from trainers.model.strategy import no_sync
 from trainers.step.flops import device_peak
 from trainers.step.replica import Replica
 
-HOST_READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+HOST_READS = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+)
 """Methods of a tensor that wait for the device and give its values to the host."""
-_FEWEST, _MOST = 12, 400
+_FEWEST = 12
+_MOST = 400
 _FASTER_FORMAT = 1.5
 
 
@@ -50,9 +61,12 @@ class StepProfile:
     parts: dict[str, float]
     """Seconds by part, of steps that wait for the device at each part."""
     own_s: list[float]
-    """By rank: a step without adding up gradients, and without waiting for other ranks."""
+    """By rank: a step without adding up gradients, and without waiting for other ranks.
+    """
     reads: dict[str, float]
-    """Seconds of a step in which the task reads values of the device, by `file:line`, on rank 0."""
+    """Seconds of a step in which the task reads values of the device, by `file:line`,
+    on rank 0.
+    """
     accumulation: int
     device: str
     busy_s: float | None = None
@@ -62,7 +76,9 @@ class StepProfile:
     def shares(self) -> dict[str, float]:
         """Share of a step by part; they add up to 1."""
         total = sum(self.parts.values())
-        return {name: seconds / total for name, seconds in self.parts.items() if seconds > 0}
+        return {
+            name: seconds / total for name, seconds in self.parts.items() if seconds > 0
+        }
 
     def to_json(self) -> str:
         """As it crosses between processes."""
@@ -71,7 +87,9 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ProfileJob(Job[StepProfile]):
-    """Builds the run's model and data, and takes steps for about `seconds`; writes nothing."""
+    """Builds the run's model and data, and takes steps for about `seconds`; writes
+    nothing.
+    """
 
     seconds: float
 
@@ -93,7 +111,8 @@ class ProfileJob(Job[StepProfile]):
 
 def profile_steps(replica: Replica, seconds: float) -> StepProfile:
     """Take steps of a replica for about `seconds`. Every rank must call it."""
-    group, device = replica.group, replica.device
+    group = replica.group
+    device = replica.device
     clock = PartClock(device)
     with parts_timed(replica, clock):
         steps = Steps(replica, clock)
@@ -104,16 +123,21 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         busy_s = _busy_s(steps) if device.type == "cuda" else None
         own_s = [step_s]
         if isinstance(replica.step.forward.model, DistributedDataParallel):
-            with no_sync(replica.step.forward.model):  # last: the ranks' parameters differ from here on
+            with no_sync(
+                replica.step.forward.model
+            ):  # last: the ranks' parameters differ from here on
                 own_s = group.gather(steps.time_s(count))
-            # What the backward pass of this rank waits for is other ranks first, then the gradients.
+            # What the backward pass of this rank waits for is other ranks first, then
+            # the gradients.
             waited_s = max(own_s) - own_s[group.rank]
             sent_s = max(0.0, step_s - max(own_s))
             parts["waiting for ranks"] = waited_s
             parts["all-reduce"] = sent_s
             parts["backward"] = max(0.0, parts["backward"] - waited_s - sent_s)
     of_ranks = group.gather(parts)
-    mean_parts = {name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts}
+    mean_parts = {
+        name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts
+    }
     fp32, bf16 = (device_peak(device, name) or 0.0 for name in ("fp32", "bf16"))
     profiled = StepProfile(
         step_s=step_s,
@@ -180,14 +204,20 @@ class Steps:
     """Takes steps of a replica as training does, without what is due between them."""
 
     def __init__(self, replica: Replica, clock: PartClock) -> None:
-        self.replica, self.clock = replica, clock
+        self.replica = replica
+        self.clock = clock
         feed = replica.train_feed
         if isinstance(feed.dataset, Stream):
             feed.dataset.begin(0, None, None)
         for_rows, for_sizes = itertools.tee(self._plans())
         self._sizes = (sizes for plans in for_sizes for _, sizes in plans)
-        epochs = ([rows for microbatches, _ in plans for rows in microbatches] for plans in for_rows)
-        self._batches = itertools.chain.from_iterable(feed.batches(epoch, training=True) for epoch in epochs)
+        epochs = (
+            [rows for microbatches, _ in plans for rows in microbatches]
+            for plans in for_rows
+        )
+        self._batches = itertools.chain.from_iterable(
+            feed.batches(epoch, training=True) for epoch in epochs
+        )
 
     def _plans(self) -> Iterator[list[Any]]:
         """Yield the whole steps of each epoch: rows and sizes of their microbatches."""
@@ -197,7 +227,10 @@ class Steps:
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
             steps = range(min(whole, _MOST))
-            yield [sampler.plan(step, replica.microbatch_size, replica.even) for step in steps]
+            yield [
+                sampler.plan(step, replica.microbatch_size, replica.even)
+                for step in steps
+            ]
 
     def _fetched(self) -> Iterator[Any]:
         while True:
@@ -209,10 +242,17 @@ class Steps:
         """Take one step; an asynchronous device is not waited for."""
         sizes = next(self._sizes)
         with self.clock.within("forward"):
-            self.replica.step(self._fetched(), sizes, self.replica.sampler.step_size(0), idle=not any(sizes))
+            self.replica.step(
+                self._fetched(),
+                sizes,
+                self.replica.sampler.step_size(0),
+                idle=not any(sizes),
+            )
 
     def warm(self, seconds: float) -> int:
-        """Take the first steps, and return how many take `seconds`: as many on every rank."""
+        """Take the first steps, and return how many take `seconds`: as many on every
+        rank.
+        """
         self.time_s(WARMUP_STEPS)
         each_s = self.time_s(2)
         self.clock.reads.clear()
@@ -234,7 +274,15 @@ class Steps:
             self.take()
         self.clock.charge()
         self.clock.is_on = False
-        names = ("data", "copy", "transform", "forward", "backward", "optimizer", "host")
+        names = (
+            "data",
+            "copy",
+            "transform",
+            "forward",
+            "backward",
+            "optimizer",
+            "host",
+        )
         return {name: self.clock.seconds[name] / count for name in names}
 
 
@@ -242,27 +290,44 @@ def _busy_s(steps: Steps) -> float:
     """Return the time of a step in which kernels run."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         steps.time_s(_FEWEST)
-    busy_us: float = sum(event.self_device_time_total for event in recorded.key_averages())
+    busy_us: float = sum(
+        event.self_device_time_total for event in recorded.key_averages()
+    )
     return busy_us / 1e6 / _FEWEST
 
 
 @contextlib.contextmanager
 def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
-    """Have the clock told of the parts of steps and of the task's host reads, for a block."""
-    feed, optimizer = replica.train_feed, replica.optimizer
+    """Have the clock told of the parts of steps and of the task's host reads, for a
+    block.
+    """
+    feed = replica.train_feed
+    optimizer = replica.optimizer
     with contextlib.ExitStack() as stack:
         _patch(stack, Copies, "begin", clock.timed("copy", Copies.begin))
-        _patch(stack, torch.autograd, "backward", clock.timed("backward", torch.autograd.backward))
+        _patch(
+            stack,
+            torch.autograd,
+            "backward",
+            clock.timed("backward", torch.autograd.backward),
+        )
         _patch(stack, optimizer, "step", clock.timed("optimizer", optimizer.step))
         if feed._transform is not None:
             _patch(stack, feed, "_transform", clock.timed("transform", feed._transform))
         for name in HOST_READS:
-            _patch(stack, torch.Tensor, name, _timed_read(clock, getattr(torch.Tensor, name)))
+            _patch(
+                stack,
+                torch.Tensor,
+                name,
+                _timed_read(clock, getattr(torch.Tensor, name)),
+            )
         yield
 
 
 def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of tensors that tells the clock how long calls by the task's code take."""
+    """Return a method of tensors that tells the clock how long calls by the task's code
+    take.
+    """
 
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
@@ -272,7 +337,9 @@ def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., A
             return method(tensor, *args, **kwargs)
         began = time.perf_counter()
         found = method(tensor, *args, **kwargs)
-        clock.reads[f"{frame.f_code.co_filename}:{frame.f_lineno}"] += time.perf_counter() - began
+        clock.reads[f"{frame.f_code.co_filename}:{frame.f_lineno}"] += (
+            time.perf_counter() - began
+        )
         return found
 
     return read
@@ -283,4 +350,6 @@ def _patch(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     is_own = name in vars(owner)
     before = getattr(owner, name)
     setattr(owner, name, value)
-    stack.callback(lambda: setattr(owner, name, before) if is_own else delattr(owner, name))
+    stack.callback(
+        lambda: setattr(owner, name, before) if is_own else delattr(owner, name)
+    )

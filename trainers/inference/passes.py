@@ -1,7 +1,9 @@
-"""Evaluate a trained model on a split, write its prediction for every sample, or return it.
+"""Evaluate a trained model on a split, write its prediction for every sample, or return
+it.
 
-One worker in this process, or `--scaling.num_workers N` of them. Everything else is as the run was trained, so that the
-figures of its own evaluation come out again to the last bit on the same hardware.
+One worker in this process, or `--scaling.num_workers N` of them. Everything else is as
+the run was trained, so that the figures of its own evaluation come out again to the
+last bit on the same hardware.
 """
 
 from __future__ import annotations
@@ -90,7 +92,10 @@ class InferenceResult:
         return "\n".join(
             [
                 f"step {self.step} on the {counted(self.samples, 'sample', ',')} of {self.split}: {self.checkpoint}",
-                *(f"  {name} {value!r}" for name, value in sorted(self.metrics.items())),
+                *(
+                    f"  {name} {value!r}"
+                    for name, value in sorted(self.metrics.items())
+                ),
                 f"  {self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s; {where})",
                 *([f"  predictions {self.out}"] if self.out else []),
             ]
@@ -112,13 +117,21 @@ class Inference(Job[InferenceResult]):
 
     def execute(self, context: RunContext) -> InferenceResult:
         """Do one pass as one worker."""
-        for number in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept: a signal ends it at once
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # nothing is to be kept: a signal ends it at once
             signal.signal(number, signal.default_int_handler)
         return infer(self.load_task(), self.config, context, self)
 
 
-def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) -> InferenceResult:
-    """Build, load and run on this worker. Every rank must call it; the result is rank-equal but for the time."""
+def infer(
+    task: Task, config: TrainConfig, context: RunContext, job: Inference
+) -> InferenceResult:
+    """Build, load and run on this worker.
+
+    Every rank must call it; the result is rank-equal but for the time.
+    """
     device = resolve_device(config.device, context.device_index)
     group = Group(context.rank, context.world_size, device)
     set_flags(device, config.scaling.cpus_per_worker, config.deterministic)
@@ -132,9 +145,19 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, config.task)
     if dataset is None:
-        raise ConfigError("--split", job.split, "is none of this task's: dataset() gives None", "name another split")
+        raise ConfigError(
+            "--split",
+            job.split,
+            "is none of this task's: dataset() gives None",
+            "name another split",
+        )
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
-        raise ConfigError("--split", job.split, "has no sample, or a dataset without length", "name another split")
+        raise ConfigError(
+            "--split",
+            job.split,
+            "has no sample, or a dataset without length",
+            "name another split",
+        )
     if not isinstance(dataset, Rereadable):
         same_rows_on_ranks(job.split, dataset, group)
     checkpoint, position, model, spec = load_trained(task, config, group, spec, job)
@@ -143,7 +166,9 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         compile_model(model, config.compile, config.fullgraph)
     seed_all(config.seed + context.rank)
     sharers = context.local_world_size if device.type == "cpu" else 1
-    feed = task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
+    feed = task_feed(
+        dataset, task, config.data, device, sharers=sharers, seed=config.seed
+    )
     size = config.evaluate.microbatch_size
     figures: dict[str, float] = {}
     try:
@@ -151,31 +176,53 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         began = time.perf_counter()
         with torch.inference_mode():
             if job.out is None:
-                figures = evaluate(model, task, feed, size, spec, group, seeds=(config.seed, step))
+                figures = evaluate(
+                    model, task, feed, size, spec, group, seeds=(config.seed, step)
+                )
             else:
-                about = {"task": config.task, "split": job.split, "checkpoint": f"step-{step}"}
+                about = {
+                    "task": config.task,
+                    "split": job.split,
+                    "checkpoint": f"step-{step}",
+                }
                 predict(model, task, feed, size, spec, group, Storage(job.out), about)
         synchronize(device)
         group.barrier()
         time_s = time.perf_counter() - began
         told = position.get("held_back") if job.split == "val" else None
         if group.rank == 0 and told and told != tell_samples(dataset):
-            words = (
-                "dataset(%r) gives other samples than in training, which may have trained on these; let it follow %s"
+            words = "dataset(%r) gives other samples than in training, which may have trained on these; let it follow %s"
+            logger.warning(
+                words,
+                job.split,
+                "from a seed, and sort what a set or a directory lists",
             )
-            logger.warning(words, job.split, "from a seed, and sort what a set or a directory lists")
     finally:
         feed.close()
-    metrics = {f"{job.split}_{name.removeprefix('val_')}": value for name, value in figures.items()}
+    metrics = {
+        f"{job.split}_{name.removeprefix('val_')}": value
+        for name, value in figures.items()
+    }
     return InferenceResult(
-        checkpoint, step, job.split, len(dataset), metrics, time_s, group.world_size, str(device), spec.name, job.out
+        checkpoint,
+        step,
+        job.split,
+        len(dataset),
+        metrics,
+        time_s,
+        group.world_size,
+        str(device),
+        spec.name,
+        job.out,
     )
 
 
 def load_trained(
     task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, dict[str, Any], nn.Module, PrecisionSpec]:
-    """Return the checkpoint's location and position, the model with its weights, and the precision with its layout."""
+    """Return the checkpoint's location and position, the model with its weights, and
+    the precision with its layout.
+    """
     run = SavedRun(job.storage, config)
     found = run.checkpoint(job.which) if group.rank == 0 else None
     name = group.first(found.name if found else "")
@@ -200,28 +247,51 @@ def load_trained(
         if classify(error) in OUT_OF_MEMORY:
             raise
         words = " ".join(str(error).split())
-        raise CheckpointError(f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}") from error
+        raise CheckpointError(
+            f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}"
+        ) from error
     for module in modules_beside(task, model):
         module.eval()
     return archive.storage.locate(name), position, model.eval(), spec
 
 
-def run_spec(location: str, overrides: dict[str, Any], world_size: int | None) -> RunSpec:
-    """Return the run at `location` as this machine can execute it: one worker here unless `overrides` say otherwise.
+def run_spec(
+    location: str, overrides: dict[str, Any], world_size: int | None
+) -> RunSpec:
+    """Return the run at `location` as this machine can execute it: one worker here
+    unless `overrides` say otherwise.
 
     `world_size` is torchrun's. Raises ConfigError.
     """
     run = SavedRun.open(location)
     source = run.storage.locate("config.yaml")
-    workers = overrides.get("scaling.num_workers", 1) if world_size is None else world_size
+    workers = (
+        overrides.get("scaling.num_workers", 1) if world_size is None else world_size
+    )
     launcher = "local" if workers == 1 and world_size is None else "spawn"
     if overrides.get("launcher") == "ray":
-        raise ConfigError("launcher", "ray", "only trains", "set `launcher: spawn`, or use torchrun", "command line")
+        raise ConfigError(
+            "launcher",
+            "ray",
+            "only trains",
+            "set `launcher: spawn`, or use torchrun",
+            "command line",
+        )
     # The model is whole on every worker, however it was trained.
-    changes = {"storage_path": run.storage.parent.uri, "launcher": launcher, "strategy": "ddp", **overrides}
-    tree = override(TrainConfig, run.config.tree(), {**changes, "scaling.num_workers": workers})
+    changes = {
+        "storage_path": run.storage.parent.uri,
+        "launcher": launcher,
+        "strategy": "ddp",
+        **overrides,
+    }
+    tree = override(
+        TrainConfig, run.config.tree(), {**changes, "scaling.num_workers": workers}
+    )
     directory = Path(run.storage.path) if run.storage.is_local else None
-    return replace(make_spec(tree, source, directory, own_workers=world_size is None), uri=run.storage.uri)
+    return replace(
+        make_spec(tree, source, directory, own_workers=world_size is None),
+        uri=run.storage.uri,
+    )
 
 
 def check_out(out: str) -> None:
@@ -231,7 +301,9 @@ def check_out(out: str) -> None:
         target.parent.prove_writable()
         is_directory = target.info().type == fs.FileType.Directory
     except ConfigError as error:
-        raise ConfigError("--out", out, error.rule, "name a file where this user may write") from error
+        raise ConfigError(
+            "--out", out, error.rule, "name a file where this user may write"
+        ) from error
     if is_directory:
         raise ConfigError("--out", out, "is a directory", "name a file in it")
 
@@ -246,15 +318,19 @@ def predict(
     target: Storage,
     about: dict[str, str],
 ) -> None:
-    """Write `task.predictions` of every sample to the file `target`; `about` becomes the file's metadata.
+    """Write `task.predictions` of every sample to the file `target`; `about` becomes
+    the file's metadata.
 
-    Batches are dealt whole, in windows, and rank 0 writes each window as it comes: the file is the same, byte for byte,
-    for any number of ranks. Every rank must call it. Raises ConfigError for what is no column, StorageError.
+    Batches are dealt whole, in windows, and rank 0 writes each window as it comes: the
+    file is the same, byte for byte, for any number of ranks. Every rank must call it.
+    Raises ConfigError for what is no column, StorageError.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = list(torch.arange(length).split(microbatch_size))
     window = _WINDOW * group.world_size
-    windows = [batches[start : start + window] for start in range(0, len(batches), window)]
+    windows = [
+        batches[start : start + window] for start in range(0, len(batches), window)
+    ]
     mine = [part[group.rank * _WINDOW : (group.rank + 1) * _WINDOW] for part in windows]
     source = feed.batches([rows for part in mine for rows in part], training=False)
     forward = ForwardPass(model.eval(), task, spec, group.device)
@@ -269,7 +345,9 @@ def predict(
                         outputs, _ = forward(batch, with_loss=False)
                 except (RuntimeError, MemoryError) as error:
                     if classify(error) in OUT_OF_MEMORY:
-                        raise too_large(error, len(rows), group, next_smaller(len(rows))) from error
+                        raise too_large(
+                            error, len(rows), group, next_smaller(len(rows))
+                        ) from error
                     raise
                 made.append(_record(rows, task.predictions(outputs, batch), task))
             for received in group.collect(made):
@@ -284,13 +362,28 @@ def predict(
 def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch:
     arrays = {_INDEX: pa.array(rows.numpy())}
     for name, value in columns.items():
-        if not isinstance(value, Tensor) or value.shape[:1] != rows.shape or name == _INDEX or value.is_complex():
-            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if (
+            not isinstance(value, Tensor)
+            or value.shape[:1] != rows.shape
+            or name == _INDEX
+            or value.is_complex()
+        ):
+            given = (
+                list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            )
             wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
             fix = f"choose what to write in {type(task).__name__}.predictions()"
-            raise ConfigError(f"prediction {name}", given, f"must be {wanted}, under another name than {_INDEX}", fix)
+            raise ConfigError(
+                f"prediction {name}",
+                given,
+                f"must be {wanted}, under another name than {_INDEX}",
+                fix,
+            )
         values = value.detach()
-        if values.dtype in (torch.bfloat16, torch.float16):  # the first is unknown to Arrow, the second to many readers
+        if values.dtype in (
+            torch.bfloat16,
+            torch.float16,
+        ):  # the first is unknown to Arrow, the second to many readers
             values = values.float()
         array = pa.array(values.cpu().contiguous().view(-1).numpy())
         for size in reversed(values.shape[1:]):
@@ -299,13 +392,18 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
     return pa.RecordBatch.from_pydict(arrays)
 
 
-def _write(records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, str]) -> None:
+def _write(
+    records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, str]
+) -> None:
     """Write all records, in row groups whose size depends on nothing but the batches."""
     first = next(records)
     schema = first.schema.with_metadata(about)
     waiting: list[pa.RecordBatch] = []
 
-    with target.parent.writer(target.name) as stream, pq.ParquetWriter(stream, schema) as file:
+    with (
+        target.parent.writer(target.name) as stream,
+        pq.ParquetWriter(stream, schema) as file,
+    ):
 
         def flush() -> None:
             rows = pa.Table.from_batches(waiting).replace_schema_metadata(about)
@@ -314,9 +412,17 @@ def _write(records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, 
 
         for record in itertools.chain([first], records):
             if record.schema != first.schema:
-                shown, known = (", ".join(f"{one.name} {one.type}" for one in s) for s in (record.schema, first.schema))
+                shown, known = (
+                    ", ".join(f"{one.name} {one.type}" for one in s)
+                    for s in (record.schema, first.schema)
+                )
                 rule = f"must be in every batch as in the first, {known}"
-                raise ConfigError("predictions", shown, rule, "pad them to one shape in `predictions()`")
+                raise ConfigError(
+                    "predictions",
+                    shown,
+                    rule,
+                    "pad them to one shape in `predictions()`",
+                )
             waiting.append(record)
             if sum(one.nbytes for one in waiting) >= _ROW_GROUP_BYTES:
                 flush()
@@ -335,7 +441,9 @@ class TrainedRun(RunResult):
         return redact(f"{self}\n  in {self.uri}")
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the run's log: mean losses, evaluations, and what else was noted, in order."""
+        """Return the run's log: mean losses, evaluations, and what else was noted, in
+        order.
+        """
         return read_log(Storage(self.uri))
 
     def dataframe(self) -> pd.DataFrame:
@@ -345,11 +453,19 @@ class TrainedRun(RunResult):
         return pd.DataFrame(self.log())
 
     def model(self, checkpoint: str = "newest") -> nn.Module:
-        """Return the trained model, in evaluation mode, on the device that this process has.
+        """Return the trained model, in evaluation mode, on the device that this process
+        has.
 
         `checkpoint` is newest, best or step-N. Raises ConfigError where there is none.
         """
-        job = Inference(**asdict(run_spec(self.uri, {}, None)), split="val", which=checkpoint, out=None)
+        job = Inference(
+            **asdict(run_spec(self.uri, {}, None)),
+            split="val",
+            which=checkpoint,
+            out=None,
+        )
         device = resolve_device(job.config.device)
         precision = resolve_precision(job.config.precision, device)
-        return load_trained(job.load_task(), job.config, Group(0, 1, device), precision, job)[2]
+        return load_trained(
+            job.load_task(), job.config, Group(0, 1, device), precision, job
+        )[2]

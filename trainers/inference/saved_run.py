@@ -1,4 +1,6 @@
-"""Open a run on storage, for every command but training: its configuration and one of its checkpoints; export it."""
+"""Open a run on storage, for every command but training: its configuration and one of
+its checkpoints; export it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class SavedCheckpoint:
     name: str
     manifest: Manifest
     state: dict[str, Any]
-    """As trainers/checkpoint/run_state.py wrote it, on the CPU; of a sharded one the model's and the task's tensors."""
+    """As trainers/checkpoint/run_state.py wrote it, on the CPU; of a sharded one the
+    model's and the task's tensors.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,19 +49,27 @@ class SavedRun:
     def checkpoint(self, which: str) -> SavedCheckpoint:
         """Read the checkpoint `newest`, `best` or `step-123`.
 
-        Raises ConfigError when there is none, CheckpointError when it holds more than tensors and plain data.
+        Raises ConfigError when there is none, CheckpointError when it holds more than
+        tensors and plain data.
         """
-        trained_as = read_mapping(self.storage, "config.yaml")  # the command's own may say another precision
+        trained_as = read_mapping(
+            self.storage, "config.yaml"
+        )  # the command's own may say another precision
         archive = Archive(self.storage, Best.of(self.config.checkpoint), trained_as)
         try:
             name = archive.choose(which)
         except CheckpointError as error:
-            raise ConfigError("--checkpoint", which, str(error), "give newest, best or step-N") from error
-        return SavedCheckpoint(name, archive.manifest(name), read_trained(archive, name))
+            raise ConfigError(
+                "--checkpoint", which, str(error), "give newest, best or step-N"
+            ) from error
+        return SavedCheckpoint(
+            name, archive.manifest(name), read_trained(archive, name)
+        )
 
 
 def read_trained(archive: Archive, name: str) -> dict[str, Any]:
-    """The state of a checkpoint, whose tensors of the model and of the task are whole; CheckpointError when it is none.
+    """The state of a checkpoint, whose tensors of the model and of the task are whole;
+    CheckpointError when it is none.
 
     Others may be on the meta device: nobody needs them who does not train on.
     """
@@ -65,26 +77,39 @@ def read_trained(archive: Archive, name: str) -> dict[str, Any]:
     try:
         check_state(state, name, rows is not None)
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint {archive.storage.locate(name)} cannot be used: {error}") from None
+        raise CheckpointError(
+            f"checkpoint {archive.storage.locate(name)} cannot be used: {error}"
+        ) from None
     if rows is not None:
         state |= {section: rows.fill(state[section]) for section in ("model", "task")}
     return state
 
 
 def export(location: str, out: str, which: str = "newest") -> str:
-    """Write the model of a run's checkpoint to `out`, a file or URI; return a sentence of what was written.
+    """Write the model of a run's checkpoint to `out`, a file or URI; return a sentence
+    of what was written.
 
-    The names are those of the task's bare model. Tensors that share memory are written under each of their names, so
-    that `load_state_dict` takes the file as it is. Raises ConfigError, CheckpointError, StorageError.
+    The names are those of the task's bare model. Tensors that share memory are written
+    under each of their names, so that `load_state_dict` takes the file as it is. Raises
+    ConfigError, CheckpointError, StorageError.
     """
     if not out.endswith(".safetensors"):
-        raise ConfigError("--out", out, "must be the name of a safetensors file", "end it in .safetensors")
+        raise ConfigError(
+            "--out",
+            out,
+            "must be the name of a safetensors file",
+            "end it in .safetensors",
+        )
     run = SavedRun.open(location)
     checkpoint = run.checkpoint(which)
     try:
-        weights = {name: _own(name, value) for name, value in checkpoint.state["model"].items()}
+        weights = {
+            name: _own(name, value) for name, value in checkpoint.state["model"].items()
+        }
     except (KeyError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint.name} is no checkpoint of ours: it has no model") from error
+        raise CheckpointError(
+            f"checkpoint {checkpoint.name} is no checkpoint of ours: it has no model"
+        ) from error
     manifest = checkpoint.manifest
     described = {
         "format": "pt",  # what other readers ask for
@@ -96,15 +121,21 @@ def export(location: str, out: str, which: str = "newest") -> str:
     try:
         data = safetensors.torch.save(weights, described)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"the model of {checkpoint.name} cannot be written as safetensors: {error}") from error
+        raise CheckpointError(
+            f"the model of {checkpoint.name} cannot be written as safetensors: {error}"
+        ) from error
     target = Storage(storage_uri(out))
     target.parent.write(target.name, data)
-    figures = "".join(f", {name} {value:.4f}" for name, value in sorted(manifest.metrics.items()))
+    figures = "".join(
+        f", {name} {value:.4f}" for name, value in sorted(manifest.metrics.items())
+    )
     return f"{target.uri}: {len(weights)} tensors, {len(data) / 2**20:,.1f} MiB, of step {manifest.step}{figures}"
 
 
 def _own(name: str, value: object) -> Tensor:
     """Return a contiguous copy of the tensor, as the format wants it."""
     if not isinstance(value, Tensor):
-        raise CheckpointError(f"the model cannot be written as safetensors: {name} is no tensor")
+        raise CheckpointError(
+            f"the model cannot be written as safetensors: {name} is no tensor"
+        )
     return value.detach().clone(memory_format=torch.contiguous_format)

@@ -1,7 +1,9 @@
-"""A run as Python gives it, turned into what a file would say: plain data, with classes and functions by their names.
+"""A run as Python gives it, turned into what a file would say: plain data, with classes
+and functions by their names.
 
-Workers import a task by the name of its module. What is defined in a notebook lies in no module: its cells' source is
-written to one, in notebook_tasks/, and that file is what trains, now and from the configuration that is saved.
+Workers import a task by the name of its module. What is defined in a notebook lies in
+no module: its cells' source is written to one, in notebook_tasks/, and that file is
+what trains, now and from the configuration that is saved.
 """
 
 import ast
@@ -23,20 +25,30 @@ from trainers.launch.spec import read_file
 from trainers.redaction import redact
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | type | Callable[..., Any]
-"""A file or URI, a mapping of keys, a Task class, or a training function of Ray Train's."""
+"""A file or URI, a mapping of keys, a Task class, or a training function of Ray
+Train's.
+"""
 
 _FOLDER = "notebook_tasks"
 _FIX = "make it in the class, pass it in `task_args`, or write the class to a file (`%%writefile task.py`)"
 
 
 def check_thread(call: str) -> None:
-    """Raise ConfigError in any thread but the main one, where alone Python hears of Ctrl-C."""
+    """Raise ConfigError in any thread but the main one, where alone Python hears of
+    Ctrl-C.
+    """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(call, MISSING, "was called in a thread of its own", "call it in the main thread")
+        raise ConfigError(
+            call,
+            MISSING,
+            "was called in a thread of its own",
+            "call it in the main thread",
+        )
 
 
 def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]:
-    """Return a run's mapping, where it came from (for error messages), and what its relative names mean.
+    """Return a run's mapping, where it came from (for error messages), and what its
+    relative names mean.
 
     Raises ConfigError, in which `call` names what the user has called.
     """
@@ -49,15 +61,25 @@ def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]
         run = {"task" if isinstance(run, type) else "train_func": run}
     if not isinstance(run, Mapping):
         rule = f"is a {type(run).__name__}, where a file, a mapping, a Task class or a function is needed"
-        raise ConfigError(call, MISSING, rule, "of a task give the class, and its arguments as `task_args`")
+        raise ConfigError(
+            call,
+            MISSING,
+            rule,
+            "of a task give the class, and its arguments as `task_args`",
+        )
     tree = plain(run, call, places)
     return tree, call, places[0] if places else Path.cwd()
 
 
 def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
-    """Return plain data, as a file has it; `places` is given the directories of the classes and functions in it."""
+    """Return plain data, as a file has it; `places` is given the directories of the
+    classes and functions in it.
+    """
     if isinstance(value, Mapping):
-        return {str(name): plain(one, call, places, f"{key}.{name}".lstrip(".")) for name, one in value.items()}
+        return {
+            str(name): plain(one, call, places, f"{key}.{name}".lstrip("."))
+            for name, one in value.items()
+        }
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if isinstance(value, list | tuple | range):
@@ -72,45 +94,71 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     rule = f"holds a {type(value).__name__}, which no file can"
-    raise ConfigError(key, MISSING, rule, "give numbers, text, lists and mappings", call)
+    raise ConfigError(
+        key, MISSING, rule, "give numbers, text, lists and mappings", call
+    )
 
 
 def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
-    """Return the `module:name` of a class or function, and its directory; None where the module is installed."""
-    name, module, main = thing.__qualname__, thing.__module__, sys.modules["__main__"]
+    """Return the `module:name` of a class or function, and its directory; None where
+    the module is installed.
+    """
+    name = thing.__qualname__
+    module = thing.__module__
+    main = sys.modules["__main__"]
     if not name.isidentifier():
         fix = "define it with `class` or `def` at the top level of a module, or of a notebook"
         raise ConfigError(key, name, "has no name in its module", fix, call)
-    file, script = (getattr(sys.modules.get(one), "__file__", None) for one in (module, "__main__"))
+    file, script = (
+        getattr(sys.modules.get(one), "__file__", None) for one in (module, "__main__")
+    )
     if module == "__main__":
         if file is None:
             module, root = _write_module(thing, call, key)
             return f"{module}:{name}", root
         module = main.__spec__.name if main.__spec__ else Path(file).stem
-    elif file is not None and script is not None and Path(file).absolute() == Path(script).absolute():
-        rule, fix = f"is called whenever {file} is imported, as workers do", 'put it below `if __name__ == "__main__":`'
+    elif (
+        file is not None
+        and script is not None
+        and Path(file).absolute() == Path(script).absolute()
+    ):
+        rule = f"is called whenever {file} is imported, as workers do"
+        fix = 'put it below `if __name__ == "__main__":`'
         raise ConfigError(call, MISSING, rule, fix)
     if file is None or "site-packages" in (path := Path(os.path.abspath(file))).parts:  # noqa: PTH100 (as for a YAML)
         return f"{module}:{name}", None
-    return f"{module}:{name}", path.parents[module.count(".") + (path.name == "__init__.py")]
+    return f"{module}:{name}", path.parents[
+        module.count(".") + (path.name == "__init__.py")
+    ]
 
 
 def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
-    """Write a class or function of a notebook, with all of the notebook that it uses, as a module beside it.
+    """Write a class or function of a notebook, with all of the notebook that it uses,
+    as a module beside it.
 
-    Imports are taken over, functions and classes by their source, and anything else by its value. ConfigError names
-    what cannot be written down. A module is named by what it says: a class that has changed is another task.
+    Imports are taken over, functions and classes by their source, and anything else by
+    its value. ConfigError names what cannot be written down. A module is named by what
+    it says: a class that has changed is another task.
     """
-    space, imports, definitions, seen = vars(sys.modules["__main__"]), list[str](), list[str](), set[str]()
+    space = vars(sys.modules["__main__"])
+    imports = list[str]()
+    definitions = list[str]()
+    seen = set[str]()
 
     def add(name: str, value: Any) -> None:
         if name in seen:
             return
         seen.add(name)
-        home, own = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        home = getattr(value, "__module__", None)
+        own = getattr(value, "__qualname__", None)
         if isinstance(value, ModuleType):
-            imports.append(f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else ""))
-        elif home == "__main__" and (isinstance(value, type) or inspect.isfunction(value)):
+            imports.append(
+                f"import {value.__name__}"
+                + (f" as {name}" if name != value.__name__ else "")
+            )
+        elif home == "__main__" and (
+            isinstance(value, type) or inspect.isfunction(value)
+        ):
             if own != name and own in space:
                 add(own, value)
                 definitions.append(f"{name} = {own}")
@@ -123,16 +171,30 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
                     add(used, space[used])
             definitions.append(source)
         elif own and getattr(sys.modules.get(str(home)), own, None) is value:
-            imports.append(f"from {home} import {own}" + (f" as {name}" if name != own else ""))
+            imports.append(
+                f"from {home} import {own}" + (f" as {name}" if name != own else "")
+            )
         elif _is_literal(value):
             definitions.append(f"{name} = {value!r}")
             if redact(definitions[-1]) != definitions[-1]:
-                raise refused(name, "holds a secret, which no file may", "read it from the environment, in the class")
+                raise refused(
+                    name,
+                    "holds a secret, which no file may",
+                    "read it from the environment, in the class",
+                )
         else:
-            raise refused(name, f"is a {type(value).__name__} that only this notebook has")
+            raise refused(
+                name, f"is a {type(value).__name__} that only this notebook has"
+            )
 
     def refused(name: str, rule: str, fix: str = _FIX) -> ConfigError:
-        return ConfigError(key, thing.__name__, f"cannot be given to workers: `{name}` {rule}", fix, call)
+        return ConfigError(
+            key,
+            thing.__name__,
+            f"cannot be given to workers: `{name}` {rule}",
+            fix,
+            call,
+        )
 
     add(thing.__name__, thing)
     head = "# Written by Paceline from the cells of a notebook.\nfrom __future__ import annotations"
@@ -147,15 +209,21 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
 
 
 def _source(thing: Any) -> str | None:
-    """Return the statement that has defined a class or function, from the cell with its code."""
+    """Return the statement that has defined a class or function, from the cell with its
+    code.
+    """
     members = vars(thing).values() if isinstance(thing, type) else [thing]
     functions = (getattr(one, "__func__", getattr(one, "fget", one)) for one in members)
     for code in (one.__code__ for one in functions if inspect.isfunction(one)):
         lines = linecache.getlines(code.co_filename)
         for node in ast.parse("".join(lines)).body:
-            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not isinstance(
+                node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
                 continue
-            if node.name == thing.__name__ and code.co_firstlineno <= (node.end_lineno or 0):
+            if node.name == thing.__name__ and code.co_firstlineno <= (
+                node.end_lineno or 0
+            ):
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 return "".join(lines[first - 1 : node.end_lineno]).rstrip()
     return None
@@ -163,7 +231,11 @@ def _source(thing: Any) -> str | None:
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
     """Return the names that source reads from its module."""
-    found = {one.get_name() for one in table.get_symbols() if one.is_referenced() and one.is_global()}
+    found = {
+        one.get_name()
+        for one in table.get_symbols()
+        if one.is_referenced() and one.is_global()
+    }
     return found.union(*map(_globals, table.get_children()))
 
 

@@ -1,6 +1,7 @@
 """Imports without garbage collection.
 
-Importing torch makes a million objects that all stay, and Python's collector looks through them dozens of times on the
+Importing torch makes a million objects that all stay, and Python's collector looks
+through them dozens of times on the
 way: a third of the time that the import takes.
 """
 
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collection(own_process: bool = False) -> Iterator[None]:
-    """Keep the garbage collector out of a block of imports; afterwards it is as it was before.
+    """Keep the garbage collector out of a block of imports; afterwards it is as it was
+    before.
 
-    `own_process`: whatever there is by then stays until the process ends, and no later collection looks at it again.
-    Only for the start of a process that is ours: it would keep a caller's cycles for ever.
+    `own_process`: whatever there is by then stays until the process ends, and no later
+    collection looks at it again. Only for the start of a process that is ours: it would
+    keep a caller's cycles for ever.
     """
     enabled = gc.isenabled()
     gc.disable()

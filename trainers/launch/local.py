@@ -1,7 +1,9 @@
-"""Launchers without Ray: this process, spawned processes of this machine, or torchrun's.
+"""Launchers without Ray: this process, spawned processes of this machine, or
+torchrun's.
 
-Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_ERROR_FILE.
-Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where all ranks are on this machine.
+Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+TORCHELASTIC_ERROR_FILE. Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME,
+where all ranks are on this machine.
 """
 
 import contextlib
@@ -27,8 +29,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-# Before any group is made: its functions' defaults would be that group, and keep it, whoever imports it later
-# (torch._dynamo does). A process that ends with its group aborts now and then.
+# Before any group is made: its functions' defaults would be that group, and keep it,
+# whoever imports it later (torch._dynamo does). A process that ends with its group
+# aborts now and then.
 import torch.distributed.nn.functional
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessException, start_processes
@@ -48,7 +51,10 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 _LOOK_S = 0.2
-_PREFIX, _FRESH_S = "paceline-spawn-", 5.0  # a directory is not locked as soon as it is there
+_PREFIX, _FRESH_S = (
+    "paceline-spawn-",
+    5.0,
+)  # a directory is not locked as soon as it is there
 
 
 class LocalContext(RunContext):
@@ -65,12 +71,15 @@ class LocalContext(RunContext):
     def listen(self) -> StopSignals:
         """Return the block in which signals ask the loop to stop."""
         log = logger.info if self.rank == 0 else logger.debug
-        self._signals = StopSignals(lambda name: log("asked to stop (%s): writing a checkpoint first", name))
+        self._signals = StopSignals(
+            lambda name: log("asked to stop (%s): writing a checkpoint first", name)
+        )
         return self._signals
 
     def telling(self, job: Job[Any], take: Take | None) -> Self:
         """Give what the run tells to `take`."""
-        self.take, self.draws_line = take, job.told == "line"
+        self.take = take
+        self.draws_line = job.told == "line"
         return self
 
     @property
@@ -85,8 +94,8 @@ class LocalContext(RunContext):
 
 @contextlib.contextmanager
 def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
-    """Raise an exception that is not ours as RunFailedError; where a sentence is all that is shown of that, print its
-    traceback.
+    """Raise an exception that is not ours as RunFailedError; where a sentence is all
+    that is shown of that, print its traceback.
     """
     try:
         yield
@@ -102,21 +111,32 @@ def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
 
 
 def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
-    """Write a worker's failure where its launcher looks: a file of the spawning process's, or torchrun's own, of which
-    it shows the earliest as the root cause.
+    """Write a worker's failure where its launcher looks: a file of the spawning
+    process's, or torchrun's own, of which it shows the earliest as the root cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
     with contextlib.suppress(OSError):  # the failure itself matters more
-        if place is None or Path(place).exists():  # said already, before the group was left
+        if (
+            place is None or Path(place).exists()
+        ):  # said already, before the group was left
             return
-        said = {"message": {"message": str(failure), "extraInfo": {"timestamp": str(int(failure.when))}}}
-        aside = Path(place).with_name(f".{Path(place).name}")  # the launcher may end this process at any moment
+        said = {
+            "message": {
+                "message": str(failure),
+                "extraInfo": {"timestamp": str(int(failure.when))},
+            }
+        }
+        aside = Path(place).with_name(
+            f".{Path(place).name}"
+        )  # the launcher may end this process at any moment
         aside.write_text(json.dumps(said if file is None else [failure.args, trace]))
         aside.replace(place)
 
 
 def run_local(job: Job[R], take: Take | None = None) -> R:
-    """Run one worker in this process; like the other launchers it gives `take` the run's records as they are made."""
+    """Run one worker in this process; like the other launchers it gives `take` the
+    run's records as they are made.
+    """
     context = LocalContext(job.storage, "local").telling(job, take)
     with context.listen():
         return job.execute(context)
@@ -124,7 +144,10 @@ def run_local(job: Job[R], take: Take | None = None) -> R:
 
 def run_torchrun(job: Job[R], take: Take | None = None) -> R:
     """Run this process as one of torchrun's workers; each of them calls this."""
-    numbers = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    numbers = (
+        int(os.environ[name])
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
     context = LocalContext(job.storage, "torchrun", *numbers).telling(job, take)
     with _beside(job.told == "line" and context.rank > 0):
         return _run_in_group(job, context, "env://")
@@ -133,8 +156,8 @@ def run_torchrun(job: Job[R], take: Take | None = None) -> R:
 def run_spawn(job: Job[R], take: Take | None = None) -> R:
     """Run `scaling.num_workers` processes on this machine, and return rank 0's result.
 
-    A group that ran out of memory in mid-training starts again with a smaller microbatch. Raises RunFailedError with
-    the message of the rank that failed first.
+    A group that ran out of memory in mid-training starts again with a smaller
+    microbatch. Raises RunFailedError with the message of the rank that failed first.
     """
     while True:
         try:
@@ -142,24 +165,35 @@ def run_spawn(job: Job[R], take: Take | None = None) -> R:
         except RunFailedError as failure:
             if not failure.smaller:
                 raise
-            logger.warning("%s; the workers start again with a smaller one", failure.message)
+            logger.warning(
+                "%s; the workers start again with a smaller one", failure.message
+            )
 
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """A directory for the files of one group; those of groups that were killed, driver and all, are deleted."""
+    """A directory for the files of one group; those of groups that were killed, driver
+    and all, are deleted.
+    """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's; or it is in use: its driver has locked it
+        with contextlib.suppress(
+            OSError
+        ):  # another user's; or it is in use: its driver has locked it
             if time.time() - left.stat().st_mtime > _FRESH_S:
                 with _locked(left):
                     shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, _locked(Path(directory)):
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX) as directory,
+        _locked(Path(directory)),
+    ):
         yield directory
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock, which ends with this process; BlockingIOError where another does."""
+    """Hold a directory's lock, which ends with this process; BlockingIOError where
+    another does.
+    """
     opened = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,9 +207,12 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
     records, told = multiprocessing.Pipe(duplex=False)
     with _directory() as directory, StopSignals() as signals, records:
         arguments = (job, workers, directory, told)
-        # Inherited until the workers listen: in their imports Ctrl-C would print a traceback of each.
+        # Inherited until the workers listen: in their imports Ctrl-C would print a
+        # traceback of each.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        processes = start_processes(_spawned, arguments, nprocs=workers, join=False, start_method="spawn")
+        processes = start_processes(
+            _spawned, arguments, nprocs=workers, join=False, start_method="spawn"
+        )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         told.close()
         assert processes is not None
@@ -188,8 +225,13 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
                     for process in processes.processes:
                         process.terminate()
         except ProcessException as error:
-            exits = {rank: process.exitcode for rank, process in enumerate(processes.processes)}
-            if not (asked and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())):
+            exits = {
+                rank: process.exitcode
+                for rank, process in enumerate(processes.processes)
+            }
+            if not (
+                asked and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())
+            ):
                 raise _failure(Path(directory), error, exits) from None
         finally:
             for process in processes.processes:
@@ -198,7 +240,9 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
                 process.join()
         _receive(records, take)
         result = Path(directory, "result.json")
-        if not result.exists():  # told before the group stood, or in a pass that keeps nothing
+        if (
+            not result.exists()
+        ):  # told before the group stood, or in a pass that keeps nothing
             raise KeyboardInterrupt
         return job.read_result(result.read_bytes())
 
@@ -224,11 +268,14 @@ def _beside(wanted: bool) -> Iterator[None]:
         yield
 
 
-def _spawned(rank: int, job: Job[Any], world_size: int, directory: str, records: Connection) -> None:
+def _spawned(
+    rank: int, job: Job[Any], world_size: int, directory: str, records: Connection
+) -> None:
     if (driver := multiprocessing.parent_process()) is not None:
         follow(driver.join, lambda: _delete(directory))
-    # torch asks for SIGINT when the driver dies, and the kernel sends one for each of its threads: the second would
-    # interrupt this rank, which then writes its failure into a directory that another rank is deleting.
+    # torch asks for SIGINT when the driver dies, and the kernel sends one for each of
+    # its threads: the second would interrupt this rank, which then writes its failure
+    # into a directory that another rank is deleting.
     _prctl_pr_set_pdeathsig(0)
     setup_logging(rank, job.quiet)
     context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
@@ -242,7 +289,9 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str, records:
 
 
 def _delete(directory: str) -> None:
-    """Delete a group's directory, though its ranks write there: what has no path any more gets no further file."""
+    """Delete a group's directory, though its ranks write there: what has no path any
+    more gets no further file.
+    """
     with contextlib.suppress(OSError):  # another rank was first
         shutil.rmtree(Path(directory).rename(f"{directory}-over"), ignore_errors=True)
 
@@ -259,14 +308,25 @@ def _execute(rank: int, job: Job[Any], context: LocalContext, directory: str) ->
 
 def _trace(error: BaseException) -> str:
     """The traceback of what is being handled; empty where a sentence says it all."""
-    return "" if isinstance(error, PacelineError | KeyboardInterrupt) else traceback.format_exc()
+    return (
+        ""
+        if isinstance(error, PacelineError | KeyboardInterrupt)
+        else traceback.format_exc()
+    )
 
 
-def _failure(directory: Path, error: ProcessException, exits: dict[int, int | None]) -> RunFailedError:
-    """Return the cause among what the ranks left: exceptions and hangs in files, else the codes of their exits."""
+def _failure(
+    directory: Path, error: ProcessException, exits: dict[int, int | None]
+) -> RunFailedError:
+    """Return the cause among what the ranks left: exceptions and hangs in files, else
+    the codes of their exits.
+    """
     left = [json.loads(path.read_text()) for path in directory.glob("failed-*")]
     failures = [RunFailedError(*args) for args, _ in left]
-    traces = {failure.message: trace for failure, (_, trace) in zip(failures, left, strict=True)}
+    traces = {
+        failure.message: trace
+        for failure, (_, trace) in zip(failures, left, strict=True)
+    }
     for rank, code in exits.items():
         if code in (None, 0) or (directory / f"failed-{rank}").exists():
             continue
@@ -274,9 +334,12 @@ def _failure(directory: Path, error: ProcessException, exits: dict[int, int | No
             failures.append(RunFailedError("hung", f"rank {rank} made no step"))
             continue
         is_first = rank == error.error_index
-        # The others are ended once one has failed: first asked to, then, where they do not answer, killed.
+        # The others are ended once one has failed: first asked to, then, where they do
+        # not answer, killed.
         ended = not is_first and code in (-signal.SIGTERM, -signal.SIGKILL)
-        failures.append(death_of(rank, code, error.error_pid if is_first else None, ended))
+        failures.append(
+            death_of(rank, code, error.error_pid if is_first else None, ended)
+        )
     if not failures:
         return RunFailedError("node_lost", last_line(error))
     first = RunFailedError.first(failures)
@@ -286,23 +349,35 @@ def _failure(directory: Path, error: ProcessException, exits: dict[int, int | No
 
 
 def keep_on_this_machine() -> None:
-    """Let the collectives of a group whose ranks are all here listen on the loopback alone, unless the user chose."""
+    """Let the collectives of a group whose ranks are all here listen on the loopback
+    alone, unless the user chose.
+    """
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
 
 
 def join_group(
-    backend: str, place: Any, rank: int, world_size: int, device_index: int, timeout: timedelta = TIMEOUT
+    backend: str,
+    place: Any,
+    rank: int,
+    world_size: int,
+    device_index: int,
+    timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Make this process a member of the run's process group; `device_index` is its GPU under nccl.
+    """Make this process a member of the run's process group; `device_index` is its GPU
+    under nccl.
 
     `place` is where the ranks meet: a URL, or a torch.distributed.Store.
     """
     if "nccl" in backend:
         torch.cuda.set_device(device_index)
-    met: dict[str, Any] = {"init_method": place} if isinstance(place, str) else {"store": place}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **met)
+    met: dict[str, Any] = (
+        {"init_method": place} if isinstance(place, str) else {"store": place}
+    )
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, timeout=timeout, **met
+    )
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
@@ -310,20 +385,32 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
     device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
     if context.local_world_size == context.world_size:
         keep_on_this_machine()
-    # While a rank waits for the others no handler of Python's runs, and there is nothing to keep.
+    # While a rank waits for the others no handler of Python's runs, and there is
+    # nothing to keep.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    join_group("nccl" if use_cuda else "gloo", init_method, context.rank, context.world_size, device_index)
-    context.listen().__enter__()  # for as long as this process lives: what it has may not be lost at the very end
+    join_group(
+        "nccl" if use_cuda else "gloo",
+        init_method,
+        context.rank,
+        context.world_size,
+        device_index,
+    )
+    # for as long as this process lives: what it has may not be lost at the very end
+    context.listen().__enter__()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        if context.launcher == "torchrun":  # the others' writes hang on rank 0's lease, too
+        if (
+            context.launcher == "torchrun"
+        ):  # the others' writes hang on rank 0's lease, too
             box = [job.token]
             dist.broadcast_object_list(box, src=0)
             job = replace(job, token=box[0])
             context.storage = job.storage
         result = job.execute(context)
     except BaseException as error:
-        _leave(failure_of(error, context.rank), _trace(error), context.failed)  # leaving the group may take its time
+        _leave(
+            failure_of(error, context.rank), _trace(error), context.failed
+        )  # leaving the group may take its time
         leave_group(failed=True)
         raise
     leave_group(failed=False)
@@ -331,10 +418,15 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
 
 
 def leave_group(failed: bool) -> None:
-    """Leave the run's process group; where this rank has `failed`, without waiting for others that wait for it."""
-    # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
+    """Leave the run's process group; where this rank has `failed`, without waiting for
+    others that wait for it.
+    """
+    # A DDP reducer in a reference cycle would outlive the group: the process then
+    # aborts one time in eight.
     gc.collect()
-    if failed and dist.get_backend() == "nccl":  # whose destroy waits for the kernels in flight (pytorch issue 163546)
+    if (
+        failed and dist.get_backend() == "nccl"
+    ):  # whose destroy waits for the kernels in flight (pytorch issue 163546)
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()

@@ -16,11 +16,13 @@ class _Redacting(logging.Formatter):
 
 
 def setup_logging(rank: int, quiet: bool = False) -> None:
-    """Send our packages' log to standard output: rank 0's progress as it is (`quiet`: its warnings), other ranks'
-    warnings with their rank.
+    """Send our packages' log to standard output: rank 0's progress as it is (`quiet`:
+    its warnings), other ranks' warnings with their rank.
     """
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setFormatter(
+        _Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
     show_log(handler, logging.INFO if rank == 0 and not quiet else logging.WARNING)
 
 
@@ -35,16 +37,23 @@ def show_log(handler: logging.Handler, level: int) -> None:
 
 @contextlib.contextmanager
 def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
-    """Show our log as a command does: for good, or (in another program) in a block, unless it shows that itself."""
+    """Show our log as a command does: for good, or (in another program) in a block,
+    unless it shows that itself.
+    """
     if is_command:
         setup_logging(rank, quiet)
         yield
         return
     packages = [logging.getLogger(name) for name in _PACKAGES]
-    if all(package.isEnabledFor(logging.INFO) and package.hasHandlers() for package in packages):
+    if all(
+        package.isEnabledFor(logging.INFO) and package.hasHandlers()
+        for package in packages
+    ):
         yield
         return
-    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
+    before = [
+        (package.handlers[:], package.level, package.propagate) for package in packages
+    ]
     setup_logging(rank)
     try:
         yield

@@ -1,9 +1,11 @@
-"""`python -m trainers memory`: what a run's steps will take of a device's memory, by precision and checkpointing mode.
+"""`python -m trainers memory`: what a run's steps will take of a device's memory, by
+precision and checkpointing mode.
 
-The steps are taken, with tensors that have shapes and no memory (torch's FakeTensorMode), and the storages that are
-alive meanwhile are counted. Fake tensors stand for a rank's own: its shard of a sharded model, DDP's buckets as
-gradients that stay. Resident data, what kernels take inside and fragments are not in it; without CUDA the CPU's
-operators stand for a GPU's.
+The steps are taken, with tensors that have shapes and no memory (torch's
+FakeTensorMode), and the storages that are alive meanwhile are counted. Fake tensors
+stand for a rank's own: its shard of a sharded model, DDP's buckets as gradients that
+stay. Resident data, what kernels take inside and fragments are not in it; without CUDA
+the CPU's operators stand for a GPU's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.data import Dataset
@@ -47,10 +53,16 @@ _ALIKE = (("fp32", "tf32"), ("bf16", "fp16", "fp8"), ("bf16-pure", "fp16-pure"))
 _MODES = ("none", "selective", "full")
 _BLOCK = 512
 """What CUDA's allocator rounds sizes up to; a CPU's are counted alike."""
-_USABLE, _CONTEXT_BYTES = 0.92 * 0.97, 2**29
-"""Of the memory in a card's name: what drivers leave of it, less what a probe wants to spare; and a CUDA context."""
-_KNOWN, _CHECKED = (2, 3), 7
-"""Samples of the batches whose shapes say those of any other, and of one that shows whether they do."""
+_USABLE = 0.92 * 0.97
+_CONTEXT_BYTES = 2**29
+"""Of the memory in a card's name: what drivers leave of it, less what a probe wants to
+spare; and a CUDA context.
+"""
+_KNOWN = (2, 3)
+_CHECKED = 7
+"""Samples of the batches whose shapes say those of any other, and of one that shows
+whether they do.
+"""
 _WIDER = 4
 _MOST_SAMPLES = 2**24
 _MOST_READ = 2**12
@@ -58,9 +70,11 @@ _MOST_READ = 2**12
 
 
 def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
-    """Yield the lines, each as soon as it is known: a row for each precision and mode that the model and device take.
+    """Yield the lines, each as soon as it is known: a row for each precision and mode
+    that the model and device take.
 
-    `gpu` has its memory in its name ("H100 80GB"); None: the device that is here. Raises ConfigError.
+    `gpu` has its memory in its name ("H100 80GB"); None: the device that is here.
+    Raises ConfigError.
     """
     config = spec.config
     device = resolve_device(config.device)
@@ -70,13 +84,25 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
     capacity = _free_bytes(device) if gpu is None else _named_bytes(gpu)
     if config.optimizer.name in NARROW:
         rule = "has steps that are compiled, which needs tensors with values"
-        raise ConfigError("optimizer.name", config.optimizer.name, rule, "predict with `--optimizer.name adamw`")
-    task, alone = spec.load_task(), Group(0, 1, device)
+        raise ConfigError(
+            "optimizer.name",
+            config.optimizer.name,
+            rule,
+            "predict with `--optimizer.name adamw`",
+        )
+    task = spec.load_task()
+    alone = Group(0, 1, device)
     train, _ = load_data(task, config, RunContext(None, "memory"), alone)
-    make_sampler(train, task, config, alone)  # which refuses data that cannot be trained
+    make_sampler(
+        train, task, config, alone
+    )  # which refuses data that cannot be trained
     world = config.scaling.min_workers
     share = -(-config.batch_size // world)
-    size = share if config.microbatch_size == "auto" else min(config.microbatch_size, share)
+    size = (
+        share
+        if config.microbatch_size == "auto"
+        else min(config.microbatch_size, share)
+    )
     workers = "1 worker" if world == 1 else f"{world} workers"
     yield f"{spec.source}: {config.optimizer.name}, strategy {config.strategy}, {workers}; a microbatch of {size}"
     heads = ("parameters", "gradients", "optimizer", "activations", "peak")
@@ -84,17 +110,34 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
     left_out: dict[str, list[str]] = {}
     with fake_world(world if config.strategy == "fsdp" else 1):
         for names, precision, mode in _combinations(device):
-            is_own = config.precision in names and mode == config.activation_checkpointing
-            tried = config.model_copy(update={"precision": precision, "activation_checkpointing": mode})
+            is_own = (
+                config.precision in names and mode == config.activation_checkpointing
+            )
+            tried = config.model_copy(
+                update={"precision": precision, "activation_checkpointing": mode}
+            )
             try:
-                found, largest = _forecast(spec.load_task, tried, train, Group(0, world, device), size, capacity)
+                found, largest = _forecast(
+                    spec.load_task,
+                    tried,
+                    train,
+                    Group(0, world, device),
+                    size,
+                    capacity,
+                )
             except ConfigError as error:
                 if is_own or mode == "none":
                     raise
                 modes = left_out.setdefault(error.rule, [])
                 modes += [mode] if mode not in modes else []
                 continue
-            sizes = (found.parameters, found.gradients, found.optimizer, found.activations, found.peak)
+            sizes = (
+                found.parameters,
+                found.gradients,
+                found.optimizer,
+                found.activations,
+                found.peak,
+            )
             figures = "".join(f"{f'{number / 2**20:,.1f} MiB':>14}" for number in sizes)
             yield f"{'*' if is_own else ' '} {', '.join(names):22}{mode:12}{figures}   {largest}"
     yield "* the configuration's own"
@@ -107,7 +150,9 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
 
 
 def _combinations(device: torch.device) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield the precisions of each row, the one that is taken, and the mode of `activation_checkpointing`."""
+    """Yield the precisions of each row, the one that is taken, and the mode of
+    `activation_checkpointing`.
+    """
     for names in _ALIKE:
         able = [name for name in names if name in able_precisions(device)]
         for mode in _MODES if able else ():
@@ -115,16 +160,30 @@ def _combinations(device: torch.device) -> Iterator[tuple[tuple[str, ...], str, 
 
 
 def _forecast(
-    make_task: Callable[[], Task], config: TrainConfig, train: Dataset[Any], group: Group, size: int, capacity: int
+    make_task: Callable[[], Task],
+    config: TrainConfig,
+    train: Dataset[Any],
+    group: Group,
+    size: int,
+    capacity: int,
 ) -> tuple[Forecast, str]:
-    """Return what steps of microbatches of `size` samples take, and the largest microbatch that fits, in words."""
+    """Return what steps of microbatches of `size` samples take, and the largest
+    microbatch that fits, in words.
+    """
     try:
         forecaster = Forecaster(make_task, config, train, group)
         found = forecaster(size)
         most = max(size, forecaster.most)
-        return found, _between(largest_microbatch(lambda other: forecaster(other).peak, size, capacity, most), most)
+        return found, _between(
+            largest_microbatch(
+                lambda other: forecaster(other).peak, size, capacity, most
+            ),
+            most,
+        )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        rule = f"goes by the values of tensors ({error}), which a prediction does not have"
+        rule = (
+            f"goes by the values of tensors ({error}), which a prediction does not have"
+        )
         fix = "train some steps: what they take is in the result"
         raise ConfigError("task", config.task, rule, fix) from error
 
@@ -133,7 +192,12 @@ def _named_bytes(gpu: str) -> int:
     """What tensors may take of a card's memory."""
     told = re.search(r"(\d+(?:\.\d+)?) ?Gi?B\b", gpu)
     if told is None:
-        raise ConfigError("--gpu", gpu, "does not say how much memory it has", 'write it like "H100 80GB"')
+        raise ConfigError(
+            "--gpu",
+            gpu,
+            "does not say how much memory it has",
+            'write it like "H100 80GB"',
+        )
     return int(float(told[1]) * 2**30 * _USABLE) - _CONTEXT_BYTES
 
 
@@ -161,31 +225,53 @@ class Forecast:
     optimizer: int
     """Its state."""
     activations: int
-    """What the first backward pass begins with, beside the model: with the batch and its loss."""
+    """What the first backward pass begins with, beside the model: with the batch and
+    its loss.
+    """
     peak: int
 
 
 class Forecaster:
     """Takes fake steps of one configuration; use it in a `fake_world`."""
 
-    def __init__(self, make_task: Callable[[], Task], config: TrainConfig, train: Dataset[Any], group: Group) -> None:
-        """`make_task` is called anew for each model; `config` is resolved and its precision one of the device's."""
+    def __init__(
+        self,
+        make_task: Callable[[], Task],
+        config: TrainConfig,
+        train: Dataset[Any],
+        group: Group,
+    ) -> None:
+        """`make_task` is called anew for each model; `config` is resolved and its
+        precision one of the device's.
+        """
         # Digests of frozen parameters would read them.
-        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"parameters": "all"})})
+        config = config.model_copy(
+            update={
+                "checkpoint": config.checkpoint.model_copy(update={"parameters": "all"})
+            }
+        )
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = resolve_precision(config.precision, group.device).parameters
         task, model = fake_model(make_task, train, self._mode, dtype, group.device)
         with self._mode:
             trained = make_trained(task, model, config, group)
             phases = make_phases(trained.forward, trained.optimizer)
-        self._probe = _FakeProbe(trained.forward, trained.optimizer, train, group, phases)
+        self._probe = _FakeProbe(
+            trained.forward, trained.optimizer, train, group, phases
+        )
         self._meter = MemoryMeter()
         parameters = list(trained.model.parameters())
-        self._averages = trained.ema.tensors if trained.ema is not None else []  # held: they stay in memory
+        self._averages = (
+            trained.ema.tensors if trained.ema is not None else []
+        )  # held: they stay in memory
         for tensor in (*parameters, *trained.model.buffers(), *self._averages):
             self._meter.count(tensor)
         self._parameters = self._meter.live
-        self._gradients = sum(local(parameter).nbytes for parameter in parameters if parameter.requires_grad)
+        self._gradients = sum(
+            local(parameter).nbytes
+            for parameter in parameters
+            if parameter.requires_grad
+        )
         self._share = -(-config.batch_size // group.world_size)
 
     @property
@@ -195,13 +281,21 @@ class Forecaster:
 
     def __call__(self, microbatch_size: int) -> Forecast:
         """Take the first two steps of this microbatch size."""
-        optimizer, meter = self._probe.optimizer, self._meter
+        optimizer = self._probe.optimizer
+        meter = self._meter
         optimizer.zero_grad(set_to_none=True)
         meter.restart()
         with self._mode, meter:
-            self._probe.take_steps(microbatch_size, accumulates=microbatch_size < self._share)
-        state = sum(local(tensor).nbytes for tensor in tensors_of(list(optimizer.state.values())))
-        return Forecast(self._parameters, self._gradients, state, meter.activations or 0, meter.peak)
+            self._probe.take_steps(
+                microbatch_size, accumulates=microbatch_size < self._share
+            )
+        state = sum(
+            local(tensor).nbytes
+            for tensor in tensors_of(list(optimizer.state.values()))
+        )
+        return Forecast(
+            self._parameters, self._gradients, state, meter.activations or 0, meter.peak
+        )
 
 
 _Shapes = list[tuple[int, ...]]
@@ -221,7 +315,10 @@ class _FakeProbe(Probe):
         else:
             shapes = iter(_extended(known, size))
         device = self.forward.device
-        fakes = map_tensors(lambda tensor: torch.empty(next(shapes), dtype=tensor.dtype, device=device), like)
+        fakes = map_tensors(
+            lambda tensor: torch.empty(next(shapes), dtype=tensor.dtype, device=device),
+            like,
+        )
         return self.forward.task.transform(fakes, True)
 
     @property
@@ -231,15 +328,19 @@ class _FakeProbe(Probe):
 
     @functools.cached_property
     def _few(self) -> tuple[Batch, tuple[_Shapes, _Shapes] | None]:
-        """A batch of a few samples, and the shapes of two sizes; None where those of a third do not follow from them:
-        samples differ in length, have tensors of their own, or something else than tensors, as text.
+        """A batch of a few samples, and the shapes of two sizes; None where those of a
+        third do not follow from them: samples differ in length, have tensors of their
+        own, or something else than tensors, as text.
         """
         first, second = (_shapes(self._real(size)) for size in _KNOWN)
         batch = self._real(_CHECKED)
         shapes = _shapes(batch)
         known = [tuple(map(len, found)) for found in (first, second, shapes)]
         follows = all(isinstance(leaf, Tensor) for leaf in leaves_of(batch))
-        follows &= known[0] == known[1] == known[2] and _extended((first, second), _CHECKED) == shapes
+        follows &= (
+            known[0] == known[1] == known[2]
+            and _extended((first, second), _CHECKED) == shapes
+        )
         return batch, (first, second) if follows else None
 
     def _real(self, size: int) -> Batch:
@@ -256,14 +357,24 @@ def _extended(known: tuple[_Shapes, _Shapes], size: int) -> _Shapes:
     low, high = _KNOWN
     found = []
     for first, second in zip(*known, strict=True):
-        steps = [(after - before) // (high - low) for before, after in zip(first, second, strict=True)]
-        found.append(tuple(max(0, start + step * (size - low)) for start, step in zip(first, steps, strict=True)))
+        steps = [
+            (after - before) // (high - low)
+            for before, after in zip(first, second, strict=True)
+        ]
+        found.append(
+            tuple(
+                max(0, start + step * (size - low))
+                for start, step in zip(first, steps, strict=True)
+            )
+        )
     return found
 
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a process group that answers at once and has no other rank."""
+    """Make this process rank 0 of a process group that answers at once and has no other
+    rank.
+    """
     if world_size == 1:
         yield
         return
@@ -277,20 +388,26 @@ def fake_world(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int, most: int) -> int:
-    """Return the largest microbatch whose peak is at most `capacity` bytes, to within 1 %, and at most `most` samples;
-    0 where a single sample takes more. It is searched from `start` on.
+def largest_microbatch(
+    peak: Callable[[int], int], start: int, capacity: int, most: int
+) -> int:
+    """Return the largest microbatch whose peak is at most `capacity` bytes, to within 1
+    %, and at most `most` samples; 0 where a single sample takes more.
 
-    A peak is the largest of several moments, each linear in the size: a line between two sizes lies above it, so that
-    what is found by such lines fits.
+    It is searched from `start` on.
+
+    A peak is the largest of several moments, each linear in the size: a line between
+    two sizes lies above it, so that what is found by such lines fits.
     """
-    fits, fits_bytes = 0, 0
+    fits = 0
+    fits_bytes = 0
     above: tuple[int, int] | None = None
     size = start
     while fits < most:
         taken = peak(size)
         if taken <= capacity:
-            fits, fits_bytes = size, taken
+            fits = size
+            fits_bytes = taken
         else:
             above = (size, taken)
         if above is None:
@@ -300,7 +417,9 @@ def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int, mo
                 break
             size = max(1, size // _WIDER)
         else:
-            between = (capacity - fits_bytes) * (above[0] - fits) // (above[1] - fits_bytes)
+            between = (
+                (capacity - fits_bytes) * (above[0] - fits) // (above[1] - fits_bytes)
+            )
             if between <= fits // 100:
                 break
             size = fits + between
@@ -314,9 +433,11 @@ def fake_model(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> tuple[Task, Any]:
-    """Make the model without its memory; where it reads values or files, with it, and take that away.
+    """Make the model without its memory; where it reads values or files, with it, and
+    take that away.
 
-    It is on its device and in its format already, and stays: torch's `Module.to` is unsure of fake parameters.
+    It is on its device and in its format already, and stays: torch's `Module.to` is
+    unsure of fake parameters.
     """
     task = make_task()
     try:
@@ -334,16 +455,24 @@ def fake_model(
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        tensors[name] = made.setdefault(id(tensor), _faked(tensor, dtype, device))
+                        tensors[name] = made.setdefault(
+                            id(tensor), _faked(tensor, dtype, device)
+                        )
     model.to = lambda *_: model
     return task, model
 
 
 def _faked(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """The same without values, in the format `dtype` where it has one of floating point."""
+    """The same without values, in the format `dtype` where it has one of floating
+    point.
+    """
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device=device)
-    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+    return (
+        nn.Parameter(like, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else like
+    )
 
 
 @dataclass
@@ -353,10 +482,11 @@ class _Storage:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, real or fake ones: of what is made inside it, and what `count`
-    was given.
+    """Counts the bytes of all tensors that are alive, real or fake ones: of what is
+    made inside it, and what `count` was given.
 
-    What is counted is storages, as torch's allocators give them: views and aliases are one.
+    What is counted is storages, as torch's allocators give them: views and aliases are
+    one.
     """
 
     def __init__(self) -> None:
@@ -364,7 +494,9 @@ class MemoryMeter(TorchDispatchMode):
         self.live = self.peak = 0
         """Bytes."""
         self.activations: int | None = None
-        """What the first backward pass began with, of all that was made since the start."""
+        """What the first backward pass began with, of all that was made since the
+        start.
+        """
         self._before = 0
         self._storages: dict[int, _Storage] = {}
 
@@ -374,7 +506,9 @@ class MemoryMeter(TorchDispatchMode):
         meter = self
 
         @functools.wraps(self._resize)
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:  # so FSDP takes and frees what it has gathered
+        def resize(
+            storage: torch.UntypedStorage, size: int
+        ) -> Any:  # so FSDP takes and frees what it has gathered
             resized = meter._resize(storage, size)
             if (known := meter._storages.get(storage._cdata)) is not None:
                 meter._grow(known, size)
@@ -389,9 +523,13 @@ class MemoryMeter(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call, unused-ignore]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run every operation as it is, and count what it returns."""
-        if self.activations is None and torch._C._current_graph_task_id() != -1:  # in the backward pass
+        if (
+            self.activations is None and torch._C._current_graph_task_id() != -1
+        ):  # in the backward pass
             self.activations = self.live - self._before
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):

@@ -1,4 +1,6 @@
-"""A run's directory, whose lease is held: what it must hold before the run starts, and once it has ended."""
+"""A run's directory, whose lease is held: what it must hold before the run starts, and
+once it has ended.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,43 @@ if TYPE_CHECKING:
 
 
 def open_run(location: str) -> tuple[Storage, TrainConfig]:
-    """Return a run's directory and the configuration that trained it last; ConfigError when there is no run."""
+    """Return a run's directory and the configuration that trained it last; ConfigError
+    when there is no run.
+    """
     storage = Storage(storage_uri(location))
     if not storage.exists(MARK):
-        runs = [name for name in storage.parent.names() if storage.parent.exists(f"{name}/{MARK}")]
-        fix = did_you_mean(storage.name, runs, "give the directory of a run", storage.parent.locate)
+        runs = [
+            name
+            for name in storage.parent.names()
+            if storage.parent.exists(f"{name}/{MARK}")
+        ]
+        fix = did_you_mean(
+            storage.name, runs, "give the directory of a run", storage.parent.locate
+        )
         raise ConfigError("RUN", location, f"is no run: there is no {MARK} in it", fix)
-    return storage, build(TrainConfig, read_mapping(storage, MARK), storage.locate(MARK))
+    return storage, build(
+        TrainConfig, read_mapping(storage, MARK), storage.locate(MARK)
+    )
 
 
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete what a directory holds but its lease; ConfigError when there is no file `mark`, which we would have
-    written.
+    """Delete what a directory holds but its lease; ConfigError when there is no file
+    `mark`, which we would have written.
     """
     names = [name for name in storage.names() if name != LEASE]
     if names and mark not in names:
         rule = f"is not ours to delete: it holds files but no {mark}"
         raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
-    for name in sorted(names, key=lambda name: name == mark):  # cut off, it is still ours to delete
+    for name in sorted(
+        names, key=lambda name: name == mark
+    ):  # cut off, it is still ours to delete
         storage.delete(name)
 
 
 def _finished(storage: Storage) -> RunResult | None:
-    """The result of a run that is done; None when there is none, none that can be read, or nothing left to use."""
+    """The result of a run that is done; None when there is none, none that can be read,
+    or nothing left to use.
+    """
     from trainers.measure.result import RunResult
 
     if not storage.exists("result.json"):
@@ -60,42 +76,61 @@ def _finished(storage: Storage) -> RunResult | None:
 
 
 def check_kept(storage: Storage, result: RunResult) -> None:
-    """Raise StorageError or CheckpointError where the checkpoint with which a run has ended is not there."""
+    """Raise StorageError or CheckpointError where the checkpoint with which a run has
+    ended is not there.
+    """
     from trainers.checkpoint.manifest import Manifest
 
     if result.checkpoint is None:
         return
     name = Storage(result.checkpoint).name  # its run may have been moved since
     if not re.fullmatch("step-[0-9]{12}", name):
-        raise CheckpointError(f"{storage.locate('result.json')} is damaged: it names no checkpoint")
+        raise CheckpointError(
+            f"{storage.locate('result.json')} is damaged: it names no checkpoint"
+        )
     kept = storage.child("checkpoints", name)
     lost = ["manifest.json"]
     if kept.exists("manifest.json"):
-        lost = [file for file in Manifest.from_json(kept.read("manifest.json")).files if not kept.exists(file)]
+        lost = [
+            file
+            for file in Manifest.from_json(kept.read("manifest.json")).files
+            if not kept.exists(file)
+        ]
     if lost:
-        raise StorageError(f"the run ended as `{result.status}`, but {kept.locate(lost[0])} was deleted since")
+        raise StorageError(
+            f"the run ended as `{result.status}`, but {kept.locate(lost[0])} was deleted since"
+        )
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory, whose lease is held, ready; return the result when the run is complete already.
+    """Make the run's directory, whose lease is held, ready; return the result when the
+    run is complete already.
 
-    Raises ConfigError when another run of this name is there that learned something else.
+    Raises ConfigError when another run of this name is there that learned something
+    else.
     """
     storage = spec.storage
     if fresh:
         delete_own(storage, MARK)
     if storage.exists(MARK):
         before = check_same(spec, IDENTITY)
-        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "early_stopping"))
+        same_length = all(
+            before.get(key) == spec.tree.get(key)
+            for key in ("epochs", "max_steps", "early_stopping")
+        )
         if same_length and (result := _finished(storage)) is not None:
             return result
-        storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
+        storage.delete(
+            "result.json"
+        )  # of a shorter run: it must not be taken for this one's
     keep(spec)
     return None
 
 
 def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
-    """Make the directory of a function's run, whose lease is held, ready; ConfigError as for `prepare_storage`."""
+    """Make the directory of a function's run, whose lease is held, ready; ConfigError
+    as for `prepare_storage`.
+    """
     if fresh:
         delete_own(spec.storage, MARK)
     if spec.storage.exists(MARK):
@@ -104,7 +139,9 @@ def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
 
 
 def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration in the run's directory; ConfigError where one of some keys has another value there."""
+    """Return the configuration in the run's directory; ConfigError where one of some
+    keys has another value there.
+    """
     before = read_mapping(spec.storage, MARK)
     for key in keys:
         if before.get(key) != spec.tree.get(key):

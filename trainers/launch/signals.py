@@ -1,4 +1,5 @@
-"""How a process hears that it should stop, and how it ends with the process that started it; without torch.
+"""How a process hears that it should stop, and how it ends with the process that
+started it; without torch.
 
 Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
 """
@@ -16,26 +17,34 @@ _LOOK_S = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask to stop; not SIGHUP where the user had it ignored (nohup)."""
+    """Return the signals that ask to stop; not SIGHUP where the user had it ignored
+    (nohup).
+    """
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
 
 
 class StopSignals:
-    """In its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop; a second Ctrl-C interrupts at once.
+    """In its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop; a second
+    Ctrl-C interrupts at once.
 
-    No other signal does when it comes twice, as SIGTERM may: from torchrun, and from what has started that.
+    No other signal does when it comes twice, as SIGTERM may: from torchrun, and from
+    what has started that.
     """
 
     asked = False
 
     def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
-        """`tell` is called with the name of the first signal, in a thread: the signal may have come amid a write."""
+        """`tell` is called with the name of the first signal, in a thread: the signal
+        may have come amid a write.
+        """
         self._tell = tell
         self._telling: threading.Thread | None = None
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._heed) for number in stop_signals()}
+        self._before = {
+            number: signal.signal(number, self._heed) for number in stop_signals()
+        }
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -49,19 +58,27 @@ class StopSignals:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = True
-            self._telling = threading.Thread(target=self._tell, args=(signal.Signals(number).name,), daemon=True)
+            self._telling = threading.Thread(
+                target=self._tell, args=(signal.Signals(number).name,), daemon=True
+            )
             self._telling.start()
 
 
 def end_at_once() -> None:
-    """Let SIGTERM and Ctrl-C interrupt this process, whose work is not kept; in a thread the process keeps its own."""
+    """Let SIGTERM and Ctrl-C interrupt this process, whose work is not kept; in a
+    thread the process keeps its own.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
 
 
-def follow(wait: Callable[[], object], last: Callable[[], object] = lambda: None) -> None:
-    """End this process when `wait` returns, after `last`: in a thread, since a collective lets no handler run."""
+def follow(
+    wait: Callable[[], object], last: Callable[[], object] = lambda: None
+) -> None:
+    """End this process when `wait` returns, after `last`: in a thread, since a
+    collective lets no handler run.
+    """
 
     def end() -> None:
         wait()
@@ -72,7 +89,9 @@ def follow(wait: Callable[[], object], last: Callable[[], object] = lambda: None
 
 
 def follow_agent() -> None:
-    """End this process, where it is a worker of torchrun's, within a second of torchrun's own agent."""
+    """End this process, where it is a worker of torchrun's, within a second of
+    torchrun's own agent.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     agent = os.getppid()

@@ -1,7 +1,8 @@
-"""A run as plain data: read from a file, checked before any worker starts, and executed by each worker.
+"""A run as plain data: read from a file, checked before any worker starts, and executed
+by each worker.
 
-Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded one on this machine);
-RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
+Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded
+one on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from trainers.config.overrides import override
 from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
 from trainers.context import RunContext
 from trainers.errors import ConfigError, did_you_mean
-from trainers.launch.find_task import add_to_path, load_function, load_task, portable, task_path
+from trainers.launch.find_task import (
+    add_to_path,
+    load_function,
+    load_task,
+    portable,
+    task_path,
+)
 from trainers.launch.imports import without_collection
 from trainers.lease import fenced
 from trainers.loop.watchdog import enter, watched
@@ -48,7 +55,10 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class Spec:
-    """What is to be run; crosses to other processes as plain data. Its `tree` must not be changed."""
+    """What is to be run; crosses to other processes as plain data.
+
+    Its `tree` must not be changed.
+    """
 
     tree: dict[str, Any]
     """The resolved configuration."""
@@ -59,11 +69,15 @@ class Spec:
     uri: str
     """The run's directory."""
     token: str = field(default="", kw_only=True)
-    """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
+    """Of the directory's lease, without which nothing is written; empty where nobody
+    holds one.
+    """
     quiet: bool = field(default=False, kw_only=True)
     """Whether workers log nothing but warnings."""
     told: Literal["", "line", "json"] = field(default="", kw_only=True)
-    """What becomes of the run's records while it runs: nothing, a live line, or a record each on standard output."""
+    """What becomes of the run's records while it runs: nothing, a live line, or a
+    record each on standard output.
+    """
 
     @functools.cached_property
     def storage(self) -> Storage:
@@ -83,9 +97,14 @@ class FunctionSpec(Spec):
         return build(FunctionConfig, self.tree, self.source)
 
     def load(self) -> Callable[[], Any]:
-        """Import the function, with its directories on `sys.path`; ready to be called. ConfigError as for a task."""
+        """Import the function, with its directories on `sys.path`; ready to be called.
+
+        ConfigError as for a task.
+        """
         add_to_path(list(self.path))
-        return load_function(self.config.train_func, self.config.train_loop_config, self.source)
+        return load_function(
+            self.config.train_func, self.config.train_loop_config, self.source
+        )
 
 
 class Job(Spec, ABC, Generic[R]):
@@ -97,9 +116,13 @@ class Job(Spec, ABC, Generic[R]):
         return build(TrainConfig, self.tree, self.source)
 
     def load_task(self) -> Task:
-        """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
+        """Import and construct the task, with its directories on `sys.path`;
+        ConfigError says what is wrong.
+        """
         rank = int(os.environ.get("RANK", "0"))
-        with watched(self.config.failure, RunContext(None, "driver", rank)):  # where no worker is watched
+        with watched(
+            self.config.failure, RunContext(None, "driver", rank)
+        ):  # where no worker is watched
             enter("the import of the task")
             add_to_path(list(self.path))
             return load_task(self.config.task, self.config.task_args, self.source)
@@ -133,14 +156,18 @@ class RunSpec(Job["RunResult"]):
 
 
 def torchrun_world_size() -> int | None:
-    """Return the number of workers when torchrun (or what sets its variables) started this process, else None."""
+    """Return the number of workers when torchrun (or what sets its variables) started
+    this process, else None.
+    """
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         return int(os.environ["WORLD_SIZE"])
     return None
 
 
 def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
-    """Return the mapping of a configuration file and its directory (None when it is not on this machine)."""
+    """Return the mapping of a configuration file and its directory (None when it is not
+    on this machine).
+    """
     if "://" in location:
         file = Storage(location)
         return parse_mapping(_read(file.parent, file.name, location), location), None
@@ -150,7 +177,9 @@ def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
         return tree, Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
     except FileNotFoundError:
         beside = [file.name for file in path.parent.glob("*.y*ml")]
-        fix = did_you_mean(path.name, beside, "check its name", lambda near: str(path.parent / near))
+        fix = did_you_mean(
+            path.name, beside, "check its name", lambda near: str(path.parent / near)
+        )
         raise ConfigError("the file", location, "is not there", fix) from None
 
 
@@ -160,19 +189,25 @@ def _read(storage: Storage, name: str, source: str) -> str:
         rule = "is not there" if info.type.name == "NotFound" else "is no file"
         raise ConfigError("the file", source, rule, "check its name")
     if info.size > LONGEST:
-        raise ConfigError("the file", source, f"is longer than {LONGEST} bytes", "write less in it")
+        raise ConfigError(
+            "the file", source, f"is longer than {LONGEST} bytes", "write less in it"
+        )
     return decode(storage.read(name), source)
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
-    """Read a YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
+    """Read a YAML mapping that we wrote to storage; ConfigError names the file when it
+    is damaged.
+    """
     source = storage.locate(name)
     return parse_mapping(_read(storage, name, source), source)
 
 
-def read_run(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec | FunctionSpec:
-    """Read and check the file of a run, of a task or of a training function: ConfigError says what is wrong, before
-    torch or Ray is imported.
+def read_run(
+    location: str, overrides: Mapping[str, Any], world_size: int | None = None
+) -> RunSpec | FunctionSpec:
+    """Read and check the file of a run, of a task or of a training function:
+    ConfigError says what is wrong, before torch or Ray is imported.
 
     `world_size` is given by a launcher that has decided it already (torchrun).
     """
@@ -189,10 +224,14 @@ def run_with(
 ) -> RunSpec | FunctionSpec:
     """`make_spec` or `make_function_spec` of a mapping with dotted keys set."""
     if kind_of(tree) is FunctionConfig:
-        return make_function_spec(override(FunctionConfig, tree, overrides), source, directory)
+        return make_function_spec(
+            override(FunctionConfig, tree, overrides), source, directory
+        )
     tree = override(TrainConfig, tree, overrides)
     if world_size is not None:
-        tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
+        tree = override(
+            TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"}
+        )
     return make_spec(tree, source, directory, own_workers=world_size is None)
 
 
@@ -201,29 +240,51 @@ def make_function_spec(
 ) -> FunctionSpec:
     """Check the mapping of a training function, as `make_spec`."""
     config = build(FunctionConfig, tree, source)
-    named, key = config.train_func, "train_func"
-    path, uri = _places(config, named, key, source, directory, own_workers and not os.environ.get("RAY_ADDRESS"))
+    named = config.train_func
+    key = "train_func"
+    path, uri = _places(
+        config,
+        named,
+        key,
+        source,
+        directory,
+        own_workers and not os.environ.get("RAY_ADDRESS"),
+    )
     return FunctionSpec(config.tree(), path, source, uri)
 
 
-def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True) -> RunSpec:
-    """Check a training mapping that came from `source`, whose relative names mean `directory`.
+def make_spec(
+    tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True
+) -> RunSpec:
+    """Check a training mapping that came from `source`, whose relative names mean
+    `directory`.
 
-    `own_workers`: the workers will be started here, and must fit; torchrun's are started already, on any machine.
+    `own_workers`: the workers will be started here, and must fit; torchrun's are
+    started already, on any machine.
     """
     if kind_of(tree) is FunctionConfig:
-        rule, fix = "is no `task`, which this command needs", "name a run of a task"
+        rule = "is no `task`, which this command needs"
+        fix = "name a run of a task"
         raise ConfigError("train_func", tree["train_func"], rule, fix, source)
     config = build(TrainConfig, tree, source)
-    own_workers = own_workers and (config.launcher != "ray" or not os.environ.get("RAY_ADDRESS"))
+    own_workers = own_workers and (
+        config.launcher != "ray" or not os.environ.get("RAY_ADDRESS")
+    )
     path, uri = _places(config, config.task, "task", source, directory, own_workers)
     return RunSpec(config.with_global_batch().tree(), path, source, uri)
 
 
 def _places(
-    config: TrainConfig | FunctionConfig, named: str, key: str, source: str, directory: Path | None, own_workers: bool
+    config: TrainConfig | FunctionConfig,
+    named: str,
+    key: str,
+    source: str,
+    directory: Path | None,
+    own_workers: bool,
 ) -> tuple[tuple[str, ...], str]:
-    """The directories of the module that a key of a configuration names, and the run's own."""
+    """The directories of the module that a key of a configuration names, and the run's
+    own.
+    """
     try:
         path = task_path(named, config.task_dir, directory, source, key)
         uri = storage_uri(config.storage_path)
@@ -235,9 +296,16 @@ def _places(
 
 
 def check_machine(config: TrainConfig | FunctionConfig) -> None:
-    """Raise ConfigError where the workers of a local launcher do not fit on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
+    """Raise ConfigError where the workers of a local launcher do not fit on this
+    machine.
+    """
+    cores = (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
+    workers = config.scaling.max_workers
+    each = config.scaling.cpus_per_worker
     if workers * each > cores:
         cost = f" with {each} cores each" if each > 1 else ""
         rule = f"must fit on this machine{cost}, which has {cores} cores"
@@ -246,7 +314,9 @@ def check_machine(config: TrainConfig | FunctionConfig) -> None:
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
-    """Check precision and device; `device_type` is where workers will train, None: what this machine has."""
+    """Check precision and device; `device_type` is where workers will train, None: what
+    this machine has.
+    """
     from trainers.devices.device import resolve_device
     from trainers.model.precision import check_device_type, resolve_precision
 

@@ -1,7 +1,8 @@
-"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to give up, and why.
+"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to
+give up, and why.
 
-On CUDA nothing waits for the device: what ranks have put in is read at the next agreement, ten steps later, unless it
-is needed at once.
+On CUDA nothing waits for the device: what ranks have put in is read at the next
+agreement, ten steps later, unless it is needed at once.
 """
 
 import logging
@@ -28,7 +29,9 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 AGREE_EVERY_STEPS = 10
-"""Steps between two agreements of all ranks: the longest that a bad loss or a stop waits; on CUDA twice as many."""
+"""Steps between two agreements of all ranks: the longest that a bad loss or a stop
+waits; on CUDA twice as many.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,19 @@ class Agreements:
     """Those of an attempt, one after another."""
 
     def __init__(self, attempt: Attempt, checkpointing: Checkpointing) -> None:
-        self.attempt, self.checkpointing = attempt, checkpointing
+        self.attempt = attempt
+        self.checkpointing = checkpointing
         self.waits = attempt.parts.device.type != "cuda"
         self._asked: Callable[[], Agreement] | None = None
 
     def next(self, at_once: bool) -> Agreement:
-        """Agree with all ranks on what comes next: at once where that is asked for, or something is to be done; else it
-        is what they put in the last time. Every rank must call it.
+        """Agree with all ranks on what comes next: at once where that is asked for, or
+        something is to be done; else it is what they put in the last time.
 
-        Raises on all of them DivergedError where a loss was bad, and ConfigError where ranks have other samples of a
-        stream.
+        Every rank must call it.
+
+        Raises on all of them DivergedError where a loss was bad, and ConfigError where
+        ranks have other samples of a stream.
         """
         attempt = self.attempt
         attempt.clock.end_span()
@@ -77,9 +83,14 @@ class Agreements:
         return agreed
 
 
-def _ask(attempt: Attempt, checkpointing: Checkpointing) -> tuple[Agreement, Callable[[], Agreement]]:
-    """Put in what this rank wants; return it with a function that waits for what all do."""
-    context, max_time_s = attempt.context, attempt.config.max_time_s
+def _ask(
+    attempt: Attempt, checkpointing: Checkpointing
+) -> tuple[Agreement, Callable[[], Agreement]]:
+    """Put in what this rank wants; return it with a function that waits for what all
+    do.
+    """
+    context = attempt.context
+    max_time_s = attempt.config.max_time_s
     elapsed_s = time.monotonic() - attempt.began
     out_of_time = max_time_s is not None and elapsed_s > max_time_s
     preempted = context.preempted(attempt.elapsed_s)
@@ -96,7 +107,8 @@ def _ask(attempt: Attempt, checkpointing: Checkpointing) -> tuple[Agreement, Cal
     if group.device.type == "cuda":  # where `bad` is
         flags = flags.to(group.device, non_blocking=True)
     flags[_DIVERGED] = attempt.parts.step.bad
-    step, read = attempt.step, to_host(group.max(flags))
+    step = attempt.step
+    read = to_host(group.max(flags))
 
     def answer() -> Agreement:
         *flagged, attempt.elapsed_s, most, least = read()
@@ -119,7 +131,11 @@ def check_replicas(attempt: Attempt) -> None:
     if is_sharded(parts.model):
         return
     named = {**dict(parts.model.named_parameters()), **parts.beside}
-    if (found := find_unlike({name: one for name, one in named.items() if one.requires_grad}, parts.group)) is not None:
+    if (
+        found := find_unlike(
+            {name: one for name, one in named.items() if one.requires_grad}, parts.group
+        )
+    ) is not None:
         name, share = found
         rule = f"has trained ranks apart: at step {attempt.step} `{name}` differs by {share:.1e} of its largest value"
         fix = "change parameters by the optimizer alone, or alike on every rank"
@@ -127,22 +143,42 @@ def check_replicas(attempt: Attempt) -> None:
 
 
 def _diverged(attempt: Attempt, last: range) -> DivergedError:
-    """What a bad loss in the `last` steps is about: tensor and checkpoint. Every rank must call it."""
-    good = f"; the last good checkpoint is {attempt.checkpoint}" if attempt.checkpoint else ""
+    """What a bad loss in the `last` steps is about: tensor and checkpoint.
+
+    Every rank must call it.
+    """
+    good = (
+        f"; the last good checkpoint is {attempt.checkpoint}"
+        if attempt.checkpoint
+        else ""
+    )
     parts = attempt.parts
-    found = next(filter(None, parts.group.gather(_find_non_finite(parts, attempt.task, last))), None)
+    found = next(
+        filter(None, parts.group.gather(_find_non_finite(parts, attempt.task, last))),
+        None,
+    )
     why = f": {found}" if found else ""
-    return DivergedError(f"the loss became NaN or infinite between steps {last.start} and {last.stop}{why}{good}")
+    return DivergedError(
+        f"the loss became NaN or infinite between steps {last.start} and {last.stop}{why}{good}"
+    )
 
 
 def _find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
-    """Return the first thing that is not finite: a sample of this rank's share of `steps`, what the task's transform
-    makes of it, or a parameter. None where all are, or where they cannot be read again.
+    """Return the first thing that is not finite: a sample of this rank's share of
+    `steps`, what the task's transform makes of it, or a parameter.
+
+    None where all are, or where they cannot be read again.
     """
     try:
         with throwaway(parts.step.forward, dataset=parts.train_feed.dataset):
-            again = () if isinstance(parts.train_feed.dataset, Stream) else steps  # a stream only goes forward
-            if (found := next(filter(None, (_in_step(parts, task, step) for step in again)), None)) is not None:
+            again = (
+                () if isinstance(parts.train_feed.dataset, Stream) else steps
+            )  # a stream only goes forward
+            if (
+                found := next(
+                    filter(None, (_in_step(parts, task, step) for step in again)), None
+                )
+            ) is not None:
                 return found
         for name, parameter in parts.model.named_parameters():
             if not bool(torch.isfinite(local(parameter)).all()):
@@ -164,20 +200,30 @@ def _in_step(parts: Replica, task: Task, step: int) -> str | None:
             batch = fetch(parts.train_feed.dataset, rows.tolist(), task.collate)
             if (found := _bad_tensor(batch, rows)) is not None:
                 return f"{found} is not finite{FIX}or leave out such samples"
-            batch = task.transform(map_tensors(lambda tensor: tensor.to(parts.device), batch), True)
+            batch = task.transform(
+                map_tensors(lambda tensor: tensor.to(parts.device), batch), True
+            )
             if (found := _bad_tensor(batch, rows)) is not None:
                 return f"{found} is not finite after transform(){FIX}transform()"
     return None
 
 
 def _bad_tensor(batch: Batch, rows: Tensor) -> str | None:
-    """Name a tensor that is not finite, with the sample where its first dimension counts them."""
+    """Name a tensor that is not finite, with the sample where its first dimension
+    counts them.
+    """
     for name, tensor in named_tensors(batch, "batch"):
         bad = ~torch.isfinite(tensor)
         if not bool(bad.any()):
             continue
         if bad.shape[:1] != rows.shape:
             return name
-        first = int(rows[bad.flatten(1).any(1).nonzero()[0, 0] if bad.ndim > 1 else bad.nonzero()[0, 0]])
+        first = int(
+            rows[
+                bad.flatten(1).any(1).nonzero()[0, 0]
+                if bad.ndim > 1
+                else bad.nonzero()[0, 0]
+            ]
+        )
         return f"{name} of training sample {first}"
     return None

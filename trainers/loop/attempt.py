@@ -1,4 +1,7 @@
-"""One worker's attempt at a run: what it trains with, and how far it is. Its parts share it."""
+"""One worker's attempt at a run: what it trains with, and how far it is.
+
+Its parts share it.
+"""
 
 import logging
 import time
@@ -25,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class EarlyStopping:
-    """Counts evaluations since the best one. Every rank has the same figures, so nothing has to be agreed."""
+    """Counts evaluations since the best one.
+
+    Every rank has the same figures, so nothing has to be agreed.
+    """
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         """Without a metric a run never ends early."""
@@ -46,7 +52,9 @@ class EarlyStopping:
         return f"stopped early: {self._goal.metric} has not improved in {self._waited} evaluations ({best})"
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take in the figures of an evaluation; ConfigError when the metric is none of them."""
+        """Take in the figures of an evaluation; ConfigError when the metric is none of
+        them.
+        """
         if self._goal is None:
             return
         if self._goal.improves(figures, self._best):
@@ -79,12 +87,28 @@ class Attempt:
     """From the newest checkpoint to the end, a stop or an error."""
 
     def __init__(
-        self, task: Task, config: TrainConfig, context: RunContext, parts: Replica, watchdog: Watchdog
+        self,
+        task: Task,
+        config: TrainConfig,
+        context: RunContext,
+        parts: Replica,
+        watchdog: Watchdog,
     ) -> None:
-        self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
+        self.task = task
+        self.config = config
+        self.context = context
+        self.parts = parts
+        self.watchdog = watchdog
         self.compiles = config.compile != "off" or config.cuda_graphs is True
         self.stopping = EarlyStopping(config.early_stopping)
-        self._named = [one for one in (Best.of(config.checkpoint), Best.to_go_on(config.early_stopping)) if one]
+        self._named = [
+            one
+            for one in (
+                Best.of(config.checkpoint),
+                Best.to_go_on(config.early_stopping),
+            )
+            if one
+        ]
         self.clock = StepClock(parts.device)
         storage = context.storage
         self.log: RunLog | None = None
@@ -102,11 +126,15 @@ class Attempt:
         """The last step of the last window of the log."""
         self.evaluated_step = -1
         self.reported: list[dict[str, float]] = []
-        """The evaluations that the launcher was told of, where only checkpoints keep them."""
+        """The evaluations that the launcher was told of, where only checkpoints keep
+        them.
+        """
         self.cut_window: Losses = {}
         """The last window of the log, where it ended before its time, with the run."""
         self.weightless = 0
-        """Steps of this attempt from which nothing is learnt, for their samples weigh nothing."""
+        """Steps of this attempt from which nothing is learnt, for their samples weigh
+        nothing.
+        """
         self.checkpoint: str | None = None
         """Where the newest one is."""
         self.elapsed_s = 0.0
@@ -115,11 +143,15 @@ class Attempt:
         """Training time of the launches before this one."""
         self.pauses = Pauses()
         self.later: deque[tuple[int, Callable[[], None]]] = deque()
-        """What waits for figures of the device, with the step after which it was begun, in order."""
+        """What waits for figures of the device, with the step after which it was begun,
+        in order.
+        """
 
     @property
     def epochs(self) -> float | None:
-        """Epochs done, with the part of the last one; None of a stream, whose length nobody knows."""
+        """Epochs done, with the part of the last one; None of a stream, whose length
+        nobody knows.
+        """
         sampler = self.parts.sampler
         return sampler.batches.epochs(self.step) if sampler.known_length else None
 
@@ -139,7 +171,9 @@ class Attempt:
         return self.parts.sampler.batches.place(self.step).number == 0
 
     def check_names(self, figures: Mapping[str, float]) -> None:
-        """Raise ConfigError where an evaluation lacks a metric that the configuration names."""
+        """Raise ConfigError where an evaluation lacks a metric that the configuration
+        names.
+        """
         for goal in self._named:
             check_metric(goal.key, goal.metric, figures)
 
@@ -147,7 +181,9 @@ class Attempt:
         """Return whether the step that has just ended completes such an interval."""
         return self.is_due(self.step, every_steps, every_epochs)
 
-    def is_due(self, step: int, every_steps: int | None, every_epochs: int | None) -> bool:
+    def is_due(
+        self, step: int, every_steps: int | None, every_epochs: int | None
+    ) -> bool:
         """Return whether a step completes such an interval."""
         if every_steps is not None:
             return step % every_steps == 0
@@ -167,20 +203,36 @@ class Attempt:
                 logger.info("%s", words)
 
     def position(self) -> dict[str, Any]:
-        """Return where the run is, for logs and reports; without an epoch where there are none."""
+        """Return where the run is, for logs and reports; without an epoch where there
+        are none.
+        """
         epoch = {} if self.epochs is None else {"epoch": self.epochs}
-        samples = {"samples": self.samples} if self.config.changes_batch else {}  # else they follow from the steps
-        return {"step": self.step, **epoch, **samples, "train_time_s": self.clock.train_time_s}
+        samples = (
+            {"samples": self.samples} if self.config.changes_batch else {}
+        )  # else they follow from the steps
+        return {
+            "step": self.step,
+            **epoch,
+            **samples,
+            "train_time_s": self.clock.train_time_s,
+        }
 
     def tell(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Tell whoever wants the run's records of one."""
         if self.context.take is not None and self.context.rank == 0:
             wall_time_s = time.monotonic() - self.began
-            self.context.take({"record": kind, **self.position(), "wall_time_s": wall_time_s, **figures})
+            self.context.take(
+                {
+                    "record": kind,
+                    **self.position(),
+                    "wall_time_s": wall_time_s,
+                    **figures,
+                }
+            )
 
     def stream_mark(self) -> Mark | None:
-        """Return what tells a stream's samples from others, up to a row that every rank has read: the first one of the
-        last step.
+        """Return what tells a stream's samples from others, up to a row that every rank
+        has read: the first one of the last step.
         """
         stream = self.parts.train_feed.dataset
         if self.step == 0 or not isinstance(stream, Stream):
@@ -188,7 +240,9 @@ class Attempt:
         return stream.mark_at(self.parts.sampler.batches.samples(self.step - 1) + 1)
 
     def report(self, checkpoint: str | None) -> None:
-        """Tell the launcher where the run is, with its figures and maybe a checkpoint that is complete."""
+        """Tell the launcher where the run is, with its figures and maybe a checkpoint
+        that is complete.
+        """
         row = {**self.position(), **self.metrics}
         if checkpoint is None and self.context.storage is None:
             self.reported.append(row)

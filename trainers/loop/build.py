@@ -33,7 +33,12 @@ from trainers.model.beside import place, trained_beside
 from trainers.model.frozen import frozen_digests
 from trainers.model.joined_optimizer import join
 from trainers.model.moving_average import MovingAverage
-from trainers.model.optimizer import check_optimizer, scaled_decay, set_training, warn_untrained
+from trainers.model.optimizer import (
+    check_optimizer,
+    scaled_decay,
+    set_training,
+    warn_untrained,
+)
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
@@ -66,10 +71,15 @@ logger = logging.getLogger(__name__)
 
 
 def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Replica:
-    """Build the device, data, model, optimizer and step of this worker. Every rank must call it."""
+    """Build the device, data, model, optimizer and step of this worker.
+
+    Every rank must call it.
+    """
     device = resolve_device(config.device, context.device_index)
     group = Group(context.rank, context.world_size, device)
-    set_flags(device, config.scaling.cpus_per_worker, config.deterministic)  # before any collective: it binds the GPU
+    set_flags(
+        device, config.scaling.cpus_per_worker, config.deterministic
+    )  # before any collective: it binds the GPU
     apply_matmul(resolve_precision(config.precision, device))
     if context.local_world_size != context.world_size:
         check_peers(group, context.storage)
@@ -80,24 +90,37 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     sharers = context.local_world_size if device.type == "cpu" else 1
 
     def feed(dataset: Dataset[Any]) -> Feed:
-        return task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
+        return task_feed(
+            dataset, task, config.data, device, sharers=sharers, seed=config.seed
+        )
 
-    train_feed, val_feed = feed(train), None if val is None else feed(val)
+    train_feed = feed(train)
+    val_feed = None if val is None else feed(val)
     seed_all(config.seed)
     enter("model")
     made: Any = task.model()
     if not isinstance(made, nn.Module):
         rule = "must be a module, an instance of nn.Module"
-        raise ConfigError(f"{type(task).__name__}.model()", type(made).__name__, rule, "return it alone")
+        raise ConfigError(
+            f"{type(task).__name__}.model()",
+            type(made).__name__,
+            rule,
+            "return it alone",
+        )
     materialise(task, made, train)
     trained = make_trained(task, made, config, group)
     share_tensors(list(trained.beside.values()), group)
-    model, optimizer, ema, forward = trained.model, trained.optimizer, trained.ema, trained.forward
+    model = trained.model
+    optimizer = trained.optimizer
+    ema = trained.ema
+    forward = trained.forward
     _check_state(task, group)
     enter("probe")
     probe = Probe(forward, optimizer, train, group, make_phases(forward, optimizer))
     try:
-        microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
+        microbatch_size, accumulation = _find_microbatch(
+            probe, sampler.length, config, context
+        )
     except ValueError as error:
         _refuse_single(error, "microbatch_size", config.microbatch_size)
         raise
@@ -107,29 +130,47 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     if config.noise_scale and group.world_size * least > 1:
         noise = NoiseScale(group)
     elif config.noise_scale:
-        logger.warning("no gradient noise scale: a step of one microbatch on one worker has no parts to compare")
+        logger.warning(
+            "no gradient noise scale: a step of one microbatch on one worker has no parts to compare"
+        )
     pieces = group.world_size * accumulation
     watch = CollectiveWatch()
     last = min(sampler.batches.steps_in(0), steps_in_all(config, sampler.batches)) - 1
-    planned = [rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]]
+    planned = [
+        rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]
+    ]
     singles = any(group.gather(min(map(len, planned)) == 1))
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
     with throwaway(forward, dataset=(train, val)):  # of every rank alike
         with watched:
             # First: of a model as it was made.
-            found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
-            if singles and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            found = [
+                check_loss(
+                    one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces
+                )
+                for one in probe.passes
+            ]
+            if singles and any(
+                isinstance(module, nn.modules.batchnorm._BatchNorm)
+                for module in model.modules()
+            ):
                 _try_single(probe, sampler.anchor(0))
-            flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
+            flops_per_sample = count_flops(
+                forward, train, sampler.rows(0, microbatch_size), probe.phases
+            )
         samples = tell_samples(train)
         held_back = tell_samples(val)
         found.append(check_apart(train, val))
         if val is not None and not is_sharded(model):
             enter("evaluation")
-            found.append(check_evaluation(forward, val, config.evaluate.microbatch_size))
+            found.append(
+                check_evaluation(forward, val, config.evaluate.microbatch_size)
+            )
     warnings = _said(found, group)
     # Named beside what was seen, since not every model is counted.
-    syncs = group.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    syncs = group.world_size > 1 and any(
+        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
+    )
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
@@ -152,7 +193,9 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         microbatch_size=microbatch_size,
         accumulation=accumulation,
         flops_per_sample=flops_per_sample,
-        schedule=_make_schedule(task, optimizer, config, sampler, total_steps, evaluates=val is not None),
+        schedule=_make_schedule(
+            task, optimizer, config, sampler, total_steps, evaluates=val is not None
+        ),
         ema=ema,
         as_made=trained.as_made,
         beside=trained.beside,
@@ -178,7 +221,9 @@ class Trained:
     beside: dict[str, Tensor]
     """What the task trains beside the model."""
     frozen: dict[str, str] | None
-    """Digests of the parameters that checkpoints leave out; None where they have them all."""
+    """Digests of the parameters that checkpoints leave out; None where they have them
+    all.
+    """
 
     @property
     def model(self) -> nn.Module:
@@ -186,20 +231,36 @@ class Trained:
         return self.forward.model
 
 
-def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group) -> Trained:
-    """Place or shard a task's model as configured, and make its optimizer and its moving average."""
-    frozen = frozen_digests(model) if config.checkpoint.parameters == "trained" else None
+def make_trained(
+    task: Task, model: nn.Module, config: TrainConfig, group: Group
+) -> Trained:
+    """Place or shard a task's model as configured, and make its optimizer and its
+    moving average.
+    """
+    frozen = (
+        frozen_digests(model) if config.checkpoint.parameters == "trained" else None
+    )
     if config.ddp.sync_batchnorm:
         model = sync_batchnorm(model, group)
-    spec = resolve_precision(config.precision, group.device).with_layout(config.channels_last, model, group.device)
+    spec = resolve_precision(config.precision, group.device).with_layout(
+        config.channels_last, model, group.device
+    )
     narrow = spec.scaler or spec.parameters is not None
-    if narrow and (names := [name for name, one in model.named_parameters() if one.is_complex()]):
+    if narrow and (
+        names := [name for name, one in model.named_parameters() if one.is_complex()]
+    ):
         rule = f"has no complex numbers, and the parameter `{names[0]}` is complex"
         raise ConfigError("precision", config.precision, rule, "set `precision: fp32`")
     model = place_model(spec.convert_model(model), group, config.strategy)
-    checkpoint_activations(model, config.activation_checkpointing, config.compile != "off")
+    checkpoint_activations(
+        model, config.activation_checkpointing, config.compile != "off"
+    )
     if (names := train_as_made(model)) and group.rank == 0:
-        learns = any(one.requires_grad for name in names for one in model.get_submodule(name).parameters())
+        learns = any(
+            one.requires_grad
+            for name in names
+            for one in model.get_submodule(name).parameters()
+        )
         words = "in evaluation mode while the rest is trained, as model() made it: %s"
         logger.log(logging.WARNING if learns else logging.INFO, words, shorten(names))
     optimizer = join(task.optimizer(model, config), model, type(task).__name__)
@@ -212,13 +273,17 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
         warn_untrained(model, optimizer, task)
     set_training(optimizer, True)
     decay = scaled_decay(config, config.batch_size)
-    ema = None if decay is None else MovingAverage(model, optimizer, decay, frozen or ())
+    ema = (
+        None if decay is None else MovingAverage(model, optimizer, decay, frozen or ())
+    )
     forward = ForwardPass(model, task, spec, group.device)
     return Trained(forward, optimizer, ema, AsMade(model), beside, frozen)
 
 
 def materialise(task: Task, model: nn.Module, dataset: Dataset[Any]) -> None:
-    """Give lazy layers (nn.LazyLinear) their shapes by a first sample, before an optimizer has their parameters."""
+    """Give lazy layers (nn.LazyLinear) their shapes by a first sample, before an
+    optimizer has their parameters.
+    """
     if not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         return
     with torch.no_grad(), evaluating(model):
@@ -240,7 +305,9 @@ def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
-    """Raise ConfigError for what does not go with steps that the task makes itself, of the bare model."""
+    """Raise ConfigError for what does not go with steps that the task makes itself, of
+    the bare model.
+    """
     if not is_phased(task):
         return
     name = type(task).__name__
@@ -254,16 +321,23 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
             raise ConfigError(key, value, rule, fix)
     if evaluates and type(task).loss is Task.loss:
         fix = 'define it, or return None from dataset("val")'
-        raise ConfigError("task", config.task, 'has no loss() for the samples of its "val" split', fix)
+        raise ConfigError(
+            "task", config.task, 'has no loss() for the samples of its "val" split', fix
+        )
 
 
-def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context: RunContext) -> tuple[int, int]:
+def _find_microbatch(
+    probe: Probe, num_train: int, config: TrainConfig, context: RunContext
+) -> tuple[int, int]:
     """Return the microbatch size, and how many of them a worker accumulates at most."""
-    group, name = probe.group, device_name(probe.group.device)
+    group = probe.group
+    name = device_name(probe.group.device)
     share = -(-min(config.batch_size, num_train) // context.world_size)
     ceiling = read_ceiling(config, context, name) if group.rank == 0 else None
     ceiling, bounds = group.first((ceiling, context.microbatch_bounds))
-    largest = min(share, ceiling or share) if config.microbatch_size == "auto" else share
+    largest = (
+        min(share, ceiling or share) if config.microbatch_size == "auto" else share
+    )
     tried = [largest]
 
     def tell(size: int, fits: bool) -> None:
@@ -271,7 +345,9 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
         context.fits(size, fits)
 
     try:
-        size = choose_microbatch(config.microbatch_size, largest, probe, largest < share, bounds, tell)
+        size = choose_microbatch(
+            config.microbatch_size, largest, probe, largest < share, bounds, tell
+        )
     except (RuntimeError, MemoryError) as error:
         # The other ranks of a sharded model still wait in its forward.
         if is_sharded(probe.forward.model) and classify(error) in OUT_OF_MEMORY:
@@ -282,12 +358,16 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
 
 
 def _try_single(probe: Probe, row: Tensor) -> None:
-    """Raise ConfigError where BatchNorm does not take a microbatch of one sample, such as an epoch's last may be."""
+    """Raise ConfigError where BatchNorm does not take a microbatch of one sample, such
+    as an epoch's last may be.
+    """
     forward = probe.forward
     try:
         with torch.no_grad():
             batch = fetch(probe.dataset, row.tolist(), forward.task.collate)
-            batch = forward.task.transform(map_tensors(lambda tensor: tensor.to(forward.device), batch), True)
+            batch = forward.task.transform(
+                map_tensors(lambda tensor: tensor.to(forward.device), batch), True
+            )
             forward(batch, with_loss=False)
     except ValueError as error:
         _refuse_single(error, "drop_last", False)
@@ -295,24 +375,38 @@ def _try_single(probe: Probe, row: Tensor) -> None:
 
 
 def _refuse_single(error: ValueError, field: str, value: object) -> None:
-    """Raise ConfigError for BatchNorm's complaint about one sample; return for any other error."""
+    """Raise ConfigError for BatchNorm's complaint about one sample; return for any
+    other error.
+    """
     if "more than 1 value per channel" in str(error):
         rule = "leaves a worker a microbatch of one sample, which BatchNorm cannot normalise"
         fix = "choose a batch size that leaves each worker two samples of every step, or set `drop_last: true`"
         raise ConfigError(field, value, rule, fix) from error
 
 
-def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int) -> TrainStep:
-    """Compile the model and its loss, wrap it, and make its step, of `least` to `most` microbatches, with the noise
-    scale where that is asked for.
+def _make_step(
+    probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int
+) -> TrainStep:
+    """Compile the model and its loss, wrap it, and make its step, of `least` to `most`
+    microbatches, with the noise scale where that is asked for.
     """
-    model, group = probed.forward.model, probed.group
+    model = probed.forward.model
+    group = probed.group
     if config.compile != "off":
-        for module in (model, *(model.children() if probed.phases else ())):  # which a phase may call by themselves
+        for module in (
+            model,
+            *(model.children() if probed.phases else ()),
+        ):  # which a phase may call by themselves
             compile_model(module, config.compile, config.fullgraph)
     captures = config.compile in CAPTURING
     if probed.phases:
-        phased = PhasedStep(probed.forward, probed.optimizer, group, config.clip_grad_norm, probed.phases)
+        phased = PhasedStep(
+            probed.forward,
+            probed.optimizer,
+            group,
+            config.clip_grad_norm,
+            probed.phases,
+        )
         for phase in phased.phases.values():
             phase.copies_gradients = captures
         return phased
@@ -324,25 +418,39 @@ def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, lea
     step: TrainStep
     if _captures(config, group, probed.optimizer, most):
         asked = config.cuda_graphs is True
-        step = GraphedStep(of, probed.optimizer, group, config.clip_grad_norm, asked=asked)
+        step = GraphedStep(
+            of, probed.optimizer, group, config.clip_grad_norm, asked=asked
+        )
     else:
         step = TrainStep(of, probed.optimizer, group, config.clip_grad_norm)
-    step.noise, step.copies_gradients = noise, captures
+    step.noise = noise
+    step.copies_gradients = captures
     return step
 
 
-def _captures(config: TrainConfig, group: Group, optimizer: Optimizer, most: int) -> bool:
-    """Whether steps are to be captured where they can be: with `auto` those that hold no more than one microbatch."""
+def _captures(
+    config: TrainConfig, group: Group, optimizer: Optimizer, most: int
+) -> bool:
+    """Whether steps are to be captured where they can be: with `auto` those that hold
+    no more than one microbatch.
+    """
     if config.cuda_graphs != "auto":
         return config.cuda_graphs
     fits = group.device.type == "cuda" and group.world_size == most == 1
     fits &= config.strategy in ("ddp", "none") and config.compile not in CAPTURING
     fits &= config.activation_checkpointing == "none" and not config.noise_scale
-    return fits and all(param_group.get("fused") for param_group in optimizer.param_groups)
+    return fits and all(
+        param_group.get("fused") for param_group in optimizer.param_groups
+    )
 
 
 def _make_schedule(
-    task: Task, optimizer: Optimizer, config: TrainConfig, sampler: StepSampler, total_steps: int, evaluates: bool
+    task: Task,
+    optimizer: Optimizer,
+    config: TrainConfig,
+    sampler: StepSampler,
+    total_steps: int,
+    evaluates: bool,
 ) -> Schedule | None:
     """Make the task's scheduler; None where it leaves the course to the configuration."""
     if type(task).schedule is Task.schedule:
@@ -354,7 +462,9 @@ def _make_schedule(
     name = f"{type(task).__name__}.schedule()"
     if config.lr_schedule.name != "constant":
         rule = f"is overruled by {name}, which gives a scheduler of its own"
-        raise ConfigError("lr_schedule.name", config.lr_schedule.name, rule, "remove one of the two")
+        raise ConfigError(
+            "lr_schedule.name", config.lr_schedule.name, rule, "remove one of the two"
+        )
     batches = sampler.batches if config.counts_samples else None
     schedule = Schedule(given, stand_in, config.lr_schedule, total_steps, batches)
     _require_plain(schedule.state_dict(), type(schedule.scheduler).__name__)
@@ -363,30 +473,47 @@ def _make_schedule(
         raise ConfigError("schedule()", "epoch", rule, "count steps")
     if schedule.by_figure and not evaluates:
         rule = 'goes by a figure of the validation split, and dataset("val") gives none'
-        raise ConfigError("schedule()", name, rule, "return a few samples that are held back")
+        raise ConfigError(
+            "schedule()", name, rule, "return a few samples that are held back"
+        )
     epochs = sampler.batches.place(total_steps).epoch if sampler.known_length else 0
-    schedule.try_to_the_end(total_steps, [sampler.batches.first_step(epoch + 1) for epoch in range(epochs)])
+    schedule.try_to_the_end(
+        total_steps, [sampler.batches.first_step(epoch + 1) for epoch in range(epochs)]
+    )
     return schedule
 
 
 def _settle_buckets(replica: Replica, config: TrainConfig, context: RunContext) -> None:
-    """Run throw-away passes. One on each rank by itself, of samples of its own, shows whether DDP can average what the
-    loss depends on; then two in which it does: DDP rebuilds its buckets after the first backward, and a resumed run
-    must sum gradients in the order in which the unbroken one does.
+    """Run throw-away passes.
+
+    One on each rank by itself, of samples of its own, shows whether DDP can average
+    what the loss depends on; then two in which it does: DDP rebuilds its buckets after
+    the first backward, and a resumed run must sum gradients in the order in which the
+    unbroken one does.
     """
-    step, forward, dataset = replica.step, replica.step.forward, replica.train_feed.dataset
+    step = replica.step
+    forward = replica.step.forward
+    dataset = replica.train_feed.dataset
     wrapped = forward.model
     assert isinstance(wrapped, Replicated)
-    # As large as training's own: what fits is known, and another size would be compiled for nothing. Read here: a
-    # loader's process would go on from the random state that it is left in.
-    size, anchor = replica.microbatch_size, replica.sampler.anchor(0)
+    # As large as training's own: what fits is known, and another size would be compiled
+    # for nothing. Read here: a loader's process would go on from the random state that
+    # it is left in.
+    size = replica.microbatch_size
+    anchor = replica.sampler.anchor(0)
     share = replica.sampler.share(0)[:size] if replica.sampler.known_length else anchor
     own = torch.cat([share, anchor.repeat(size - len(share))])
-    for alone, rows in ((True, own), (False, anchor.repeat(size)), (False, anchor.repeat(size))):
+    for alone, rows in (
+        (True, own),
+        (False, anchor.repeat(size)),
+        (False, anchor.repeat(size)),
+    ):
         with throwaway(forward, dataset=dataset):
             with torch.no_grad():
                 fetched = fetch(dataset, rows.tolist(), forward.task.collate)
-                batch = map_tensors(lambda tensor: tensor.to(forward.device, copy=True), fetched)
+                batch = map_tensors(
+                    lambda tensor: tensor.to(forward.device, copy=True), fetched
+                )
                 batch = forward.task.transform(batch, True)
             wrapped.called = False
             try:
@@ -394,16 +521,28 @@ def _settle_buckets(replica: Replica, config: TrainConfig, context: RunContext) 
                     (forward.loss(batch) * 0.0).backward()
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
-                    refuse_microbatch(error, replica.microbatch_size, config, context, device_name(replica.device))
+                    refuse_microbatch(
+                        error,
+                        replica.microbatch_size,
+                        config,
+                        context,
+                        device_name(replica.device),
+                    )
                 raise
-            why = next(filter(None, replica.group.gather(wrapped.unfit())), None) if alone else None
+            why = (
+                next(filter(None, replica.group.gather(wrapped.unfit())), None)
+                if alone
+                else None
+            )
             if why is not None:
                 step.average_by_hand(why)
                 return
 
 
 def _check_state(task: Task, group: Group) -> None:
-    """A task's own state must come back from a checkpoint: say so before training, not after a crash."""
+    """A task's own state must come back from a checkpoint: say so before training, not
+    after a crash.
+    """
     _require_plain(whole(task.state_dict(), group), type(task).__name__)
 
 

@@ -1,4 +1,6 @@
-"""A run's checkpoints in its loop: when one is due, where the run stood in it, and going on from the newest."""
+"""A run's checkpoints in its loop: when one is due, where the run stood in it, and
+going on from the newest.
+"""
 
 import logging
 import time
@@ -15,20 +17,27 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 STREAM_S = 600.0
-"""Between two checkpoints of a stream, which has no epochs, where nothing was chosen."""
+"""Between two checkpoints of a stream, which has no epochs, where nothing was chosen.
+"""
 
 
 class Checkpointing:
-    """Keeps an attempt's checkpoints; without storage nothing is ever due, unless there is a refuge and `checkpoint`
-    says when, and where there is a refuge one is written before the node is taken away.
+    """Keeps an attempt's checkpoints; without storage nothing is ever due, unless there
+    is a refuge and `checkpoint` says when, and where there is a refuge one is written
+    before the node is taken away.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        storage, config, chosen = attempt.context.storage, attempt.config, attempt.config.checkpoint
+        storage = attempt.context.storage
+        config = attempt.config
+        chosen = attempt.config.checkpoint
         if attempt.epochs is None and chosen.every_steps is chosen.every_s is None:
-            config = config.model_copy(update={"checkpoint": chosen.model_copy(update={"every_s": STREAM_S})})
-        self._config, self._every = config, config.checkpoint
+            config = config.model_copy(
+                update={"checkpoint": chosen.model_copy(update={"every_s": STREAM_S})}
+            )
+        self._config = config
+        self._every = config.checkpoint
         self._keeper: Keeper | None = None
         self._off_course = ""
         """Why a checkpoint is none of a run as long as this one."""
@@ -39,15 +48,21 @@ class Checkpointing:
 
     def _make(self, storage: Storage) -> Keeper:
         attempt = self.attempt
-        return Keeper(storage, attempt.parts, attempt.task, self._config, attempt.log, self._kept)
+        return Keeper(
+            storage, attempt.parts, attempt.task, self._config, attempt.log, self._kept
+        )
 
     def due(self) -> bool:
         """Return whether one is due after this step, by steps or epochs."""
         by_steps = self._keeper is not None and self._every.every_s is None
-        return by_steps and self.attempt.due(self._every.every_steps, self._every.every_epochs)
+        return by_steps and self.attempt.due(
+            self._every.every_steps, self._every.every_epochs
+        )
 
     def wanted(self, preempted: bool) -> bool:
-        """Return whether this rank wants one: by `every_s`, or before its node is taken away."""
+        """Return whether this rank wants one: by `every_s`, or before its node is taken
+        away.
+        """
         if self._keeper is None:
             return preempted and self.attempt.context.refuge is not None
         return self._keeper.due() or preempted
@@ -62,20 +77,27 @@ class Checkpointing:
         return self._keeper is not None and self._keeper.checkpoints.busy
 
     def keep(self, at_once: bool) -> None:
-        """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
+        """Write a checkpoint and the log up to it; with `checkpoint.async` and not
+        `at_once` while training goes on.
+        """
         began = time.perf_counter()
-        attempt, position = self.attempt, self._position()
+        attempt = self.attempt
+        position = self._position()
         if self._keeper is None:
             assert attempt.context.refuge is not None
             self._keeper = self._make(attempt.context.refuge)
         figures = attempt.metrics if attempt.evaluated_step == attempt.step else {}
-        with attempt.watchdog.phase("checkpoint"), averaged(attempt.parts.optimizer, attempt.parts.ema):
+        with (
+            attempt.watchdog.phase("checkpoint"),
+            averaged(attempt.parts.optimizer, attempt.parts.ema),
+        ):
             self._keeper.keep(position, figures, at_once)
         attempt.pauses.checkpoints += 1
         attempt.pauses.checkpoint_s += time.perf_counter() - began
 
     def _position(self) -> dict[str, Any]:
-        attempt, parts = self.attempt, self.attempt.parts
+        attempt = self.attempt
+        parts = self.attempt.parts
         stream = parts.train_feed.dataset
         return {
             "step": attempt.step,
@@ -85,15 +107,21 @@ class Checkpointing:
             "metrics": dict(attempt.metrics),
             "evaluated_step": attempt.evaluated_step,
             "total_steps": parts.total_steps,
-            "window": parts.step.open_losses(attempt.open_steps)() if attempt.open_steps else attempt.cut_window,
+            "window": parts.step.open_losses(attempt.open_steps)()
+            if attempt.open_steps
+            else attempt.cut_window,
             "reported": attempt.reported,
             "order": parts.sampler.name(),
             "samples": parts.samples,
             "held_back": parts.held_back,
             "stopping": attempt.stopping.state_dict(),
-            "stream": stream.state_at(attempt.samples) if isinstance(stream, Stream) else None,
+            "stream": stream.state_at(attempt.samples)
+            if isinstance(stream, Stream)
+            else None,
             "stream_mark": attempt.stream_mark(),
-            "batch_sizes": list(parts.sampler.batches.sizes) if attempt.config.changes_batch else [],
+            "batch_sizes": list(parts.sampler.batches.sizes)
+            if attempt.config.changes_batch
+            else [],
         }
 
     def _kept(self, where: str) -> None:
@@ -122,17 +150,24 @@ class Checkpointing:
         self.settle()
 
     def resume(self) -> None:
-        """Go back to the newest complete checkpoint, if there is one, and begin a stream where it was in it.
+        """Go back to the newest complete checkpoint, if there is one, and begin a
+        stream where it was in it.
 
-        A trial begins anew, and says so, where a run as long as it is now would not have come through that state.
+        A trial begins anew, and says so, where a run as long as it is now would not
+        have come through that state.
         """
-        attempt, context = self.attempt, self.attempt.context
+        attempt = self.attempt
+        context = self.attempt.context
         keeper = self._keeper
         if keeper is None and context.refuge is not None and context.source is not None:
             keeper = self._make(context.refuge)  # for this alone: nothing else is kept
         position = None
         try:
-            position = keeper.resume(context.source, self._check_course) if keeper is not None else None
+            position = (
+                keeper.resume(context.source, self._check_course)
+                if keeper is not None
+                else None
+            )
         except CheckpointError:
             if not self._off_course:
                 raise
@@ -140,54 +175,78 @@ class Checkpointing:
         if keeper is not None and position is not None:
             self._go_back(keeper, position)
         if isinstance(stream := attempt.parts.train_feed.dataset, Stream):
-            kept = (None, None) if position is None else (position["stream"], position["stream_mark"])
+            kept = (
+                (None, None)
+                if position is None
+                else (position["stream"], position["stream_mark"])
+            )
             stream.begin(attempt.samples, *kept)
 
     def _go_back(self, keeper: Keeper, position: Mapping[str, Any]) -> None:
         attempt = self.attempt
         set_training(attempt.parts.optimizer, True)
-        attempt.step = attempt.logged_step = attempt.parts.step.number = int(position["step"])
+        attempt.step = attempt.logged_step = attempt.parts.step.number = int(
+            position["step"]
+        )
         if (losses := position["window"]) and attempt.step < attempt.end:
             attempt.logged_step -= losses["train_loss"][1]
             attempt.parts.step.set_losses(losses)
-        attempt.clock.train_time_s = attempt.earlier_time_s = float(position["train_time_s"])
+        attempt.clock.train_time_s = attempt.earlier_time_s = float(
+            position["train_time_s"]
+        )
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])
         attempt.stopping.load_state_dict(position["stopping"])
         for row in position["reported"]:
-            if position["total_steps"] == attempt.parts.total_steps or self._is_evaluated(row["step"]):
+            if position[
+                "total_steps"
+            ] == attempt.parts.total_steps or self._is_evaluated(row["step"]):
                 attempt.reported.append(row)
                 attempt.context.report(row, None, attempt.elapsed_s)
         attempt.end_early()
         if keeper.kept_step == attempt.step:
             attempt.checkpoint = keeper.checkpoints.locate(attempt.step)
         if attempt.context.rank == 0:
-            logger.info("resumed at step %d from %s", attempt.step, attempt.checkpoint or attempt.context.source)
+            logger.info(
+                "resumed at step %d from %s",
+                attempt.step,
+                attempt.checkpoint or attempt.context.source,
+            )
             self._say_other(position)
 
     def _is_evaluated(self, step: float) -> bool:
         """Whether a run that goes on after a step is evaluated there."""
         evaluate = self.attempt.config.evaluate
-        return self.attempt.is_due(int(step), evaluate.every_steps, evaluate.every_epochs)
+        return self.attempt.is_due(
+            int(step), evaluate.every_steps, evaluate.every_epochs
+        )
 
     @property
     def _goes_by_length(self) -> bool:
         """Whether the learning rate depends on how many steps the run has."""
-        parts, course = self.attempt.parts, self.attempt.config.lr_schedule
+        parts = self.attempt.parts
+        course = self.attempt.config.lr_schedule
         by_length = course.name != "constant" or isinstance(course.warmup, float)
-        return by_length or (parts.schedule is not None and not parts.schedule.by_figure)
+        return by_length or (
+            parts.schedule is not None and not parts.schedule.by_figure
+        )
 
     def _check_course(self, position: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where a trial of another length would be another one from its beginning."""
-        parts, then = self.attempt.parts, position["total_steps"]
+        """Raise CheckpointError where a trial of another length would be another one
+        from its beginning.
+        """
+        parts = self.attempt.parts
+        then = position["total_steps"]
         if self.attempt.context.storage is not None or then == parts.total_steps:
             return
         if self._goes_by_length:
             self._off_course = f"the learning rate goes by the number of steps, {then} then, {parts.total_steps} now"
-        elif (position["stopping"] or parts.schedule is not None) and not self._is_evaluated(
-            position["evaluated_step"]
-        ):
-            self._off_course = f"what follows evaluations had one more, at the end of {then} steps"
+        elif (
+            position["stopping"] or parts.schedule is not None
+        ) and not self._is_evaluated(position["evaluated_step"]):
+            self._off_course = (
+                f"what follows evaluations had one more, at the end of {then} steps"
+            )
         if self._off_course:
             raise CheckpointError(self._off_course)
 
@@ -197,10 +256,16 @@ class Checkpointing:
         are_told = position["samples"] and parts.samples
         if are_told and position["samples"] != parts.samples:
             words = "the training split gives other samples than before step %d: some may come twice, others never; %s"
-            logger.warning(words, self.attempt.step, "let its order follow from a seed, and sort the names of files")
+            logger.warning(
+                words,
+                self.attempt.step,
+                "let its order follow from a seed, and sort the names of files",
+            )
         if self._goes_by_length and position["total_steps"] != parts.total_steps:
             words = "the run has %s now, and had %d: a learning rate that goes by this leaves the course that it was on"
-            logger.warning(words, counted(parts.total_steps, "step"), position["total_steps"])
+            logger.warning(
+                words, counted(parts.total_steps, "step"), position["total_steps"]
+            )
 
     def close(self) -> None:
         """Leave what is being written, which may have to be waited for."""

@@ -1,4 +1,6 @@
-"""A run's data: both splits as the task gives them, and the order of the training samples."""
+"""A run's data: both splits as the task gives them, and the order of the training
+samples.
+"""
 
 import contextlib
 import logging
@@ -28,7 +30,9 @@ logger = logging.getLogger(__name__)
 def load_data(
     task: Task, config: TrainConfig, context: RunContext, group: Group
 ) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """Load the datasets of both splits and refuse an empty one; the second is None where nothing is evaluated."""
+    """Load the datasets of both splits and refuse an empty one; the second is None
+    where nothing is evaluated.
+    """
     seed_all(config.seed)
     enter("setup")
     if context.local_rank == 0:
@@ -37,44 +41,79 @@ def load_data(
     enter("the barrier after setup")
     group.barrier()
     enter("dataset")
-    train, val = (load_split(task, split, split == "train", group.device) for split in ("train", "val"))
+    train, val = (
+        load_split(task, split, split == "train", group.device)
+        for split in ("train", "val")
+    )
     if train is None:
         rule = 'gives no data for its "train" split, and every run needs some'
-        raise ConfigError("task", config.task, rule, "return one from dataset() or stream()")
+        raise ConfigError(
+            "task", config.task, rule, "return one from dataset() or stream()"
+        )
     if isinstance(val, Rereadable):
         same_on_ranks(val, group, config.task)
     if val is None:
         _refuse_what_evaluates(config, context)
-    found = {split: one for split, one in (("train", train), ("val", val)) if not isinstance(one, Stream | None)}
+    found = {
+        split: one
+        for split, one in (("train", train), ("val", val))
+        if not isinstance(one, Stream | None)
+    }
     if not all(hasattr(dataset, "__len__") for dataset in found.values()):
         fix = "give map-style datasets (`__len__`), or return what is read forward from stream()"
         raise ConfigError("task", config.task, "has a dataset without length", fix)
     for split, dataset in found.items():
         if len(dataset) == 0:
-            raise ConfigError("task", config.task, f'has no sample in its "{split}" split', "check its files")
+            raise ConfigError(
+                "task",
+                config.task,
+                f'has no sample in its "{split}" split',
+                "check its files",
+            )
         if not isinstance(dataset, Rereadable):
             same_rows_on_ranks(split, dataset, group)
     return train, val
 
 
 def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
-    """Raise ConfigError where a task without a validation split meets what goes by an evaluation."""
-    needs = [("checkpoint.best", config.checkpoint.best), ("early_stopping.metric", config.early_stopping.metric)]
-    needs += [("objective", name) for name in context.watches if name.startswith("val_")]
+    """Raise ConfigError where a task without a validation split meets what goes by an
+    evaluation.
+    """
+    needs = [
+        ("checkpoint.best", config.checkpoint.best),
+        ("early_stopping.metric", config.early_stopping.metric),
+    ]
+    needs += [
+        ("objective", name) for name in context.watches if name.startswith("val_")
+    ]
     for field, metric in needs:
         if metric is not None:
             rule = 'is a figure of the validation split, and dataset("val") gives none'
-            raise ConfigError(field, metric, rule, "return a few samples that are held back, or go by another metric")
+            raise ConfigError(
+                field,
+                metric,
+                rule,
+                "return a few samples that are held back, or go by another metric",
+            )
 
 
-def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> StepSampler:
-    """Return what deals the training samples out, in the task's own order where it gives one."""
-    size, drop_last, given = config.batch_size, config.drop_last, task.sampler(train, config)
-    drawn, of_stream = None, isinstance(train, Stream)
+def make_sampler(
+    train: Any, task: Task, config: TrainConfig, group: Group
+) -> StepSampler:
+    """Return what deals the training samples out, in the task's own order where it
+    gives one.
+    """
+    size = config.batch_size
+    drop_last = config.drop_last
+    given = task.sampler(train, config)
+    drawn = None
+    of_stream = isinstance(train, Stream)
     if isinstance(train, Stream):
         _look_into(train, given is not None, config, group)
         batches = BatchSchedule(config.batch_sizes, ENDLESS, drop_last)
-        train = range(batches.samples(config.max_steps or 0))  # as far as this run reads it
+        train = range(
+            batches.samples(config.max_steps or 0)
+        )  # as far as this run reads it
     elif given is not None:
         drawn = Drawn(given, len(train), config.seed, group.device)
     sampler = StepSampler(
@@ -100,7 +139,9 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
 
 
 def check_length(train: Any, sampler: StepSampler) -> None:
-    """Raise ConfigError where the training split has another length than when its epochs were dealt out."""
+    """Raise ConfigError where the training split has another length than when its
+    epochs were dealt out.
+    """
     if sampler.drawn is None and sampler.known_length and sampler.length != len(train):
         rule = f"has {len(train)} samples now, and had {sampler.length}, of which epochs are made"
         fix = "keep its length; sampler() may choose among samples that are there from the start"
@@ -108,14 +149,22 @@ def check_length(train: Any, sampler: StepSampler) -> None:
 
 
 def tell_samples(dataset: Any) -> str:
-    """Return what tells a few samples from others, for a `throwaway` block: a run that goes on must find them again.
+    """Return what tells a few samples from others, for a `throwaway` block: a run that
+    goes on must find them again.
+
     Nothing of a stream, which does so itself, and of samples that are others each time.
     """
     told: set[str] = set()
     with contextlib.suppress(Exception):  # training says it better
         for _ in range(0 if isinstance(dataset, Stream | Rereadable) else 2):
             seed_host(0)
-            told.add(digest(fetch(dataset, sorted({0, len(dataset) // 2, len(dataset) - 1}), list)))
+            told.add(
+                digest(
+                    fetch(
+                        dataset, sorted({0, len(dataset) // 2, len(dataset) - 1}), list
+                    )
+                )
+            )
     return told.pop() if len(told) == 1 else ""
 
 
@@ -124,22 +173,38 @@ def steps_in_all(config: TrainConfig, batches: BatchSchedule) -> int:
     return config.max_steps or batches.first_step(config.epochs or 0)
 
 
-def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Group) -> None:
-    """Read as much of a stream as any throw-away pass may; ConfigError where it cannot be trained on so."""
+def _look_into(
+    stream: Stream, has_sampler: bool, config: TrainConfig, group: Group
+) -> None:
+    """Read as much of a stream as any throw-away pass may; ConfigError where it cannot
+    be trained on so.
+    """
     for key, value, instead in (
         ("epochs", config.epochs, "`max_steps`"),
         ("evaluate.every_epochs", config.evaluate.every_epochs, "`every_steps`"),
-        ("checkpoint.every_epochs", config.checkpoint.every_epochs, "`every_steps` or `every_s`"),
+        (
+            "checkpoint.every_epochs",
+            config.checkpoint.every_epochs,
+            "`every_steps` or `every_s`",
+        ),
     ):
         if value is not None:
             rule = "counts what nobody knows: a stream does not say how many samples it has"
             raise ConfigError(key, value, rule, f"give {instead} in its place")
     if has_sampler:
         fix = "give a map-style dataset"
-        raise ConfigError("sampler", type(stream).__name__, "is for data that can be read in any order", fix)
+        raise ConfigError(
+            "sampler",
+            type(stream).__name__,
+            "is for data that can be read in any order",
+            fix,
+        )
     stream.digest(-(-config.batch_size // group.world_size))
     same_on_ranks(stream, group, config.task)
     if group.rank == 0:
         logger.info("%s", stream.words)
         if (workers := config.data.num_workers) > 1:
-            logger.warning("`data.num_workers` is %d, and has the effect of 1: one process reads a stream", workers)
+            logger.warning(
+                "`data.num_workers` is %d, and has the effect of 1: one process reads a stream",
+                workers,
+            )

@@ -26,10 +26,11 @@ _OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
-    """Begin a new window of the log; what the steps since the last one were is logged once the device has done them
-    (`Attempt.settle`).
+    """Begin a new window of the log; what the steps since the last one were is logged
+    once the device has done them (`Attempt.settle`).
     """
-    parts, clock = attempt.parts, attempt.clock
+    parts = attempt.parts
+    clock = attempt.clock
     if attempt.open_steps == 0:
         return
     clock.end_span()
@@ -39,7 +40,12 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     if attempt.config.changes_batch:
         record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
     attempt.logged_step = attempt.step
-    attempt.later.append((attempt.step, partial(_log_window, attempt, monitor, clock.spans, record, losses, noise)))
+    attempt.later.append(
+        (
+            attempt.step,
+            partial(_log_window, attempt, monitor, clock.spans, record, losses, noise),
+        )
+    )
 
 
 def _log_window(
@@ -51,15 +57,16 @@ def _log_window(
     read_noise: Callable[[], float | None],
 ) -> None:
     """Log the mean loss of a window's steps, and tell the terminal and the launcher."""
-    parts, clock = attempt.parts, attempt.clock
+    parts = attempt.parts
+    clock = attempt.clock
     clock.settle(spans)
     taken = read_losses()
-    attempt.cut_window = taken if record["step"] % attempt.config.log_every_steps else {}
+    attempt.cut_window = (
+        taken if record["step"] % attempt.config.log_every_steps else {}
+    )
     _, weightless = taken[WEIGHTLESS]
     if weightless and not attempt.weightless and attempt.context.rank == 0:
-        words = (
-            "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out"
-        )
+        words = "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out"
         logger.warning(words, counted(weightless, "step"), record["step"])
     attempt.weightless += weightless
     losses = _means(taken)
@@ -72,7 +79,9 @@ def _log_window(
     throughput = clock.throughput()
     if throughput is not None:
         figures = {"loss": loss, **asdict(throughput)}
-        attempt.context.observe(figures | {name: record[name] for name in _OBSERVED if name in record})
+        attempt.context.observe(
+            figures | {name: record[name] for name in _OBSERVED if name in record}
+        )
     record |= {"ranks": ranks} if ranks else {}
     attempt.tell("train", record)
     if attempt.log is not None:
@@ -87,7 +96,11 @@ def _log_window(
 
 
 def take_first_losses(attempt: Attempt) -> None:
-    """Before the first window is complete, have the mean losses so far among the figures. Every rank must call it."""
+    """Before the first window is complete, have the mean losses so far among the
+    figures.
+
+    Every rank must call it.
+    """
     if attempt.logged_step == 0 < attempt.step:
         attempt.metrics |= _means(attempt.parts.step.open_losses(attempt.step)())
 
@@ -103,7 +116,8 @@ def _means(losses: Losses) -> dict[str, float]:
 
 
 def validate(attempt: Attempt) -> dict[str, float]:
-    """Evaluate, where there is a validation split, and report; return the figures, none without that split.
+    """Evaluate, where there is a validation split, and report; return the figures, none
+    without that split.
 
     Scheduler, task and early stopping are told of them.
     """
@@ -124,7 +138,12 @@ def validate(attempt: Attempt) -> dict[str, float]:
         attempt.tell("evaluation", {**figures, "time_s": time.perf_counter() - began})
     if figures and attempt.context.rank == 0:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        logger.info("evaluated at step %d in %.2f s: %s", attempt.step, time.perf_counter() - began, shown)
+        logger.info(
+            "evaluated at step %d in %.2f s: %s",
+            attempt.step,
+            time.perf_counter() - began,
+            shown,
+        )
     attempt.report(None)
     if figures:
         attempt.task.on_evaluate(dict(figures), attempt.step)
@@ -134,14 +153,19 @@ def validate(attempt: Attempt) -> dict[str, float]:
 
 
 def _figures(attempt: Attempt) -> dict[str, float]:
-    parts, config = attempt.parts, attempt.config
+    parts = attempt.parts
+    config = attempt.config
     if parts.val_feed is None:
         return {}
-    seeds, sharded = (config.seed, attempt.step), is_sharded(parts.model)
+    seeds = (config.seed, attempt.step)
+    sharded = is_sharded(parts.model)
     in_phase = attempt.watchdog.phase("evaluation", steps=not attempt.compiles)
     with in_phase, averaged(parts.optimizer, parts.ema):
         share_buffers(parts.model, parts.group)
-        share_tensors([tensor for tensor in parts.beside.values() if not tensor.requires_grad], parts.group)
+        share_tensors(
+            [tensor for tensor in parts.beside.values() if not tensor.requires_grad],
+            parts.group,
+        )
         return evaluate(
             parts.model,
             attempt.task,
@@ -154,16 +178,27 @@ def _figures(attempt: Attempt) -> dict[str, float]:
         )
 
 
-def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspection | None) -> RunResult:
-    """Return the result, the same on every rank; rank 0 writes it. Every rank must call it."""
-    config, context, parts, clock = attempt.config, attempt.context, attempt.parts, attempt.clock
-    group, speed = parts.group, clock.throughput()
+def finish(
+    status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspection | None
+) -> RunResult:
+    """Return the result, the same on every rank; rank 0 writes it.
+
+    Every rank must call it.
+    """
+    config = attempt.config
+    context = attempt.context
+    parts = attempt.parts
+    clock = attempt.clock
+    group = parts.group
+    speed = clock.throughput()
     ranks = monitor.finish()
     attempt.watchdog.enter("closing")
     compiled = inspection.compiled() if inspection is not None else None
     mfu = monitor.mfu(speed.samples_per_s) if speed is not None else None
     phases = attempt.watchdog.spent_s
-    of_rank_0 = group.first((speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled, phases))
+    of_rank_0 = group.first(
+        (speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled, phases)
+    )
     throughput, first_step_s, flops_per_sample, mfu, compiled, phases = of_rank_0
     result = RunResult(
         status=status,
@@ -177,7 +212,11 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         wall_time_s=time.monotonic() - attempt.began,
         peak_memory_bytes=max(row["peak_bytes"] for row in ranks),
         throughput=throughput,
-        metrics={name: value for name, value in attempt.metrics.items() if not math.isnan(value)},
+        metrics={
+            name: value
+            for name, value in attempt.metrics.items()
+            if not math.isnan(value)
+        },
         checkpoint=attempt.checkpoint,
         message=attempt.stopping.words or "",
         first_step_s=first_step_s,

@@ -1,8 +1,10 @@
-"""The shared per-worker loop: the same `fit(task, config, context)` in a test, under torchrun, Ray, and in a lane.
+"""The shared per-worker loop: the same `fit(task, config, context)` in a test, under
+torchrun, Ray, and in a lane.
 
-build: device, seed, data, model, optimizer; probe the microbatch (trainers/loop/build.py)
-resume the newest complete checkpoint, and train (trainers/loop/training.py)
-where training runs out of memory: do both again with a smaller microbatch
+build: device, seed, data, model, optimizer; probe the microbatch
+(trainers/loop/build.py) resume the newest complete checkpoint, and train
+(trainers/loop/training.py) where training runs out of memory: do both again with a
+smaller microbatch
 """
 
 import contextlib
@@ -36,23 +38,31 @@ _DOUBLE_BACKWARD = "does not currently support double backward"  # aot_autograd'
 
 
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
-    """Train the run that `config` describes on this worker. Every rank must call it; the result is rank-equal.
+    """Train the run that `config` describes on this worker.
 
-    A single worker that runs out of memory in mid-training goes on from its newest checkpoint with a smaller
-    microbatch; of several workers the launcher starts the group again. Raises ConfigError (a value that only the
-    device or the data could refute), DivergedError, PreemptedError, TooLargeError, StorageError, CheckpointError,
-    torch.OutOfMemoryError, and whatever the task raises.
+    Every rank must call it; the result is rank-equal.
+
+    A single worker that runs out of memory in mid-training goes on from its newest
+    checkpoint with a smaller microbatch; of several workers the launcher starts the
+    group again. Raises ConfigError (a value that only the device or the data could
+    refute), DivergedError, PreemptedError, TooLargeError, StorageError,
+    CheckpointError, torch.OutOfMemoryError, and whatever the task raises.
     """
     config = config.with_global_batch()
     begun: list[dict[str, Any]] = []
     while True:
         try:
-            with watched(config.failure, context) as watchdog, memory_watched(config, context):
+            with (
+                watched(config.failure, context) as watchdog,
+                memory_watched(config, context),
+            ):
                 _outlast(config.failure, context)
                 return _attempt(task, config, context, watchdog, begun)
         except TooLargeError as error:
             if context.world_size > 1:
-                raise TooLargeError(*error.args) from None  # without the frames that hold what did not fit
+                raise TooLargeError(
+                    *error.args
+                ) from None  # without the frames that hold what did not fit
             logger.warning("%s; going on with a smaller one", error)
             context.microbatch_ceiling = next_smaller(error.microbatch_size)
         for state in begun:
@@ -63,18 +73,28 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
 
 
 def _outlast(failure: FailureConfig, context: RunContext) -> None:
-    """Let collectives wait longer than any budget of the watchdog: it knows what hangs, and gloo and NCCL do not."""
+    """Let collectives wait longer than any budget of the watchdog: it knows what hangs,
+    and gloo and NCCL do not.
+    """
     if context.world_size > 1:
         budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
         # torch 2.11 has no public one
-        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout = (
+            getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        )
         set_timeout(timedelta(seconds=min(budget_s, _LONGEST_WAIT_S)))
 
 
 def _attempt(
-    task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog, begun: list[dict[str, Any]]
+    task: Task,
+    config: TrainConfig,
+    context: RunContext,
+    watchdog: Watchdog,
+    begun: list[dict[str, Any]],
 ) -> RunResult:
-    """`begun` gets the task's state before the first step of the first attempt, once model() has made what is in it."""
+    """`begun` gets the task's state before the first step of the first attempt, once
+    model() has made what is in it.
+    """
     with _torch_limits_explained(config), contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)
         if inspection is not None:
@@ -85,22 +105,30 @@ def _attempt(
             begun.append(copy.deepcopy(task.state_dict()))
         for feed in parts.feeds:
             feed.beat = watchdog.beat
-        return Training(Attempt(task, config, context, parts, watchdog), inspection, stack).run()
+        return Training(
+            Attempt(task, config, context, parts, watchdog), inspection, stack
+        ).run()
 
 
 @contextlib.contextmanager
 def _torch_limits_explained(config: TrainConfig) -> Iterator[None]:
-    """Raise ConfigError, which names the setting, in place of torch's error for a known limit met inside.
+    """Raise ConfigError, which names the setting, in place of torch's error for a known
+    limit met inside.
 
-    Limits that forward alone can meet, and whose sentence needs the batch, are explained by ForwardPass.
+    Limits that forward alone can meet, and whose sentence needs the batch, are
+    explained by ForwardPass.
     """
     try:
         yield
     except RuntimeError as error:
-        if config.compile != "off" and _DOUBLE_BACKWARD in str(error):  # else the task compiles something itself
+        if config.compile != "off" and _DOUBLE_BACKWARD in str(
+            error
+        ):  # else the task compiles something itself
             rule = (
                 "cannot train a loss that has a gradient in it, such as a gradient penalty: torch does not "
                 "differentiate the backward pass of a compiled model"
             )
-            raise ConfigError("compile", config.compile, rule, "set `compile: off`") from error
+            raise ConfigError(
+                "compile", config.compile, rule, "set `compile: off`"
+            ) from error
         raise

@@ -1,7 +1,8 @@
-"""Measure each worker while it trains: speed, memory, GPU readings and MFU, and compare the ranks.
+"""Measure each worker while it trains: speed, memory, GPU readings and MFU, and compare
+the ranks.
 
-Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event made before). All else is read
-when a window is logged, and waits for nothing.
+Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event
+made before). All else is read when a window is logged, and waits for nothing.
 """
 
 import itertools
@@ -26,25 +27,37 @@ logger = logging.getLogger(__name__)
 
 COMPARE_EVERY_S = 10.0
 """Seconds between two gathers of all ranks' figures during training."""
-_MEMORY_EVERY_S = 1.0  # a reading is a tenth of a millisecond, and a window may be a single step
+_MEMORY_EVERY_S = (
+    1.0  # a reading is a tenth of a millisecond, and a window may be a single step
+)
 _EVENT_PAIRS = 64
 
 
 class Monitor:
-    """Figures of one worker's run: of each log window, since the last comparison of the ranks, and of the whole run."""
+    """Figures of one worker's run: of each log window, since the last comparison of the
+    ranks, and of the whole run.
+    """
 
     def __init__(self, parts: Replica, clock: StepClock) -> None:
-        self.device, self.group, self.clock = parts.device, parts.group, clock
+        self.device = parts.device
+        self.group = parts.group
+        self.clock = clock
         self.flops_per_sample = parts.flops_per_sample
         called = parts.step.forward.model
         self.peak = device_peak(self.device, parts.spec.name)
         if isinstance(called, DataParallel) and self.peak is not None:
             self.peak *= len(called.device_ids)
         if self.peak is None and self.device.type == "cuda" and self.group.rank == 0:
-            logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
+            logger.info(
+                "no peak of %s in %s is known: MFU is left out",
+                device_name(self.device),
+                parts.spec.name,
+            )
         self._gpu = GpuReadings(self.device)
         self._energy = EnergyMeter(self.device, self._gpu)
-        self._backward = BackwardTimer(called if isinstance(called, DistributedDataParallel) else None, self.device)
+        self._backward = BackwardTimer(
+            called if isinstance(called, DistributedDataParallel) else None, self.device
+        )
         self._warm: Totals | None = None
         self._window = self._compared = Totals()
         self._compared_s = 0.0
@@ -53,11 +66,13 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Return global speed and this rank's data wait since the last call, as far as the clock is settled; memory,
-        and the energy that its device has used since training began, at most once a second.
+        """Return global speed and this rank's data wait since the last call, as far as
+        the clock is settled; memory, and the energy that its device has used since
+        training began, at most once a second.
         """
         now = self.clock.totals()
-        spent, self._window = now - self._window, now
+        spent = now - self._window
+        self._window = now
         if self._warm is None and now.steps >= WARMUP_STEPS:
             self._warm = now
         self._gpu.sample()
@@ -65,7 +80,11 @@ class Monitor:
         found: dict[str, float] = {}
         if time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
             self._memory_s = time.monotonic()
-            found |= {name: value for name, value in memory_figures(self.device).items() if name != "total_bytes"}
+            found |= {
+                name: value
+                for name, value in memory_figures(self.device).items()
+                if name != "total_bytes"
+            }
             if (used_j := self._energy.used_j()) is not None:
                 found["energy_j"] = used_j
         if spent.time_s > 0:
@@ -77,26 +96,39 @@ class Monitor:
         return found
 
     def mfu(self, samples_per_s: float) -> float | None:
-        """Return the model FLOPs utilisation at this speed; None where FLOPs (on rank 0) or peak are unknown."""
-        return utilisation(self.flops_per_sample, samples_per_s, self.group.world_size, self.peak)
+        """Return the model FLOPs utilisation at this speed; None where FLOPs (on rank
+        0) or peak are unknown.
+        """
+        return utilisation(
+            self.flops_per_sample, samples_per_s, self.group.world_size, self.peak
+        )
 
     def compare(self, elapsed_s: float) -> list[RankFigures] | None:
-        """Return a row of figures of each rank since the last comparison; None within ten seconds, or with one rank.
+        """Return a row of figures of each rank since the last comparison; None within
+        ten seconds, or with one rank.
 
-        `elapsed_s` must be equal on all ranks, and every rank must call this equally often: it may be a collective.
-        Rank 0 warns, once for each finding.
+        `elapsed_s` must be equal on all ranks, and every rank must call this equally
+        often: it may be a collective. Rank 0 warns, once for each finding.
         """
         if self.group.world_size == 1 or elapsed_s - self._compared_s < COMPARE_EVERY_S:
             return None
         self._compared_s = elapsed_s
         now = self.clock.totals()
-        spent, self._compared = now - self._compared, now
+        spent = now - self._compared
+        self._compared = now
         return self._gather(spent, self._backward.take())
 
     def finish(self) -> list[RankFigures]:
-        """Return a row of figures of each rank, over the whole run after warm-up. Every rank must call it."""
+        """Return a row of figures of each rank, over the whole run after warm-up.
+
+        Every rank must call it.
+        """
         now = self.clock.totals()
-        warm = now - self._warm if self._warm is not None and now.steps > self._warm.steps else now
+        warm = (
+            now - self._warm
+            if self._warm is not None and now.steps > self._warm.steps
+            else now
+        )
         return self._gather(warm, self._backward.mean())
 
     def close(self) -> None:
@@ -107,7 +139,8 @@ class Monitor:
     def _gather(self, spent: Totals, backward_s: float | None) -> list[RankFigures]:
         memory = memory_figures(self.device)
         self._latest = self._gpu.take() or self._latest
-        time_s, steps = max(spent.time_s, 1e-9), max(spent.steps, 1)
+        time_s = max(spent.time_s, 1e-9)
+        steps = max(spent.steps, 1)
         row: RankFigures = {
             "rank": self.group.rank,
             "host": socket.gethostname(),
@@ -137,10 +170,12 @@ class Monitor:
 
 
 class BackwardTimer:
-    """Time from the end of DDP's forward to the rank's last gradient: no collective lies between them.
+    """Time from the end of DDP's forward to the rank's last gradient: no collective
+    lies between them.
 
-    The last gradient is that of the first parameter, as DDP's own buckets assume. On a GPU both ends are events, of
-    which a fixed number of pairs is recorded between two calls of `collect`. Without a model nothing is timed.
+    The last gradient is that of the first parameter, as DDP's own buckets assume. On a
+    GPU both ends are events, of which a fixed number of pairs is recorded between two
+    calls of `collect`. Without a model nothing is timed.
     """
 
     def __init__(self, model: nn.Module | None, device: torch.device) -> None:
@@ -148,16 +183,28 @@ class BackwardTimer:
         self._pairs: list[tuple[Any, Any]] = []
         self._used = 0
         self._began: float | None = None
-        self._sum_s, self._count = 0.0, 0
-        self._taken_s, self._taken = 0.0, 0
+        self._sum_s = 0.0
+        self._count = 0
+        self._taken_s = 0.0
+        self._taken = 0
         self._hooks: list[Any] = []
-        first = next((one for one in model.parameters() if one.requires_grad), None) if model is not None else None
+        first = (
+            next((one for one in model.parameters() if one.requires_grad), None)
+            if model is not None
+            else None
+        )
         if model is None or first is None:
             return
         if self._on_gpu:
             make: Any = torch.cuda.Event
-            self._pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(_EVENT_PAIRS)]
-        self._hooks += [model.register_forward_hook(self._forward_ended), first.register_hook(self._backward_ended)]
+            self._pairs = [
+                (make(enable_timing=True), make(enable_timing=True))
+                for _ in range(_EVENT_PAIRS)
+            ]
+        self._hooks += [
+            model.register_forward_hook(self._forward_ended),
+            first.register_hook(self._backward_ended),
+        ]
 
     def _forward_ended(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled() or (self._on_gpu and self._used == _EVENT_PAIRS):
@@ -179,7 +226,9 @@ class BackwardTimer:
 
     def collect(self) -> None:
         """Read the events that the device has passed."""
-        done = list(itertools.takewhile(lambda pair: pair[1].query(), self._pairs[: self._used]))
+        done = list(
+            itertools.takewhile(lambda pair: pair[1].query(), self._pairs[: self._used])
+        )
         for begin, end in done:
             self._sum_s += begin.elapsed_time(end) / 1e3
         self._count += len(done)
@@ -188,8 +237,10 @@ class BackwardTimer:
 
     def take(self) -> float | None:
         """Return the mean since the last call, in seconds; None without any."""
-        count, sum_s = self._count - self._taken, self._sum_s - self._taken_s
-        self._taken, self._taken_s = self._count, self._sum_s
+        count = self._count - self._taken
+        sum_s = self._sum_s - self._taken_s
+        self._taken = self._count
+        self._taken_s = self._sum_s
         return sum_s / count if count else None
 
     def mean(self) -> float | None:

@@ -1,9 +1,11 @@
-"""End workers that get no further, after the stacks of every rank are saved with the run.
+"""End workers that get no further, after the stacks of every rank are saved with the
+run.
 
-A thread of each worker watches the loop's heartbeat, from before the task is imported until the result is written. In
-steps the loop beats with each batch; any other phase (an import, a download, a checkpoint) has a longer budget as a
-whole. Where a call holds the interpreter's lock for ever, and no thread can run, the C-level timer of `faulthandler`
-writes the stacks and ends the process instead.
+A thread of each worker watches the loop's heartbeat, from before the task is imported
+until the result is written. In steps the loop beats with each batch; any other phase
+(an import, a download, a checkpoint) has a longer budget as a whole. Where a call holds
+the interpreter's lock for ever, and no thread can run, the C-level timer of
+`faulthandler` writes the stacks and ends the process instead.
 """
 
 import contextlib
@@ -28,18 +30,26 @@ from trainers.storage import Storage
 HUNG_EXIT_CODE = 74
 """Exit code of a worker that its watchdog ended."""
 GRACE_S = 5.0
-"""A rank that hangs soon stops all others: each has this long to save its stacks before any exits."""
-CAUSE_S, CAUSE_OF_NODE_S = 10.0, 60.0
-"""How long a rank whose collective failed waits for its launcher to see which rank has died, and which node."""
+"""A rank that hangs soon stops all others: each has this long to save its stacks before
+any exits.
+"""
+CAUSE_S = 10.0
+CAUSE_OF_NODE_S = 60.0
+"""How long a rank whose collective failed waits for its launcher to see which rank has
+died, and which node.
+"""
 
 _WAITING = ", waiting for other ranks"
 
 
 class Watchdog:
-    """Ends this process when the thread that made it gets no further than its phase's budget allows."""
+    """Ends this process when the thread that made it gets no further than its phase's
+    budget allows.
+    """
 
     def __init__(self, failure: FailureConfig, context: RunContext) -> None:
-        self._failure, self._context = failure, context
+        self._failure = failure
+        self._context = context
         self._thread_id = threading.get_ident()
         self.spent_s: dict[str, float] = {}
         """The time of each phase that has ended."""
@@ -50,7 +60,9 @@ class Watchdog:
         # Without a name: nothing is left of it though the process is killed.
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
         self._stderr = self._duplicate_stderr()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="watchdog", daemon=True
+        )
         self._thread.start()
 
     def beat(self) -> None:
@@ -58,8 +70,11 @@ class Watchdog:
         self._last = time.monotonic()
 
     def enter(self, phase: str, steps: bool = False) -> None:
-        """Note that another phase begins; one of `steps` beats, and each beat has the budget of a step."""
-        self.beat()  # first: the thread must not measure an old beat by a shorter budget
+        """Note that another phase begins; one of `steps` beats, and each beat has the
+        budget of a step.
+        """
+        # first: the thread must not measure an old beat by a shorter budget
+        self.beat()
         left, _ = self._phase
         self.spent_s[left] = self.spent_s.get(left, 0.0) + self._last - self._entered
         self._entered = self._last
@@ -83,7 +98,9 @@ class Watchdog:
             os.close(self._stderr)
 
     def _duplicate_stderr(self) -> int:
-        """A descriptor for `faulthandler`, open until `close`; a notebook's standard error may have none."""
+        """A descriptor for `faulthandler`, open until `close`; a notebook's standard
+        error may have none.
+        """
         streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
         for stream in streams:
             with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -98,7 +115,9 @@ class Watchdog:
             phase, steps = self._phase
             budget_s = of_steps_s if steps else self._failure.of_phases_s
             # The timer runs out only when this thread cannot wind it up again.
-            faulthandler.dump_traceback_later(budget_s + 2 * GRACE_S + interval_s, exit=True, file=self._stderr)
+            faulthandler.dump_traceback_later(
+                budget_s + 2 * GRACE_S + interval_s, exit=True, file=self._stderr
+            )
             # Looks when the budget ends: ranks that hang at one moment say so at one.
             if self._closed.wait(min(interval_s, max(0.01, budget_s - silent_s))):
                 return
@@ -111,19 +130,29 @@ class Watchdog:
 
     def _end(self, where: str, budget: str) -> None:
         try:
-            faulthandler.dump_traceback_later(10 * GRACE_S, exit=True, file=self._stderr)
+            faulthandler.dump_traceback_later(
+                10 * GRACE_S, exit=True, file=self._stderr
+            )
             self._tell(where, budget)
         finally:
             with contextlib.suppress(Exception):
-                for child in multiprocessing.active_children():  # a loader's process that was stopped notices nothing
+                for child in (
+                    multiprocessing.active_children()
+                ):  # a loader's process that was stopped notices nothing
                     child.kill()
             os._exit(HUNG_EXIT_CODE)
 
     def _tell(self, where: str, budget: str) -> None:
-        """Say where this rank is: on standard error, on storage and to the launcher, of which any may hang as well."""
-        rank, storage, began = self._context.rank, self._context.storage, time.monotonic()
+        """Say where this rank is: on standard error, on storage and to the launcher, of
+        which any may hang as well.
+        """
+        rank = self._context.rank
+        storage = self._context.storage
+        began = time.monotonic()
         stack = traceback.extract_stack(sys._current_frames()[self._thread_id])
-        file, line = line_of_task([(frame.filename, frame.lineno or 0) for frame in stack])
+        file, line = line_of_task(
+            [(frame.filename, frame.lineno or 0) for frame in stack]
+        )
         waits = self._context.world_size > 1 and _waits_for_others(stack[-1])
         at = f"at {Path(file).name}:{line}"
         words = f"rank {rank} made no step for {where}{_WAITING if waits else ''} ({at}; {budget})"
@@ -143,10 +172,16 @@ class Watchdog:
                 storage.write(name, stacks.encode())
 
         tellers = [
-            *([] if self._context.is_heard else [threading.Thread(target=say, daemon=True)]),
+            *(
+                []
+                if self._context.is_heard
+                else [threading.Thread(target=say, daemon=True)]
+            ),
             threading.Thread(target=save, daemon=True),
             threading.Thread(
-                target=self._context.hung, args=(failure, "".join(traceback.format_list(stack[-20:]))), daemon=True
+                target=self._context.hung,
+                args=(failure, "".join(traceback.format_list(stack[-20:]))),
+                daemon=True,
             ),
         ]
         for teller in tellers:
@@ -157,9 +192,17 @@ class Watchdog:
 
 
 def _waits_for_others(frame: traceback.FrameSummary) -> bool:
-    """Whether a stack that ends so waits in a collective, or for one; DDP's are part of the backward pass."""
-    in_torch = "/torch/distributed/" in frame.filename or frame.filename.endswith("/torch/nn/parallel/distributed.py")
-    return in_torch or frame.name == "_engine_run_backward" or "work.wait()" in (frame.line or "")
+    """Whether a stack that ends so waits in a collective, or for one; DDP's are part of
+    the backward pass.
+    """
+    in_torch = "/torch/distributed/" in frame.filename or frame.filename.endswith(
+        "/torch/nn/parallel/distributed.py"
+    )
+    return (
+        in_torch
+        or frame.name == "_engine_run_backward"
+        or "work.wait()" in (frame.line or "")
+    )
 
 
 _current: Watchdog | None = None
@@ -167,10 +210,11 @@ _current: Watchdog | None = None
 
 @contextlib.contextmanager
 def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
-    """Watch this process during a block, as long as a block around it does not do so already.
+    """Watch this process during a block, as long as a block around it does not do so
+    already.
 
-    A rank that leaves it because a collective failed waits first: the rank that failed or died before it shall be seen
-    before it, by whatever launcher.
+    A rank that leaves it because a collective failed waits first: the rank that failed
+    or died before it shall be seen before it, by whatever launcher.
     """
     global _current
     if _current is not None:
@@ -185,7 +229,9 @@ def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
         if context.world_size > 1 and broke_with_others(error):
             on_one_node = context.local_world_size == context.world_size
             deadline = time.monotonic() + (CAUSE_S if on_one_node else CAUSE_OF_NODE_S)
-            while time.monotonic() < deadline and not context.should_stop(0.0):  # a launcher that has seen it asks to
+            while time.monotonic() < deadline and not context.should_stop(
+                0.0
+            ):  # a launcher that has seen it asks to
                 time.sleep(0.1)
         raise
     finally:

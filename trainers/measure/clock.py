@@ -14,7 +14,9 @@ from trainers.devices.device import synchronize
 from trainers.measure.step_times import StepTimes
 
 WARMUP_STEPS = 5
-"""Steps at the start of a run that no throughput counts: allocation, autotuning, compilation, first-touch."""
+"""Steps at the start of a run that no throughput counts: allocation, autotuning,
+compilation, first-touch.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,19 +28,24 @@ class Throughput:
     step_time_s: float
     """Mean time of a step."""
     step_time_ci95_s: float
-    """Half width of the 95 % confidence interval of that mean: from the means of up to 30 stretches of steps, because
-    neighbouring steps are slow or fast together."""
+    """Half width of the 95 % confidence interval of that mean: from the means of up to
+    30 stretches of steps, because neighbouring steps are slow or fast together.
+    """
     data_wait_share: float
     """Share of the time that rank 0 waited for batches."""
     steps: int
     """Steps measured."""
     disturbed_s: float = 0.0
-    """Time in outlying steps that these figures leave out: the process was stopped, or had no processor."""
+    """Time in outlying steps that these figures leave out: the process was stopped, or
+    had no processor.
+    """
 
 
 @dataclass
 class Totals:
-    """What a clock has counted since this launch began; two of them subtract to what lies between."""
+    """What a clock has counted since this launch began; two of them subtract to what
+    lies between.
+    """
 
     steps: int = 0
     samples: int = 0
@@ -52,15 +59,21 @@ class Totals:
     """Until batches were there."""
 
     def __sub__(self, earlier: Totals) -> Totals:
-        return Totals(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
+        return Totals(
+            *(
+                getattr(self, one.name) - getattr(earlier, one.name)
+                for one in fields(self)
+            )
+        )
 
 
 class StepClock:
     """Times every step: by the host's clock on a CPU, by spans of steps elsewhere.
 
-    A span is the time from `start_span` to `end_span`, and the steps in it share it evenly. On CUDA both ends are
-    events: nobody waits for them before `settle`, and until then no figure has the span. On a CPU every step is its own
-    span, at no cost.
+    A span is the time from `start_span` to `end_span`, and the steps in it share it
+    evenly. On CUDA both ends are
+    events: nobody waits for them before `settle`, and until then no figure has the
+    span. On a CPU every step is its own span, at no cost.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -89,12 +102,16 @@ class StepClock:
     def _now(self) -> Any:
         """An event on CUDA; else the time, s, when the device has done its work."""
         if self.device.type == "cuda":
-            return torch.cuda.current_stream(self.device).record_event(torch.cuda.Event(enable_timing=True))
+            return torch.cuda.current_stream(self.device).record_event(
+                torch.cuda.Event(enable_timing=True)
+            )
         synchronize(self.device)
         return time.perf_counter()
 
     def step(self, samples: int, own_samples: int | None = None) -> None:
-        """A step of `samples` global samples was issued, `own_samples` (all, when not given) of them on this rank."""
+        """A step of `samples` global samples was issued, `own_samples` (all, when not
+        given) of them on this rank.
+        """
         self._open.append(samples)
         if self.counting:
             own = samples if own_samples is None else own_samples
@@ -105,13 +122,16 @@ class StepClock:
             self.start_span()
 
     def end_span(self) -> None:
-        """The steps since `start_span` are issued. What follows is not training time. On CUDA only the first step is
-        waited for.
+        """The steps since `start_span` are issued.
+
+        What follows is not training time. On CUDA only the first step is waited for.
         """
         self.running = False
         if not self._open:
             return
-        self._ended.append((self._began, self._now(), self._open, self._wait_s, self.counting))
+        self._ended.append(
+            (self._began, self._now(), self._open, self._wait_s, self.counting)
+        )
         self.spans += 1
         self._wait_s = 0.0
         self._open = []
@@ -140,7 +160,9 @@ class StepClock:
                     self._measured_wait_s += wait_s
 
     def leave_out(self) -> None:
-        """The last step compiled a graph again: it and those that share its span do not count into the throughput."""
+        """The last step compiled a graph again: it and those that share its span do not
+        count into the throughput.
+        """
         spoilt = len(self._open) or 1
         if self._open:
             self.end_span()
@@ -150,7 +172,9 @@ class StepClock:
             self._times.cut(max(WARMUP_STEPS, len(self._times) - spoilt))
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the time until each of them is there counts as waiting for data."""
+        """The same batches; the time until each of them is there counts as waiting for
+        data.
+        """
         began = time.perf_counter()
         for batch in batches:
             self._wait_s += time.perf_counter() - began
@@ -162,10 +186,13 @@ class StepClock:
         return replace(self._counted)
 
     def throughput(self) -> Throughput | None:
-        """Figures over the steps after warm-up (over all of them when there are no more); None before any."""
+        """Figures over the steps after warm-up (over all of them when there are no
+        more); None before any.
+        """
         times = self._times
         skip = WARMUP_STEPS if len(times) > WARMUP_STEPS else 0
-        steps, total_s = len(times) - skip, times.total_s(skip)
+        steps = len(times) - skip
+        total_s = times.total_s(skip)
         if not steps or total_s <= 0:
             return None
         disturbed_s = times.disturbed_s(skip)

@@ -1,7 +1,8 @@
-"""What a run asks to see of its steps: torch.profiler over some of them, torch.compile's figures, and what lay in a
-GPU's memory when it ran out.
+"""What a run asks to see of its steps: torch.profiler over some of them,
+torch.compile's figures, and what lay in a GPU's memory when it ran out.
 
-Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would complain of the missing GPU.
+Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would
+complain of the missing GPU.
 """
 
 from __future__ import annotations
@@ -31,21 +32,34 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 _KEPT = 1024
-"""Compilations that dynamo remembers (64 by itself): a graph with its backward is two."""
+"""Compilations that dynamo remembers (64 by itself): a graph with its backward is two.
+"""
 _SHOWN = 5
 _SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
 _TABLE_ROWS = 15
 
 
 class Inspection:
-    """Profiles the steps of this rank and watches its compiler, as far as the configuration asks for it."""
+    """Profiles the steps of this rank and watches its compiler, as far as the
+    configuration asks for it.
+    """
 
-    def __init__(self, profiler: StepProfiler | None, compile_watch: CompileWatch | None, rank: int) -> None:
-        self.profiler, self.compile_watch, self.rank = profiler, compile_watch, rank
+    def __init__(
+        self,
+        profiler: StepProfiler | None,
+        compile_watch: CompileWatch | None,
+        rank: int,
+    ) -> None:
+        self.profiler = profiler
+        self.compile_watch = compile_watch
+        self.rank = rank
         self._warmup_left = WARMUP_STEPS
 
     def step(self, clock: StepClock) -> None:
-        """A step was issued. Waits for the device while there is something to profile."""
+        """A step was issued.
+
+        Waits for the device while there is something to profile.
+        """
         self._warmup_left -= 1
         if self.compile_watch is not None:
             if self.compile_watch.compiled_since():
@@ -76,26 +90,39 @@ class Inspection:
 
 
 def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
-    """The inspection that the configuration asks for; None for none. To be called before the model is built."""
+    """The inspection that the configuration asks for; None for none.
+
+    To be called before the model is built.
+    """
     profiler = compile_watch = None
     if config.profile_steps and context.rank == 0:
         device = resolve_device(config.device, context.device_index)
         profiler = StepProfiler(config.profile_steps, context.storage, device)
     if config.compile != "off":
         compile_watch = CompileWatch()
-    return Inspection(profiler, compile_watch, context.rank) if profiler or compile_watch else None
+    return (
+        Inspection(profiler, compile_watch, context.rank)
+        if profiler or compile_watch
+        else None
+    )
 
 
 class StepProfiler:
-    """Records `steps` training steps of this rank, after the warm-up that no throughput counts either.
+    """Records `steps` training steps of this rank, after the warm-up that no throughput
+    counts either.
 
-    Writes below `profile/` of `storage`: `trace.json.gz` for ui.perfetto.dev or chrome://tracing,
-    `memory_timeline.json` and `memory_timeline.png`. Without storage there is the table in the log only. Evaluations
-    and checkpoints between the recorded steps are in the trace too.
+    Writes below `profile/` of `storage`: `trace.json.gz` for ui.perfetto.dev or
+    chrome://tracing, `memory_timeline.json` and `memory_timeline.png`. Without storage
+    there is the table in the log only. Evaluations and checkpoints between the recorded
+    steps are in the trace too.
     """
 
-    def __init__(self, steps: int, storage: Storage | None, device: torch.device) -> None:
-        self.storage, self.device, self.steps = storage, device, steps
+    def __init__(
+        self, steps: int, storage: Storage | None, device: torch.device
+    ) -> None:
+        self.storage = storage
+        self.device = device
+        self.steps = steps
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -103,7 +130,9 @@ class StepProfiler:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silent
         self._profile = profile(
             activities=activities,
-            schedule=schedule(wait=WARMUP_STEPS, warmup=_SETTLE_STEPS, active=steps, repeat=1),
+            schedule=schedule(
+                wait=WARMUP_STEPS, warmup=_SETTLE_STEPS, active=steps, repeat=1
+            ),
             on_trace_ready=self._keep,
             profile_memory=True,
             acc_events=True,
@@ -117,11 +146,14 @@ class StepProfiler:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are recorded and written: there is nothing left to call `step` for."""
+        """Whether all steps are recorded and written: there is nothing left to call
+        `step` for.
+        """
         return self.recorded == self.steps
 
     def step(self) -> bool:
-        """Note that a step has ended, which the device must have finished; return whether the next one is slowed.
+        """Note that a step has ended, which the device must have finished; return
+        whether the next one is slowed.
 
         A slowed step must be left out of the throughput.
         """
@@ -142,8 +174,12 @@ class StepProfiler:
         if steps == 0:
             return
         on_device = "device" if self.device.type == "cuda" else "cpu"
-        table = recorded.key_averages().table(sort_by=f"self_{on_device}_time_total", row_limit=_TABLE_ROWS)
-        logger.info("profile of %d steps (rank 0; left out of the throughput)\n%s", steps, table)
+        table = recorded.key_averages().table(
+            sort_by=f"self_{on_device}_time_total", row_limit=_TABLE_ROWS
+        )
+        logger.info(
+            "profile of %d steps (rank 0; left out of the throughput)\n%s", steps, table
+        )
         if self.storage is None:
             return
         storage = self.storage.child("profile")
@@ -161,36 +197,67 @@ class StepProfiler:
                 logger.warning("the profile is lost: %s", error)
                 return
         where = storage.locate("trace.json.gz"), storage.locate("memory_timeline.png")
-        logger.info("profile written: %s (open it at https://ui.perfetto.dev), %s", *where)
+        logger.info(
+            "profile written: %s (open it at https://ui.perfetto.dev), %s", *where
+        )
 
 
-def memory_points(trace: dict[str, Any], device: torch.device) -> list[tuple[float, int]]:
-    """(ms since the first event, bytes allocated by torch) at every allocation and free of a Chrome trace.
+def memory_points(
+    trace: dict[str, Any], device: torch.device
+) -> list[tuple[float, int]]:
+    """(ms since the first event, bytes allocated by torch) at every allocation and free
+    of a Chrome trace.
 
-    On a CPU the bytes are the change since the recording began: what was there before is not known.
+    On a CPU the bytes are the change since the recording began: what was there before
+    is not known.
     """
     # c10::DeviceType numbers, as the trace has them.
     wanted = (1, device.index or 0) if device.type == "cuda" else (0, -1)
-    events = [(event["ts"], event["args"]) for event in trace["traceEvents"] if event.get("name") == "[memory]"]
-    own = [(ts, args) for ts, args in events if (args["Device Type"], args["Device Id"]) == wanted]
+    events = [
+        (event["ts"], event["args"])
+        for event in trace["traceEvents"]
+        if event.get("name") == "[memory]"
+    ]
+    own = [
+        (ts, args)
+        for ts, args in events
+        if (args["Device Type"], args["Device Id"]) == wanted
+    ]
     own.sort(key=lambda event: float(event[0]))
-    return [((float(ts) - float(own[0][0])) / 1e3, int(args["Total Allocated"])) for ts, args in own]
+    return [
+        ((float(ts) - float(own[0][0])) / 1e3, int(args["Total Allocated"]))
+        for ts, args in own
+    ]
 
 
-def draw_memory(points: list[tuple[float, int]], device: torch.device, file: Path) -> None:
+def draw_memory(
+    points: list[tuple[float, int]], device: torch.device, file: Path
+) -> None:
     """Draw the memory over time as one line."""
-    from matplotlib.figure import Figure  # takes long to import, and few runs are profiled
+    from matplotlib.figure import (
+        Figure,
+    )  # takes long to import, and few runs are profiled
 
     title = f"Memory that torch has allocated on {device}"
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots()
-    axes.step([ms for ms, _ in points], [allocated / 2**20 for _, allocated in points], where="post")
-    axes.set(xlabel="ms", ylabel="MiB", title=title + ("" if device.type == "cuda" else ", since the recording began"))
+    axes.step(
+        [ms for ms, _ in points],
+        [allocated / 2**20 for _, allocated in points],
+        where="post",
+    )
+    axes.set(
+        xlabel="ms",
+        ylabel="MiB",
+        title=title + ("" if device.type == "cuda" else ", since the recording began"),
+    )
     figure.savefig(file)
 
 
 class CompileWatch:
-    """Counts from its creation on. Dynamo counts for the whole process, so there may be one at a time.
+    """Counts from its creation on.
+
+    Dynamo counts for the whole process, so there may be one at a time.
 
     It imports dynamo, which takes seconds: make one only for a run that compiles.
     """
@@ -201,21 +268,30 @@ class CompileWatch:
         self._utils = utils
         self._utils.set_compilation_metrics_limit(_KEPT)
         self._utils.clear_compilation_metrics()
-        self._before = {group: Counter(self._utils.counters[group]) for group in ("graph_break", "resumes", "stats")}
+        self._before = {
+            group: Counter(self._utils.counters[group])
+            for group in ("graph_break", "resumes", "stats")
+        }
         self._graphs = self._utils.counters["stats"]["unique_graphs"]
 
     def figures(self) -> dict[str, int]:
-        """`graphs` compiled, places with `graph_breaks`, and `recompiles` (of a graph that its guards refused)."""
+        """`graphs` compiled, places with `graph_breaks`, and `recompiles` (of a graph
+        that its guards refused).
+        """
         return {
             "graphs": self._new("stats")["unique_graphs"],
-            # Breaks for one reason at two places make one reason and two resumed functions; some resume nothing.
-            "graph_breaks": max(len(self._new("graph_break")), len(self._new("resumes"))),
+            # Breaks for one reason at two places make one reason and two resumed
+            # functions; some resume nothing.
+            "graph_breaks": max(
+                len(self._new("graph_break")), len(self._new("resumes"))
+            ),
             "recompiles": len(self._recompiles()),
         }
 
     def compiled_since(self) -> bool:
         """Whether a graph was compiled since the last call; costs next to nothing."""
-        before, self._graphs = self._graphs, self._utils.counters["stats"]["unique_graphs"]
+        before = self._graphs
+        self._graphs = self._utils.counters["stats"]["unique_graphs"]
         return self._graphs != before
 
     def warn_of_breaks(self) -> None:
@@ -225,7 +301,12 @@ class CompileWatch:
             shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
             advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes those of the model errors"
             places = self.figures()["graph_breaks"]
-            logger.warning("torch.compile broke the graph at %d places: %s (%s)", places, shown, advice)
+            logger.warning(
+                "torch.compile broke the graph at %d places: %s (%s)",
+                places,
+                shown,
+                advice,
+            )
 
     def say_recompiles(self) -> None:
         """Why graphs were compiled again, the commonest reasons first."""
@@ -238,14 +319,21 @@ class CompileWatch:
 
     def _recompiles(self) -> list[str]:
         metrics = self._utils.get_compilation_metrics()
-        found = [entry.recompile_reason for entry in metrics if entry.is_forward and entry.recompile_reason]
-        # "0/1: tensor 'x' size mismatch ...": which of the earlier graphs refused says nothing to a user.
+        found = [
+            entry.recompile_reason
+            for entry in metrics
+            if entry.is_forward and entry.recompile_reason
+        ]
+        # "0/1: tensor 'x' size mismatch ...": which of the earlier graphs refused says
+        # nothing to a user.
         return [reason.partition(": ")[2].strip() or reason for reason in found]
 
 
 @contextlib.contextmanager
 def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
-    """Save a memory report when the block, one attempt at the run, ends out of device memory."""
+    """Save a memory report when the block, one attempt at the run, ends out of device
+    memory.
+    """
     device = resolve_device(config.device, context.device_index)
     try:
         yield
@@ -254,11 +342,15 @@ def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
         raise
 
 
-def save_memory_report(error: BaseException, device: torch.device, storage: Storage | None, rank: int) -> None:
-    """Keep what lay in the GPU's memory when `error` ended the run: nothing for other errors and other devices.
+def save_memory_report(
+    error: BaseException, device: torch.device, storage: Storage | None, rank: int
+) -> None:
+    """Keep what lay in the GPU's memory when `error` ended the run: nothing for other
+    errors and other devices.
 
-    Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz, `memory/rank-N-snapshot.pickle`.
-    Without storage (a trial of a sweep) the summary is a debug line. Never raises: the error itself matters more.
+    Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz,
+    `memory/rank-N-snapshot.pickle`. Without storage (a trial of a sweep) the summary is
+    a debug line. Never raises: the error itself matters more.
     """
     if device.type != "cuda" or classify(error) != "out_of_memory":
         return

@@ -1,7 +1,10 @@
-"""The ranks of a run side by side: who waits, who is slow, who has nothing to do. Pure functions over plain rows.
+"""The ranks of a run side by side: who waits, who is slow, who has nothing to do.
 
-Under DDP every rank's step takes equally long, because the fast ones wait in the all-reduce. So ranks are compared by
-what each does before it waits for anybody: the time until its batches are there, and the time of its own backward pass.
+Pure functions over plain rows.
+
+Under DDP every rank's step takes equally long, because the fast ones wait in the
+all-reduce. So ranks are compared by what each does before it waits for anybody: the
+time until its batches are there, and the time of its own backward pass.
 """
 
 import statistics
@@ -36,7 +39,9 @@ class RankFigures(TypedDict):
     idle_share: float
     """Of the steps: those in which the rank had no sample."""
     backward_s: float | None
-    """Loss and backward pass of one microbatch until its last gradient, without waiting for other ranks; DDP only."""
+    """Loss and backward pass of one microbatch until its last gradient, without waiting
+    for other ranks; DDP only.
+    """
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
@@ -46,30 +51,46 @@ class RankFigures(TypedDict):
     energy_j: NotRequired[float | None]
     """Since training began, of the device (trainers/devices/energy.py)."""
     energy_of: NotRequired[str]
-    """What that is of: ranks on one GPU, or on one machine's processors, count the same."""
+    """What that is of: ranks on one GPU, or on one machine's processors, count the
+    same.
+    """
 
 
 def total_energy_j(rows: list[RankFigures]) -> float | None:
-    """Return the energy of all that the ranks run on; None where that of any is not known."""
+    """Return the energy of all that the ranks run on; None where that of any is not
+    known.
+    """
     known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
     values = [value for value in known.values() if value is not None]
     return sum(values) if values and len(values) == len(known) else None
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """What is uneven between ranks, and slowed GPUs: a key that names rank and kind, and the sentence to log."""
+    """What is uneven between ranks, and slowed GPUs: a key that names rank and kind,
+    and the sentence to log.
+    """
     found: list[tuple[str, str]] = []
     for row in rows:
         rank = row["rank"]
         others = [other for other in rows if other is not row]
         slowed = [reason for reason in _slowed_by(row) if reason in _HARMFUL]
         if slowed:
-            found.append((f"{rank} clocks", f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}"))
+            found.append(
+                (
+                    f"{rank} clocks",
+                    f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}",
+                )
+            )
         if not others:
             continue
         if row["idle_share"] > _IDLE_SHARE:
             words = f"has no sample in {row['idle_share']:.0%} of its steps"
-            found.append((f"{rank} idle", f"rank {rank} {words}: the global batch is too small for all ranks"))
+            found.append(
+                (
+                    f"{rank} idle",
+                    f"rank {rank} {words}: the global batch is too small for all ranks",
+                )
+            )
         if row["train_time_s"] < _EVIDENCE_S:
             continue
         wait = statistics.median(other["data_wait_share"] for other in others)
@@ -97,7 +118,11 @@ def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
 
 
 def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
-    return lambda row: format(value, form) if isinstance(value := (row["gpu"] or {}).get(name), (int, float)) else "-"
+    return lambda row: (
+        format(value, form)
+        if isinstance(value := (row["gpu"] or {}).get(name), (int, float))
+        else "-"
+    )
 
 
 def _slowed_by(row: RankFigures) -> list[str]:
@@ -111,7 +136,12 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
     ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
     ("step ms", lambda row: f"{row['step_time_s'] * 1e3:.2f}"),
     ("data", lambda row: f"{row['data_wait_share']:.0%}"),
-    ("backward ms", lambda row: "-" if row["backward_s"] is None else f"{row['backward_s'] * 1e3:.2f}"),
+    (
+        "backward ms",
+        lambda row: (
+            "-" if row["backward_s"] is None else f"{row['backward_s'] * 1e3:.2f}"
+        ),
+    ),
     ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
     ("GPU", _gpu("utilisation", ".0%")),
     ("W", _gpu("power_w", ".0f")),
@@ -121,8 +151,12 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
 
 
 def table(rows: list[RankFigures]) -> list[str]:
-    """The rows as lines of a table for the terminal; columns without any reading are left out."""
+    """The rows as lines of a table for the terminal; columns without any reading are
+    left out.
+    """
     columns = [[title, *map(cell, rows)] for title, cell in _COLUMNS]
     shown = [column for column in columns if set(column[1:]) != {"-"}]
     widths = [max(map(len, column)) for column in shown]
-    return ["  ".join(map(str.rjust, line, widths)) for line in zip(*shown, strict=True)]
+    return [
+        "  ".join(map(str.rjust, line, widths)) for line in zip(*shown, strict=True)
+    ]

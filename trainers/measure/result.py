@@ -19,7 +19,9 @@ class Pauses:
     evaluation_s: float = 0.0
     checkpoints: int = 0
     checkpoint_s: float = 0.0
-    """Until training could go on: with `checkpoint.async` the copy to host memory, and waiting for the one before."""
+    """Until training could go on: with `checkpoint.async` the copy to host memory, and
+    waiting for the one before.
+    """
     written_s: float = 0.0
     """Time in which checkpoints were written by a thread beside the steps."""
 
@@ -36,7 +38,9 @@ class RunResult:
     status: Status
     steps: int
     epochs: float | None
-    """Epochs done, with the part of the last one; None of a stream, whose length nobody knows."""
+    """Epochs done, with the part of the last one; None of a stream, whose length nobody
+    knows.
+    """
     world_size: int
     global_batch_size: int
     """The largest, where it changes."""
@@ -56,31 +60,45 @@ class RunResult:
     """Where the newest checkpoint is."""
     message: str = ""
     first_step_s: float | None = None
-    """Time of this launch's first step on rank 0, with the compilation of forward and backward."""
+    """Time of this launch's first step on rank 0, with the compilation of forward and
+    backward.
+    """
     compile: dict[str, int] | None = None
     """Of rank 0, with compile: graphs, graph_breaks (places), recompiles."""
     cuda_graphs: str = ""
-    """What became of capturing the steps, and what it brought; empty where it was not tried."""
+    """What became of capturing the steps, and what it brought; empty where it was not
+    tried.
+    """
 
     flops_per_sample: float | None = None
     """Of the forward and backward pass (trainers/step/flops.py)."""
     mfu: float | None = None
-    """Model FLOPs utilisation of all workers, 0 to 1; None where the device's peak is not known."""
+    """Model FLOPs utilisation of all workers, 0 to 1; None where the device's peak is
+    not known.
+    """
     ranks: list[RankFigures] = field(default_factory=list)
     """Every rank after warm-up, side by side (trainers/measure/ranks.py)."""
     samples: int | None = None
-    """Samples trained, each as often as it was; None in results of the first versions."""
+    """Samples trained, each as often as it was; None in results of the first versions.
+    """
     earlier_time_s: float = 0.0
     """Of train_time_s, the part of launches before this one."""
     energy_j: float | None = None
-    """Of this launch, from its first step to its end, evaluation included: of its GPUs, by NVML. None where
-    nothing counts it."""
+    """Of this launch, from its first step to its end, evaluation included: of its GPUs,
+    by NVML. None where nothing counts it.
+    """
     pauses: Pauses | None = None
-    """Evaluations and checkpoints of this launch; None of a version that did not count them."""
+    """Evaluations and checkpoints of this launch; None of a version that did not count
+    them.
+    """
     phases_s: dict[str, float] = field(default_factory=dict)
-    """What rank 0's process has spent in each phase, from its start to the end of the loop."""
+    """What rank 0's process has spent in each phase, from its start to the end of the
+    loop.
+    """
     warnings: list[str] = field(default_factory=list)
-    """What makes its figures doubtful: a loss that is no mean, validation samples in training."""
+    """What makes its figures doubtful: a loss that is no mean, validation samples in
+    training.
+    """
 
     def to_json(self) -> str:
         """As `result.json` has it."""
@@ -88,17 +106,23 @@ class RunResult:
 
     def __str__(self) -> str:
         """The result as the user reads it."""
-        own_s, earlier_s = self.train_time_s - self.earlier_time_s, self.earlier_time_s
+        own_s = self.train_time_s - self.earlier_time_s
+        earlier_s = self.earlier_time_s
         steps = counted(self.steps, "step")
         if self.epochs is not None:
             steps += f", {counted(self.epochs, 'epoch', '.4g')}"
         done = f"{self.status}: {steps}, {own_s:.1f} s of training"
-        before = f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
+        before = (
+            f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
+        )
         workers = counted(self.world_size, "worker")
         arithmetic = f"microbatch {self.microbatch_size} x accumulation {self.accumulation} x {workers}"
         lines = [
             f"{done} ({self.wall_time_s:.1f} s with evaluation and checkpoints{before})",
-            "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())),
+            "  "
+            + "  ".join(
+                f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())
+            ),
             f"  global batch {self.global_batch_size} = {arithmetic}",
         ]
         if (speed := self.throughput) is not None:
@@ -108,15 +132,24 @@ class RunResult:
                 f"{speed.data_wait_share:.0%} of it waiting for data"
             )
         if speed is not None and speed.disturbed_s:
-            lines.append(f"  disturbed: {speed.disturbed_s:,.1f} s in outlying steps are left out of these figures")
+            lines.append(
+                f"  disturbed: {speed.disturbed_s:,.1f} s in outlying steps are left out of these figures"
+            )
         if self.compile is not None and self.first_step_s is not None:
-            names = ((count, what.replace("_", " ")) for what, count in self.compile.items())
-            counts = ", ".join(f"{count} {name.removesuffix('s' * (count == 1))}" for count, name in names)
+            names = (
+                (count, what.replace("_", " ")) for what, count in self.compile.items()
+            )
+            counts = ", ".join(
+                f"{count} {name.removesuffix('s' * (count == 1))}"
+                for count, name in names
+            )
             lines.append(f"  first step {self.first_step_s:.1f} s (compile), {counts}")
         if self.cuda_graphs:
             lines.append(f"  CUDA graphs: {self.cuda_graphs}")
         if self.mfu is not None and self.flops_per_sample is not None:
-            lines.append(f"  MFU {self.mfu:.1%} ({self.flops_per_sample / 1e9:.4g} GFLOP a sample)")
+            lines.append(
+                f"  MFU {self.mfu:.1%} ({self.flops_per_sample / 1e9:.4g} GFLOP a sample)"
+            )
         lines.append(f"  peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")
         if self.energy_j is not None:
             lines.append(f"  energy {self.energy_j:,.4g} J")

@@ -1,4 +1,6 @@
-"""The log that is kept with a run: JSON lines, and TensorBoard events where they are asked for."""
+"""The log that is kept with a run: JSON lines, and TensorBoard events where they are
+asked for.
+"""
 
 import contextlib
 import json
@@ -18,18 +20,24 @@ SHOW_EVERY_S = 10.0
 
 
 class RunLog:
-    """The run's records: parts `log/<step>.jsonl` that each end at a flush, so object stores need no append.
+    """The run's records: parts `log/<step>.jsonl` that each end at a flush, so object
+    stores need no append.
 
-    With `tensorboard` the same parts go to `tensorboard/` as events. Flushes are those of checkpoints, which may be
-    hours apart: a run that is `followed` also leaves copies in `live/` of what no part has yet.
+    With `tensorboard` the same parts go to `tensorboard/` as events. Flushes are those
+    of checkpoints, which may be hours apart: a run that is `followed` also leaves
+    copies in `live/` of what no part has yet.
     """
 
-    def __init__(self, run: Storage, tensorboard: bool = False, followed: bool = False) -> None:
-        self._storage, self._live = run.child("log"), run.child("live")
+    def __init__(
+        self, run: Storage, tensorboard: bool = False, followed: bool = False
+    ) -> None:
+        self._storage = run.child("log")
+        self._live = run.child("live")
         self._events = run.child("tensorboard") if tensorboard else None
         self._open: list[tuple[float, dict[str, Any]]] = []
         self._is_followed = followed
-        self._num_shown, self._shown_at = 0, 0.0
+        self._num_shown = 0
+        self._shown_at = 0.0
         self._showing: threading.Thread | None = None
 
     def add(self, record: dict[str, Any]) -> None:
@@ -37,13 +45,17 @@ class RunLog:
         self._open.append((time.time(), record))
 
     def show(self, step: int) -> None:
-        """Copy what is new to `live/<step>.jsonl`, now and then, in a thread: training does not wait for it."""
+        """Copy what is new to `live/<step>.jsonl`, now and then, in a thread: training
+        does not wait for it.
+        """
         now = time.monotonic()
         if not self._is_followed or now - self._shown_at < SHOW_EVERY_S:
             return
         if self._showing is not None and self._showing.is_alive():
             return  # storage is slow
-        records, self._num_shown, self._shown_at = self._open[self._num_shown :], len(self._open), now
+        records = self._open[self._num_shown :]
+        self._num_shown = len(self._open)
+        self._shown_at = now
 
         def copy() -> None:
             with contextlib.suppress(PacelineError):  # the next part has them all
@@ -59,8 +71,11 @@ class RunLog:
         self.part(step)()
 
     def part(self, step: int) -> Callable[[], None]:
-        """Take what was remembered; the returned function, for any thread, writes it as the part until `step`."""
-        taken, self._open = self._open, []
+        """Take what was remembered; the returned function, for any thread, writes it as
+        the part until `step`.
+        """
+        taken = self._open
+        self._open = []
         self._num_shown = 0
 
         def write() -> None:
@@ -69,17 +84,27 @@ class RunLog:
                 if self._events is not None:
                     _extend(self._events, events_name(step), encode_events(taken))
             if self._is_followed:
-                names, last = self._live.names(), f"{step:012d}.jsonl"
+                names = self._live.names()
+                last = f"{step:012d}.jsonl"
                 # Training may be ahead of a part that is written in the background.
-                for old in [""] if names and names[-1] <= last else [name for name in names if name <= last]:
+                for old in (
+                    [""]
+                    if names and names[-1] <= last
+                    else [name for name in names if name <= last]
+                ):
                     self._live.delete(old)
 
         return write
 
     def cut(self, step: int) -> None:
-        """Drop the parts that end after `step`: the run resumes there and will write them again."""
+        """Drop the parts that end after `step`: the run resumes there and will write
+        them again.
+        """
         self._live.delete("")
-        for storage, last in ((self._storage, f"{step:012d}.jsonl"), (self._events, events_name(step))):
+        for storage, last in (
+            (self._storage, f"{step:012d}.jsonl"),
+            (self._events, events_name(step)),
+        ):
             if storage is not None:
                 storage.clear_aside()  # this rank alone writes there
                 for name in storage.names():
@@ -99,7 +124,12 @@ def _extend(storage: Storage, name: str, data: bytes) -> None:
 def read_log(run: Storage) -> list[dict[str, Any]]:
     """All records of a run, in order; CheckpointError names a line that is none."""
     storage = run.child("log")
-    return [record for name in storage.names() if name.endswith(".jsonl") for record in read_part(storage, name)]
+    return [
+        record
+        for name in storage.names()
+        if name.endswith(".jsonl")
+        for record in read_part(storage, name)
+    ]
 
 
 def read_part(storage: Storage, name: str) -> list[dict[str, Any]]:
@@ -109,7 +139,9 @@ def read_part(storage: Storage, name: str) -> list[dict[str, Any]]:
         try:
             records.append(parse_json(line, dict[str, Any], finite=False))
         except CheckpointError as error:
-            raise CheckpointError(f"{storage.locate(name)}, line {number}: {error}") from None
+            raise CheckpointError(
+                f"{storage.locate(name)}, line {number}: {error}"
+            ) from None
     return records
 
 
@@ -118,20 +150,25 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in record.items()
-        if name not in _POSITION and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in _POSITION
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
     }
 
 
 def events_name(step: int) -> str:
-    """The file of the part that ends at `step`; TensorBoard knows an event file by `tfevents`."""
+    """The file of the part that ends at `step`; TensorBoard knows an event file by
+    `tfevents`.
+    """
     return f"events.out.tfevents.{step:012d}"
 
 
 def encode_events(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
-    """Records with their time (Unix, seconds) as events: every number but the position is a scalar at `step`.
+    """Records with their time (Unix, seconds) as events: every number but the position
+    is a scalar at `step`.
 
-    tensorboardX gives the message types and the checksum; its own writer has a thread and a queue that `flush` does
-    not wait for.
+    tensorboardX gives the message types and the checksum; its own writer has a thread
+    and a queue that `flush` does not wait for.
     """
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
@@ -139,9 +176,18 @@ def encode_events(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
     written = b""
     for wall_time, record in records:
         if not written:
-            written = _framed(Event(wall_time=wall_time, file_version="brain.Event:2").SerializeToString())
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
-        event = Event(wall_time=wall_time, step=record["step"], summary=Summary(value=values))
+            written = _framed(
+                Event(
+                    wall_time=wall_time, file_version="brain.Event:2"
+                ).SerializeToString()
+            )
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in scalars(record).items()
+        ]
+        event = Event(
+            wall_time=wall_time, step=record["step"], summary=Summary(value=values)
+        )
         written += _framed(event.SerializeToString())
     return written
 
@@ -151,4 +197,9 @@ def _framed(data: bytes) -> bytes:
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+    return (
+        length
+        + struct.pack("<I", masked_crc32c(length))
+        + data
+        + struct.pack("<I", masked_crc32c(data))
+    )

@@ -1,4 +1,6 @@
-"""Step times as running sums: the mean and its confidence interval, at the same cost after any step."""
+"""Step times as running sums: the mean and its confidence interval, at the same cost
+after any step.
+"""
 
 import itertools
 import math
@@ -8,12 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 STRETCHES = 30
-"""Most stretches of steps that an interval is made from, and the fewest steps that say how long a step takes."""
+"""Most stretches of steps that an interval is made from, and the fewest steps that say
+how long a step takes.
+"""
 _FEWEST = 5  # stretches of which one can be said to be unlike the others
 _OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
-_DISTURBED, _LEAST_S = 0.1, 0.5
-"""The share of the time, and the time, that outlying stretches have lost from which on they say nothing of the training
-itself: a few milliseconds are any short trial's."""
+_DISTURBED = 0.1
+_LEAST_S = 0.5
+"""The share of the time, and the time, that outlying stretches have lost from which on
+they say nothing of the training itself: a few milliseconds are any short trial's.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,20 @@ class StepTimes:
     """The time and the samples of each step, in order."""
 
     def __init__(self) -> None:
-        self._time_s, self._own_s = array("d", [0.0]), array("d", [0.0])
-        self._samples, self._spans = array("q", [0]), array("q", [0])
+        self._time_s = array("d", [0.0])
+        self._own_s = array("d", [0.0])
+        self._samples = array("q", [0])
+        self._spans = array("q", [0])
 
     def __len__(self) -> int:
         return len(self._time_s) - 1
 
-    def add(self, elapsed_s: float, samples: Sequence[int], wait_s: float = 0.0) -> None:
-        """Add a step for each of `samples`; they shared `elapsed_s` evenly, in which they waited `wait_s` for data."""
+    def add(
+        self, elapsed_s: float, samples: Sequence[int], wait_s: float = 0.0
+    ) -> None:
+        """Add a step for each of `samples`; they shared `elapsed_s` evenly, in which
+        they waited `wait_s` for data.
+        """
         each = elapsed_s / len(samples)
         own = max(0.0, elapsed_s - wait_s) / len(samples)
         for index, count in enumerate(samples):
@@ -69,11 +81,12 @@ class StepTimes:
         return self._samples[-1] - self._samples[skip]
 
     def half_width_s(self, skip: int) -> float:
-        """Half width of the 95 % confidence interval of the mean time of the steps after the first `skip`.
+        """Half width of the 95 % confidence interval of the mean time of the steps
+        after the first `skip`.
 
-        From the means of up to 30 consecutive stretches: neighbouring steps are slow or fast together, and single
-        ones would promise too much. Steps that shared a time are no more than one. What `disturbed_s` leaves out says
-        nothing here.
+        From the means of up to 30 consecutive stretches: neighbouring steps are slow or
+        fast together, and single ones would promise too much. Steps that shared a time
+        are no more than one. What `disturbed_s` leaves out says nothing here.
         """
         stretches = self._stretches(skip)
         if self.disturbed_s(skip):
@@ -86,15 +99,18 @@ class StepTimes:
         return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
 
     def disturbed_s(self, skip: int) -> float:
-        """Time that the process stood still, or had no processor, in the steps after the first `skip`: what outlying
-        stretches took beyond the median one, without waiting for data; 0 where that is no large share of all.
+        """Time that the process stood still, or had no processor, in the steps after
+        the first `skip`: what outlying stretches took beyond the median one, without
+        waiting for data; 0 where that is no large share of all.
         """
         stretches = self._stretches(skip)
         if len(stretches) < _FEWEST:
             return 0.0
         usual_s = statistics.median(one.step_s for one in stretches)
         lost_s = sum(one.own_s - usual_s * one.steps for one in _outlying(stretches))
-        return lost_s if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)) else 0.0
+        return (
+            lost_s if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)) else 0.0
+        )
 
     def _stretches(self, skip: int) -> list[_Stretch]:
         """Up to 30 of the steps after the first `skip`, about equally long."""
@@ -113,10 +129,16 @@ class StepTimes:
 
 
 def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
-    """Those that took far longer than the median one, a step and a sample: larger batches are no disturbance."""
+    """Those that took far longer than the median one, a step and a sample: larger
+    batches are no disturbance.
+    """
     step_s = statistics.median(one.step_s for one in stretches)
     sample_s = statistics.median(one.sample_s for one in stretches)
-    return [one for one in stretches if one.step_s > _OUTLYING * step_s and one.sample_s > _OUTLYING * sample_s]
+    return [
+        one
+        for one in stretches
+        if one.step_s > _OUTLYING * step_s and one.sample_s > _OUTLYING * sample_s
+    ]
 
 
 def student_t95(freedom: float) -> float:
@@ -125,8 +147,8 @@ def student_t95(freedom: float) -> float:
 
 
 def student_t(freedom: float, level: float) -> float:
-    """A quantile of Student's t (Abramowitz and Stegun 26.7.5); the 97.5 % one is within 1 % from 2 degrees of freedom
-    on, the 99.9 % one from 4 on.
+    """A quantile of Student's t (Abramowitz and Stegun 26.7.5); the 97.5 % one is
+    within 1 % from 2 degrees of freedom on, the 99.9 % one from 4 on.
     """
     z = statistics.NormalDist().inv_cdf(level)
     terms = (

@@ -1,6 +1,8 @@
-"""What of a model may change while it trains beside values: frozen parameters, modes of modules, which buffers it has.
+"""What of a model may change while it trains beside values: frozen parameters, modes of
+modules, which buffers it has.
 
-A checkpoint keeps what has changed since the task's model() made it: a resumed run makes the model anew.
+A checkpoint keeps what has changed since the task's model() made it: a resumed run
+makes the model anew.
 """
 
 from collections.abc import Mapping
@@ -23,8 +25,16 @@ class AsMade:
         required, training = _switches(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         found = {
-            "requires_grad": {name: on for name, on in required.items() if on != self._required.get(name, on)},
-            "training": {name: on for name, on in training.items() if on != self._training.get(name, on)},
+            "requires_grad": {
+                name: on
+                for name, on in required.items()
+                if on != self._required.get(name, on)
+            },
+            "training": {
+                name: on
+                for name, on in training.items()
+                if on != self._training.get(name, on)
+            },
             "buffers": [
                 name
                 for name, shape in _shapes(model).items()
@@ -34,13 +44,23 @@ class AsMade:
         return {name: changed for name, changed in found.items() if changed}
 
     def late_parameters(self, model: nn.Module) -> list[str]:
-        """Return the names of parameters that the model was made without, or that have been put in another's place."""
+        """Return the names of parameters that the model was made without, or that have
+        been put in another's place.
+        """
         made = {id(one) for one in self._parameters}
-        return [name for name, one in model.named_parameters() if id(one) not in made and one.requires_grad]
+        return [
+            name
+            for name, one in model.named_parameters()
+            if id(one) not in made and one.requires_grad
+        ]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: value.shape
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _switches(model: nn.Module) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -57,9 +77,13 @@ def apply_changes(model: nn.Module, changes: Mapping[str, Any]) -> None:
         model.get_submodule(name).training = bool(training)
 
 
-def add_buffers(model: nn.Module, changes: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def add_buffers(
+    model: nn.Module, changes: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
     """Register the buffers that forward passes had made, or given another shape."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    device = next(
+        (tensor.device for tensor in (*model.parameters(), *model.buffers())), None
+    )
     for name in changes.get("buffers", []):
         owner, _, inner = name.rpartition(".")
         value = saved[name]
@@ -70,11 +94,17 @@ def add_buffers(model: nn.Module, changes: Mapping[str, Any], saved: Mapping[str
 
 
 def train_as_made(model: nn.Module) -> list[str]:
-    """Put a model into training mode but for what its maker has put into evaluation mode; return the names of those
-    modules, without what is in them. A model that is in evaluation mode as a whole (as `from_pretrained` gives one) is
+    """Put a model into training mode but for what its maker has put into evaluation
+    mode; return the names of those modules, without what is in them.
+
+    A model that is in evaluation mode as a whole (as `from_pretrained` gives one) is
     trained as a whole.
     """
-    kept = [(name, module) for name, module in model.named_modules() if model.training and not module.training]
+    kept = [
+        (name, module)
+        for name, module in model.named_modules()
+        if model.training and not module.training
+    ]
     model.train()
     for _, module in kept:
         module.training = False

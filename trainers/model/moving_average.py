@@ -1,4 +1,6 @@
-"""An exponential moving average of what a model learns, kept beside it: evaluated, kept and exported in its place."""
+"""An exponential moving average of what a model learns, kept beside it: evaluated, kept
+and exported in its place.
+"""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,29 +17,52 @@ from trainers.model.sharding import local, shard_like
 
 
 class MovingAverage:
-    """Averages of the optimizer's parameters and, as torchvision's reference has it, of the model's floating buffers
-    that a state_dict holds; whole numbers (BatchNorm's count) stay the model's own.
+    """Averages of the optimizer's parameters and, as torchvision's reference has it, of
+    the model's floating buffers that a state_dict holds; whole numbers (BatchNorm's
+    count) stay the model's own.
 
-    They begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 - decay) W_t after the optimizer's
-    step t. A step that the loss scaler skips does not count. Averages are float32 or wider, since small steps vanish in
-    narrower formats. Of a sharded model each rank averages its own part.
+    They begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
+    decay) W_t after the optimizer's step t. A step that the loss scaler skips does not
+    count. Averages are float32 or wider, since small steps vanish in narrower formats.
+    Of a sharded model each rank averages its own part.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float, without: Collection[str] = ()) -> None:
-        """`decay`: share of the average that an update keeps. `without`: parameters by name that checkpoints leave out,
-        for they do not move.
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        decay: float,
+        without: Collection[str] = (),
+    ) -> None:
+        """`decay`: share of the average that an update keeps.
+
+        `without`: parameters by name that checkpoints leave out, for they do not move.
         """
         self.set_decay(decay)
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         kept = model.state_dict().keys()
-        named = [(name, one) for name, one in model.named_parameters() if name not in without]
+        named = [
+            (name, one) for name, one in model.named_parameters() if name not in without
+        ]
         learned = {name: one for name, one in named if id(one) in trained}
         parameters = {name: one for name, one in learned.items() if one.requires_grad}
-        self._frozen = {name: one for name, one in learned.items() if not one.requires_grad}
-        buffers = {name: one for name, one in model.named_buffers() if name in kept and one.is_floating_point()}
+        self._frozen = {
+            name: one for name, one in learned.items() if not one.requires_grad
+        }
+        buffers = {
+            name: one
+            for name, one in model.named_buffers()
+            if name in kept and one.is_floating_point()
+        }
         self._values: dict[str, Tensor] = {**parameters, **buffers}
         self._averages = {name: _widened(value) for name, value in self._values.items()}
-        self._own: dict[str, Tensor] = {}  # the model's values, while it has the averages
+        self._own: dict[
+            str, Tensor
+        ] = {}  # the model's values, while it has the averages
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         self._scaler: GradScaler | None = None
         self._scale: Tensor | None = None
@@ -53,12 +78,17 @@ class MovingAverage:
         self._average = get_ema_multi_avg_fn(decay)
 
     def follow(self, scaler: GradScaler) -> None:
-        """Tell by this loss scaler, which lowers its scale then, that a step has changed nothing."""
+        """Tell by this loss scaler, which lowers its scale then, that a step has
+        changed nothing.
+        """
         if scaler.is_enabled():
-            self._scaler, self._scale = scaler, torch.tensor(scaler.get_scale())
+            self._scaler = scaler
+            self._scale = torch.tensor(scaler.get_scale())
 
     def take_unfrozen(self) -> None:
-        """Take in what is trained from the next step on: its average so far is what it is."""
+        """Take in what is trained from the next step on: its average so far is what it
+        is.
+        """
         self._add([name for name, one in self._frozen.items() if one.requires_grad])
 
     def _add(self, names: Iterable[str]) -> None:
@@ -69,7 +99,10 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the values after a step of the optimizer. Does not wait for the device."""
+        """Take in the values after a step of the optimizer.
+
+        Does not wait for the device.
+        """
         moved = self._moved()
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
@@ -81,7 +114,9 @@ class MovingAverage:
                     average.lerp_(value, weight)
 
     def _moved(self) -> Tensor | None:
-        """Whether the last step has changed the parameters; None where no scaler may have skipped it."""
+        """Whether the last step has changed the parameters; None where no scaler may
+        have skipped it.
+        """
         if self._scaler is None or self._scale is None:
             return None
         now = self._scaler._get_scale_async()
@@ -92,11 +127,15 @@ class MovingAverage:
         return moved
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Averages and values by format and device, as torch's function takes them; this rank's parts."""
+        """Averages and values by format and device, as torch's function takes them;
+        this rank's parts.
+        """
         if not self._groups:
             by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
             for name, value in self._values.items():
-                averages, values = by_kind.setdefault((value.dtype, value.device), ([], []))
+                averages, values = by_kind.setdefault(
+                    (value.dtype, value.device), ([], [])
+                )
                 averages.append(local(self._averages[name]))
                 values.append(local(value))
             self._groups = list(by_kind.values())
@@ -105,7 +144,9 @@ class MovingAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the model have the averages inside; its own values come back to the bit."""
-        self._own = {name: value.detach().clone() for name, value in self._values.items()}
+        self._own = {
+            name: value.detach().clone() for name, value in self._values.items()
+        }
         self._copy(self._averages)
         try:
             yield
@@ -119,32 +160,46 @@ class MovingAverage:
             local(value).copy_(local(source[name]))
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return, inside `in_place`, what the model's state_dict does not hold then: its own values, and averages that
-        are wider than they are.
+        """Return, inside `in_place`, what the model's state_dict does not hold then:
+        its own values, and averages that are wider than they are.
         """
         assert self._own
         return {"own": self._own, "averages": self._wider()}
 
     def _wider(self) -> dict[str, Tensor]:
-        return {name: one for name, one in self._averages.items() if one.dtype != self._values[name].dtype}
+        return {
+            name: one
+            for name, one in self._averages.items()
+            if one.dtype != self._values[name].dtype
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is one of this model's `state_dict`; with it come those that were
-        unfrozen before it.
+        """Raise CheckpointError unless `state` is one of this model's `state_dict`;
+        with it come those that were unfrozen before it.
         """
         own = state.get("own")
-        self._add([name for name in self._frozen if isinstance(own, dict) and name in own])
+        self._add(
+            [name for name in self._frozen if isinstance(own, dict) and name in own]
+        )
         for part, ours in (("own", self._values), ("averages", self._wider())):
             theirs = state.get(part)
             shapes = (
-                {name: getattr(one, "shape", None) for name, one in theirs.items()} if isinstance(theirs, dict) else {}
+                {name: getattr(one, "shape", None) for name, one in theirs.items()}
+                if isinstance(theirs, dict)
+                else {}
             )
             if shapes != {name: one.shape for name, one in ours.items()}:
-                raise CheckpointError("it does not fit this model: its moving average is one of other tensors")
+                raise CheckpointError(
+                    "it does not fit this model: its moving average is one of other tensors"
+                )
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, dict[str, Tensor]], scaler: GradScaler) -> None:
-        """Take back what `state_dict` gave, whole, once the model has its own part of it and `scaler` its state."""
+    def load_state_dict(
+        self, state: dict[str, dict[str, Tensor]], scaler: GradScaler
+    ) -> None:
+        """Take back what `state_dict` gave, whole, once the model has its own part of
+        it and `scaler` its state.
+        """
         averages = {**self._values, **shard_like(state["averages"], self._wider())}
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))

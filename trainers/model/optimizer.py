@@ -24,7 +24,11 @@ from trainers.model.torchao import NARROW, narrow_adamw
 
 logger = logging.getLogger(__name__)
 
-_CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_CLASSES: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 """What torch and torchao give Adam where nothing is said."""
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
@@ -33,19 +37,24 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps")
 def lr_scale(config: TrainConfig, size: int) -> float:
     """Return by what `lr_scaling` multiplies the learning rate at a global batch size.
 
-    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde: sqrt(k) (Malladi et al. 2022,
-    arXiv 2205.10287), with k = global batch size / base batch size.
+    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde: sqrt(k)
+    (Malladi et al. 2022, arXiv 2205.10287), with k = global batch size / base batch
+    size.
     """
     ratio = config.lr_scaling.ratio(size)
     return ratio if config.lr_scaling.rule == "linear" else math.sqrt(ratio)
 
 
-def scaled_options(config: TrainConfig, size: int, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of an optimizer's options, learning rate aside, that rule sde changes at a global batch size.
+def scaled_options(
+    config: TrainConfig, size: int, base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return those of an optimizer's options, learning rate aside, that rule sde
+    changes at a global batch size.
 
-    Gradients of k times the samples have noise of 1 / sqrt(k), which is what eps stands beside: eps / sqrt(k). Betas
-    forget as much a sample: beta^k, which is Malladi's 1 - k (1 - beta) to the first order, and never below 0.
-    Decoupled weight decay takes as much off a sample (lr * weight_decay / size stays): weight_decay * sqrt(k). L2 is a
+    Gradients of k times the samples have noise of 1 / sqrt(k), which is what eps stands
+    beside: eps / sqrt(k). Betas forget as much a sample: beta^k, which is Malladi's 1 -
+    k (1 - beta) to the first order, and never below 0. Decoupled weight decay takes as
+    much off a sample (lr * weight_decay / size stays): weight_decay * sqrt(k). L2 is a
     part of the loss, and stays.
     """
     if config.lr_scaling.rule != "sde":
@@ -56,43 +65,66 @@ def scaled_options(config: TrainConfig, size: int, base: Mapping[str, Any]) -> d
         scaled["betas"] = tuple(beta**ratio for beta in base["betas"])
     if "eps" in base:
         scaled["eps"] = base["eps"] / math.sqrt(ratio)
-    if "weight_decay" in base and base.get("decoupled_weight_decay", config.optimizer.name != "adam"):
+    if "weight_decay" in base and base.get(
+        "decoupled_weight_decay", config.optimizer.name != "adam"
+    ):
         scaled["weight_decay"] = base["weight_decay"] * math.sqrt(ratio)
     return scaled
 
 
 def scaled_decay(config: TrainConfig, size: int) -> float | None:
-    """Return the decay of the weights' moving average at a global batch size: with rule sde an average of as many
-    samples (Busbridge et al. 2023, arXiv 2307.13813); None without an average.
+    """Return the decay of the weights' moving average at a global batch size: with rule
+    sde an average of as many samples (Busbridge et al. 2023, arXiv 2307.13813); None
+    without an average.
     """
     decay = config.ema.decay
-    return decay ** config.lr_scaling.ratio(size) if decay is not None and config.lr_scaling.rule == "sde" else decay
+    return (
+        decay ** config.lr_scaling.ratio(size)
+        if decay is not None and config.lr_scaling.rule == "sde"
+        else decay
+    )
 
 
 def built_lr(config: TrainConfig) -> float:
-    """Return the learning rate that an optimizer is built with: that of the batch size, or of the base batch size where
-    there is a schedule, whose steps multiply it.
+    """Return the learning rate that an optimizer is built with: that of the batch size,
+    or of the base batch size where there is a schedule, whose steps multiply it.
     """
-    return config.optimizer.lr * (1.0 if config.batch_schedule is not None else lr_scale(config, config.batch_size))
+    return config.optimizer.lr * (
+        1.0
+        if config.batch_schedule is not None
+        else lr_scale(config, config.batch_size)
+    )
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Build the configured optimizer over all parameters, fused where the device has it. A frozen one has no gradient,
-    and no step moves it; it may be unfrozen later.
+    """Build the configured optimizer over all parameters, fused where the device has
+    it.
 
-    Fused steps read `found_inf` on the device, so a bad step is skipped without a host synchronisation.
+    A frozen one has no gradient, and no step moves it; it may be unfrozen later.
+
+    Fused steps read `found_inf` on the device, so a bad step is skipped without a host
+    synchronisation.
     """
     chosen = config.optimizer
-    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
-    options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {"lr": built_lr(config)}
+    parameters = [
+        p for p in model.parameters() if p.is_floating_point() or p.is_complex()
+    ]
+    options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {
+        "lr": built_lr(config)
+    }
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     if config.batch_schedule is None:
         options |= scaled_options(config, config.batch_size, _ADAM | options)
-    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    fused = all(
+        p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters
+    )
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False  # torch 2.15 has no sharded form of it
-    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules()):
+    if any(
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        for module in model.modules()
+    ):
         fused = False  # torch has no fused step of it
         if chosen.name != "sgd":
             rule = "takes no sparse gradients, such as an embedding of this model has"
@@ -104,9 +136,10 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
-    """Raise ConfigError for an optimizer that a step cannot use: one with a torch LR scheduler attached, since the run
-    sets the learning rate in every step, one that asks for the loss again (LBFGS), and one without what the `rule` of
-    `lr_scaling` scales.
+    """Raise ConfigError for an optimizer that a step cannot use: one with a torch LR
+    scheduler attached, since the run sets the learning rate in every step, one that
+    asks for the loss again (LBFGS), and one without what the `rule` of `lr_scaling`
+    scales.
     """
     if rule == "sde" and any("betas" not in group for group in optimizer.param_groups):
         what = f"scales the betas of Adam, which the optimizer of {task}.optimizer() does not have"
@@ -118,22 +151,35 @@ def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
             fix = "choose one whose step() needs no closure"
             raise ConfigError(f"{task}.optimizer()", type(each).__name__, rule, fix)
     marked = any("initial_lr" in group for group in optimizer.param_groups)
-    if marked or any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers_of(optimizer)):
-        raise _overruled(f"{task}.optimizer()", "comes with a torch LR scheduler, which `lr_schedule` overrules")
+    if marked or any(
+        hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers_of(optimizer)
+    ):
+        raise _overruled(
+            f"{task}.optimizer()",
+            "comes with a torch LR scheduler, which `lr_schedule` overrules",
+        )
 
 
 def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
-    """Warn of parameters of the model and of the task's attributes that require a gradient and are in no optimizer."""
+    """Warn of parameters of the model and of the task's attributes that require a
+    gradient and are in no optimizer.
+    """
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
     named = {**dict(model.named_parameters()), **left_beside(task, model, ())}
-    names = [name for name, one in named.items() if one.requires_grad and one.is_leaf and id(one) not in held]
+    names = [
+        name
+        for name, one in named.items()
+        if one.requires_grad and one.is_leaf and id(one) not in held
+    ]
     if names:
         words = "no optimizer has %s: they stay as they are (where that is meant, %s says so)"
         logger.warning(words, shorten(names), "`requires_grad_(False)`")
 
 
 def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
-    """Raise ConfigError where the optimizer has another number of groups than it was made with."""
+    """Raise ConfigError where the optimizer has another number of groups than it was
+    made with.
+    """
     if len(optimizer.param_groups) != count:
         rule = "has been given a group while the model is trained, which a run that goes on would not have"
         fix = "give it all parameters from the start: no step moves a frozen one"
@@ -141,7 +187,9 @@ def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
 
 
 def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
-    """Raise ConfigError where a group has another learning rate than the one that it was given for this step."""
+    """Raise ConfigError where a group has another learning rate than the one that it
+    was given for this step.
+    """
     check_groups(optimizer, task, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
@@ -155,18 +203,25 @@ def _overruled(field: str, rule: str) -> ConfigError:
 
 
 def set_training(optimizer: Any, training: bool) -> None:
-    """Tell a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682) which of its weights the model is to have:
-    those that it trains, or their average, which is what is evaluated and kept. Others have no such modes.
+    """Tell a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682) which of
+    its weights the model is to have: those that it trains, or their average, which is
+    what is evaluated and kept.
+
+    Others have no such modes.
     """
     one: Any
     for one in optimizers_of(optimizer):
-        if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)):
+        if callable(getattr(one, "train", None)) and callable(
+            getattr(one, "eval", None)
+        ):
             (one.train if training else one.eval)()
 
 
 @contextlib.contextmanager
 def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
-    """Let the model have the weights inside that are evaluated and kept: the optimizer's own average, or `ema`'s."""
+    """Let the model have the weights inside that are evaluated and kept: the
+    optimizer's own average, or `ema`'s.
+    """
     set_training(optimizer, False)
     try:
         with ema.in_place() if ema is not None else contextlib.nullcontext():
@@ -175,8 +230,12 @@ def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
         set_training(optimizer, True)
 
 
-def warmup_steps(schedule: ScheduleConfig, total_steps: int, batches: BatchSchedule | None = None) -> int:
-    """Return how many steps of `total_steps` are the warm-up; with `batches` a share is one of samples."""
+def warmup_steps(
+    schedule: ScheduleConfig, total_steps: int, batches: BatchSchedule | None = None
+) -> int:
+    """Return how many steps of `total_steps` are the warm-up; with `batches` a share is
+    one of samples.
+    """
     warmup = schedule.warmup
     if not isinstance(warmup, float):
         return warmup
@@ -185,11 +244,17 @@ def warmup_steps(schedule: ScheduleConfig, total_steps: int, batches: BatchSched
     return math.ceil(warmup * total_steps)
 
 
-def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, batches: BatchSchedule | None = None) -> float:
+def lr_factor(
+    schedule: ScheduleConfig,
+    step: int,
+    total_steps: int,
+    batches: BatchSchedule | None = None,
+) -> float:
     """Return the factor of the learning rate in `step` (from 0) of `total_steps`.
 
-    Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or half a cosine to 0 after the
-    last step. That course counts steps, or, with `batches`, the samples before them.
+    Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or
+    half a cosine to 0 after the last step. That course counts steps, or, with
+    `batches`, the samples before them.
     """
     steps = warmup_steps(schedule, total_steps, batches)
     if step < steps:
@@ -197,6 +262,12 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, batches: Ba
     if schedule.name == "constant":
         return 1.0
     if batches is not None:
-        step, steps, total_steps = (batches.samples(at) for at in (step, steps, total_steps))
+        step, steps, total_steps = (
+            batches.samples(at) for at in (step, steps, total_steps)
+        )
     progress = (step - steps) / max(1, total_steps - steps)
-    return 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return (
+        1.0 - progress
+        if schedule.name == "linear"
+        else 0.5 * (1.0 + math.cos(math.pi * progress))
+    )

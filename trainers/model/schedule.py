@@ -1,8 +1,10 @@
-"""Schedulers of torch's: made by the task, stepped by the loop, and kept in checkpoints.
+"""Schedulers of torch's: made by the task, stepped by the loop, and kept in
+checkpoints.
 
-A scheduler never sees the run's optimizer but a stand-in with the same groups and options, whose learning rates (and
-momenta, where it cycles them) are handed on before every step. So nothing is hooked into the step, which may be
-captured, compiled or skipped, and the rates stay exact numbers of the host.
+A scheduler never sees the run's optimizer but a stand-in with the same groups and
+options, whose learning rates (and momenta, where it cycles them) are handed on before
+every step. So nothing is hooked into the step, which may be captured, compiled or
+skipped, and the rates stay exact numbers of the host.
 """
 
 import copy
@@ -26,35 +28,45 @@ _TRIED = 10_000
 
 
 class StandIn(Optimizer):
-    """The groups and options of an optimizer, with its parameters, which no step of this one changes."""
+    """The groups and options of an optimizer, with its parameters, which no step of
+    this one changes.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        groups = [{**group, "lr": float(group["lr"])} for group in optimizer.param_groups]
+        groups = [
+            {**group, "lr": float(group["lr"])} for group in optimizer.param_groups
+        ]
         super().__init__(groups, dict(optimizer.defaults))
         self._given = [group.keys() for group in optimizer.param_groups]
 
     def written(self) -> list[dict[str, Any]]:
-        """Return, of each group, the options that a scheduler writes: the learning rate and its own; momenta only
-        where it cycles them.
+        """Return, of each group, the options that a scheduler writes: the learning rate
+        and its own; momenta only where it cycles them.
         """
         return [
             {
                 name: value
                 for name, value in group.items()
-                if name == "lr" or name not in given or (name in _CYCLED and "max_momentum" in group)
+                if name == "lr"
+                or name not in given
+                or (name in _CYCLED and "max_momentum" in group)
             }
             for group, given in zip(self.param_groups, self._given, strict=True)
         ]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Count as a step for the scheduler, which warns where there was none before its own."""
+        """Count as a step for the scheduler, which warns where there was none before
+        its own.
+        """
 
 
 class Schedule:
-    """A scheduler at its stand-in: when it is stepped, and what comes of it for the run's optimizer.
+    """A scheduler at its stand-in: when it is stepped, and what comes of it for the
+    run's optimizer.
 
-    After a linear warm-up (`lr_schedule.warmup`) it is stepped after every step or epoch, or, where it reduces on a
-    plateau, after every evaluation. Ranks do the same, so nothing has to be agreed.
+    After a linear warm-up (`lr_schedule.warmup`) it is stepped after every step or
+    epoch, or, where it reduces on a plateau, after every evaluation. Ranks do the same,
+    so nothing has to be agreed.
     """
 
     def __init__(
@@ -65,7 +77,10 @@ class Schedule:
         total_steps: int,
         batches: BatchSchedule | None = None,
     ) -> None:
-        """`given` is what the task's schedule() has returned. With `batches` a share of warm-up is one of samples."""
+        """`given` is what the task's schedule() has returned.
+
+        With `batches` a share of warm-up is one of samples.
+        """
         self.scheduler, by = given if isinstance(given, tuple) else (given, "step")
         self.every: str = by
         self.figure = "val_loss"
@@ -76,26 +91,40 @@ class Schedule:
         if self.by_figure and by not in get_args(Every):
             self.figure = by
         elif by not in get_args(Every):
-            raise ConfigError("schedule()", by, "must be step or epoch", 'return (scheduler, "epoch")')
+            raise ConfigError(
+                "schedule()", by, "must be step or epoch", 'return (scheduler, "epoch")'
+            )
         if self.scheduler.optimizer is not stand_in:
             name = type(self.scheduler).__name__
-            rule = "gives a scheduler of another optimizer than the one that it was given"
-            raise ConfigError("schedule()", name, rule, "make it with `optimizer`, its first argument")
+            rule = (
+                "gives a scheduler of another optimizer than the one that it was given"
+            )
+            raise ConfigError(
+                "schedule()", name, rule, "make it with `optimizer`, its first argument"
+            )
         if isinstance(self.scheduler, ReduceLROnPlateau):
             _check_mode(self.scheduler, self.figure)
 
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
-        """Raise ConfigError for a scheduler that ends before the run; it is tried, and put back.
+        """Raise ConfigError for a scheduler that ends before the run; it is tried, and
+        put back.
 
         `epochs`: the steps at which each of them has ended.
         """
         if self.by_figure:
             return
-        count = total_steps - self._warmup if self.every == "step" else sum(step > self._warmup for step in epochs)
+        count = (
+            total_steps - self._warmup
+            if self.every == "step"
+            else sum(step > self._warmup for step in epochs)
+        )
         name = type(self.scheduler).__name__
         before = copy.deepcopy(self.state_dict())
         fix = "make it as long as the run, less its warm-up"
-        if isinstance(self.scheduler, OneCycleLR) and self.scheduler.total_steps < count:
+        if (
+            isinstance(self.scheduler, OneCycleLR)
+            and self.scheduler.total_steps < count
+        ):
             rule = f"ends after {self.scheduler.total_steps} steps, and the run takes {count} of them"
             raise ConfigError("schedule()", name, rule, fix)
         for number in range(min(count, _TRIED)):
@@ -116,24 +145,36 @@ class Schedule:
         """Return group, name and value of each momentum that the scheduler has changed."""
         return [
             (group, name, written[name])
-            for group, written in zip(optimizer.param_groups, self._stand_in.written(), strict=True)
+            for group, written in zip(
+                optimizer.param_groups, self._stand_in.written(), strict=True
+            )
             for name in _CYCLED
             if name in written and group[name] != written[name]
         ]
 
     def stepped(self, step: int, ends_epoch: bool) -> None:
         """Step the scheduler where it is due after so many steps of training."""
-        if step > self._warmup and not self.by_figure and (self.every == "step" or ends_epoch):
+        if (
+            step > self._warmup
+            and not self.by_figure
+            and (self.every == "step" or ends_epoch)
+        ):
             self._stand_in.step()
             try:
                 self.scheduler.step()
-            except ValueError as error:  # such as one that was kept with the length of a shorter run
+            except (
+                ValueError
+            ) as error:  # such as one that was kept with the length of a shorter run
                 name = type(self.scheduler).__name__
                 fix = "make it for all steps of the run, and start anew with --fresh"
-                raise ConfigError("schedule()", name, f"ends at step {step}: {first_line(error)}", fix) from error
+                raise ConfigError(
+                    "schedule()", name, f"ends at step {step}: {first_line(error)}", fix
+                ) from error
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by a figure; ConfigError where an evaluation does not have it."""
+        """Step a scheduler that goes by a figure; ConfigError where an evaluation does
+        not have it.
+        """
         if not self.by_figure:
             return
         check_metric("schedule()", self.figure, figures)
@@ -142,21 +183,35 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: the scheduler's own, and the options that it writes."""
-        return {"scheduler": self.scheduler.state_dict(), "groups": self._stand_in.written()}
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "groups": self._stand_in.written(),
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless `state` is such a scheduler's."""
         ours = self.state_dict()
-        theirs, groups = state.get("scheduler"), state.get("groups")
-        fits = isinstance(theirs, dict) and theirs.keys() == ours["scheduler"].keys() and isinstance(groups, list)
-        keys = [group.keys() if isinstance(group, dict) else None for group in groups or ()]
+        theirs = state.get("scheduler")
+        groups = state.get("groups")
+        fits = (
+            isinstance(theirs, dict)
+            and theirs.keys() == ours["scheduler"].keys()
+            and isinstance(groups, list)
+        )
+        keys = [
+            group.keys() if isinstance(group, dict) else None for group in groups or ()
+        ]
         if not fits or keys != [group.keys() for group in ours["groups"]]:
-            raise CheckpointError(f"its schedule is none of a {type(self.scheduler).__name__}")
+            raise CheckpointError(
+                f"its schedule is none of a {type(self.scheduler).__name__}"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.scheduler.load_state_dict(state["scheduler"])
-        for group, saved in zip(self._stand_in.param_groups, state["groups"], strict=True):
+        for group, saved in zip(
+            self._stand_in.param_groups, state["groups"], strict=True
+        ):
             group.update(saved)
 
 

@@ -1,4 +1,6 @@
-"""Sharded models and tensors (FSDP2, DTensor): what is sharded, what a rank has of it, and the whole of it."""
+"""Sharded models and tensors (FSDP2, DTensor): what is sharded, what a rank has of it,
+and the whole of it.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +14,16 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """Find what fsdp gathers and frees on its own: the blocks that a ModuleList or Sequential repeats.
+    """Find what fsdp gathers and frees on its own: the blocks that a ModuleList or
+    Sequential repeats.
 
-    A block is a child with parameters, at any depth, that is no such container itself; nothing inside it is split
-    further. What is left, and blocks that share a parameter with something outside them, is the root's.
+    A block is a child with parameters, at any depth, that is no such container itself;
+    nothing inside it is split further. What is left, and blocks that share a parameter
+    with something outside them, is the root's.
     """
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    uses = Counter(
+        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
 
     def blocks(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -27,8 +33,13 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
                 yield from blocks(child)
 
     def owns_all(block: nn.Module) -> bool:
-        own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
-        return bool(own) and all(uses[parameter] == count for parameter, count in own.items())
+        own = Counter(
+            id(parameter)
+            for _, parameter in block.named_parameters(remove_duplicate=False)
+        )
+        return bool(own) and all(
+            uses[parameter] == count for parameter, count in own.items()
+        )
 
     return [block for block in blocks(model) if owns_all(block)]
 
@@ -51,7 +62,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tree: Any, group: Group) -> Any:
-    """Gather every sharded tensor of nested plain data, into host memory of rank 0; other ranks get None for it.
+    """Gather every sharded tensor of nested plain data, into host memory of rank 0;
+    other ranks get None for it.
 
     Every rank must call it.
     """
@@ -66,7 +78,9 @@ def whole(tree: Any, group: Group) -> Any:
 
 
 def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
-    """Return the sharded tensor of the shape of `whole`, on the devices of `like`, of which this rank has `rows`."""
+    """Return the sharded tensor of the shape of `whole`, on the devices of `like`, of
+    which this rank has `rows`.
+    """
     from torch.distributed.tensor import DTensor
 
     placed: Tensor = DTensor.from_local(
@@ -81,14 +95,24 @@ def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
 
 
 def shard_like(tree: Any, like: Any) -> Any:
-    """Cut the tensors of nested plain data, which every rank has whole, as their counterparts in `like` are."""
+    """Cut the tensors of nested plain data, which every rank has whole, as their
+    counterparts in `like` are.
+    """
     if is_shard(like):
         from torch.distributed.tensor import distribute_tensor
 
         tensor = tree.to(like.device, like.dtype)
-        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+        return distribute_tensor(
+            tensor, like.device_mesh, like.placements, src_data_rank=None
+        )
     if isinstance(tree, dict) and isinstance(like, dict):
         return {key: shard_like(value, like.get(key)) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)) and isinstance(like, (tuple, list)) and len(tree) == len(like):
-        return type(tree)(shard_like(value, part) for value, part in zip(tree, like, strict=True))
+    if (
+        isinstance(tree, (tuple, list))
+        and isinstance(like, (tuple, list))
+        and len(tree) == len(like)
+    ):
+        return type(tree)(
+            shard_like(value, part) for value, part in zip(tree, like, strict=True)
+        )
     return tree

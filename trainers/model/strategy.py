@@ -1,13 +1,15 @@
-"""Devices that share one model: where each strategy puts it, and how it wraps and compiles it.
+"""Devices that share one model: where each strategy puts it, and how it wraps and
+compiles it.
 
-| strategy | before the optimizer   | after the probe      | gradients of a step                           |
-|----------|------------------------|----------------------|-----------------------------------------------|
-| ddp      | to the device          | DDP around it        | averaged over ranks                           |
-| fsdp     | sharded in place       | -                    | averaged and scattered: each rank keeps a part|
-| dp       | to the first GPU       | DataParallel around  | summed on the first GPU of the one process    |
-| none     | to the device          | -                    | as they are                                   |
+| strategy | before the optimizer | after the probe | gradients of a step        |
+|----------|----------------------|-----------------|----------------------------|
+| ddp      | to the device        | DDP around it   | averaged over ranks        |
+| fsdp     | sharded in place     | -               | averaged and scattered     |
+| dp       | to the first GPU     | DP around it    | summed on the first GPU    |
+| none     | to the device        | -               | as they are                |
 
-With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module keeps its parameters' names always.
+With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module keeps
+its parameters' names always.
 """
 
 import contextlib
@@ -34,11 +36,15 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own: in training they normalise by the batch, and read no buffer."""
 _BROADCAST_BYTES = 250 << 20  # DDP's own
 _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
-_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+_WITHOUT_CUDA_GRAPHS = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 
 
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
-    """Move the model to the group's device, or shard it over all ranks (fsdp), before the optimizer is built.
+    """Move the model to the group's device, or shard it over all ranks (fsdp), before
+    the optimizer is built.
 
     Every rank must call it with the same weights.
     """
@@ -48,53 +54,83 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh  # 0.4 s, for fsdp alone
     from torch.distributed.fsdp import fully_shard
 
-    with unset_fake_temporarily():  # a mesh has values, also around a model that has none
+    with (
+        unset_fake_temporarily()
+    ):  # a mesh has values, also around a model that has none
         mesh = init_device_mesh(group.device.type, (group.world_size,))
-    for parameter in model.parameters():  # FSDP2 wants them so; batches may still be channels last
+    for (
+        parameter
+    ) in model.parameters():  # FSDP2 wants them so; batches may still be channels last
         parameter.data = parameter.data.contiguous()
-    for unit in (*shard_units(model), model):  # each goes to the device by itself: the whole model need not fit there
-        # The root's, at the end of the forward pass, are the first that the backward pass wants.
+    for unit in (
+        *shard_units(model),
+        model,
+    ):  # each goes to the device by itself: the whole model need not fit there
+        # The root's, at the end of the forward pass, are the first that the backward
+        # pass wants.
         fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model)
     return model
 
 
 def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
-    """Return the model with torch's SyncBatchNorm, on the same parameters, in place of its BatchNorm layers.
+    """Return the model with torch's SyncBatchNorm, on the same parameters, in place of
+    its BatchNorm layers.
 
-    One worker has all samples of a microbatch: there it stays as it is. Raises ConfigError where torch has no such
-    layer for the device.
+    One worker has all samples of a microbatch: there it stays as it is. Raises
+    ConfigError where torch has no such layer for the device.
     """
     if group.world_size == 1:
         return model
     if group.device.type != "cuda":
         rule = f"needs GPUs: torch's SyncBatchNorm takes no tensor of a {group.device.type} device"
-        raise ConfigError("ddp.sync_batchnorm", True, rule, "remove it, or normalise by samples (GroupNorm, LayerNorm)")
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        logger.warning("`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer")
+        raise ConfigError(
+            "ddp.sync_batchnorm",
+            True,
+            rule,
+            "remove it, or normalise by samples (GroupNorm, LayerNorm)",
+        )
+    if not any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for module in model.modules()
+    ):
+        logger.warning(
+            "`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer"
+        )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
 
-def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp", watch: Watch | None = None) -> nn.Module:
-    """Return what training calls in place of the bare module; that module itself where nothing is to be added.
+def wrap_model(
+    model: nn.Module, group: Group, strategy: str = "ddp", watch: Watch | None = None
+) -> nn.Module:
+    """Return what training calls in place of the bare module; that module itself where
+    nothing is to be added.
 
-    `watch` turns DDP's communication hook (None: its own average) into one that also measures the gradients.
+    `watch` turns DDP's communication hook (None: its own average) into one that also
+    measures the gradients.
     """
     if strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         if gpus > 1:
             return _DataParallel(model, device_ids=list(range(gpus)))
-        logger.warning("strategy dp has %d GPU here: the model is trained as with strategy none", gpus)
+        logger.warning(
+            "strategy dp has %d GPU here: the model is trained as with strategy none",
+            gpus,
+        )
         return model
     if strategy != "ddp" or group.world_size == 1:
         return model
-    if not any(parameter.requires_grad for parameter in model.parameters()):  # yet: DDP has nothing to average
+    if not any(
+        parameter.requires_grad for parameter in model.parameters()
+    ):  # yet: DDP has nothing to average
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
     if (norms := _batchnorms(model)) is not None:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
-    hook: Any = exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
+    hook: Any = (
+        exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
+    )
     if watch is not None:
         hook = watch(hook)
     if hook is not None:
@@ -103,7 +139,8 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp", watch: Wat
 
 
 class Replicated(DistributedDataParallel):
-    """DDP that notes whether a pass has gone through it: one that goes by the bare module is not averaged.
+    """DDP that notes whether a pass has gone through it: one that goes by the bare
+    module is not averaged.
 
     It has the module's methods and parts (`model.encode`), which are such another way.
     """
@@ -127,69 +164,110 @@ class Replicated(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def unfit(self) -> str | None:
-        """Say why DDP cannot average what the pass before has left on this rank; None where it can."""
+        """Say why DDP cannot average what the pass before has left on this rank; None
+        where it can.
+        """
         if not self.called:
-            return "the loss goes by another way than the model that forward() was given"
+            return (
+                "the loss goes by another way than the model that forward() was given"
+            )
         if names := unused_parameters(self.module):
             return f"the loss of a batch does not depend on {shorten(names)}"
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad
+            for parameter in self.module.parameters()
+            if parameter.grad is not None
+        ]
         if any(gradient.is_sparse or gradient.is_complex() for gradient in gradients):
             return "some are sparse or complex"
         return None
 
     def check_finished(self) -> None:
-        """Raise DDP's RuntimeError where it still waits for a gradient after the backward pass."""
+        """Raise DDP's RuntimeError where it still waits for a gradient after the
+        backward pass.
+        """
         self.reducer._check_reducer_finalized()
 
 
 def _batchnorms(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules that own all buffers, where each is one of torch's BatchNorm layers; else None."""
-    owners = [module for module in model.modules() if next(module.buffers(recurse=False), None) is not None]
-    return owners if owners and all(type(module) in BATCHNORMS for module in owners) else None
+    """Return the modules that own all buffers, where each is one of torch's BatchNorm
+    layers; else None.
+    """
+    owners = [
+        module
+        for module in model.modules()
+        if next(module.buffers(recurse=False), None) is not None
+    ]
+    return (
+        owners
+        if owners and all(type(module) in BATCHNORMS for module in owners)
+        else None
+    )
 
 
-def _share_what_is_read(norms: Sequence[nn.Module], wrapped: DistributedDataParallel, inputs: object) -> None:
-    """Let DDP send rank 0's buffers before a forward only where that reads them: BatchNorm in training does not, and
-    evaluations and checkpoints have rank 0's anyway. (For ResNet-50, 159 tensors a step.)
+def _share_what_is_read(
+    norms: Sequence[nn.Module], wrapped: DistributedDataParallel, inputs: object
+) -> None:
+    """Let DDP send rank 0's buffers before a forward only where that reads them:
+    BatchNorm in training does not, and evaluations and checkpoints have rank 0's
+    anyway.
+
+    (For ResNet-50, 159 tensors a step.)
     """
     wrapped.broadcast_buffers = not all(norm.training for norm in norms)
 
 
 class _DataParallel(DataParallel[nn.Module]):
-    """Replicas run in threads of their own, which autocast to float16 whatever format the caller has chosen."""
+    """Replicas run in threads of their own, which autocast to float16 whatever format
+    the caller has chosen.
+    """
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         dtype = torch.get_autocast_dtype("cuda")
-        calls: Any = [functools.partial(_in_format, dtype, replica) for replica in replicas]
+        calls: Any = [
+            functools.partial(_in_format, dtype, replica) for replica in replicas
+        ]
         return parallel_apply(calls, inputs, kwargs, self.device_ids[: len(replicas)])
 
 
-def _in_format(dtype: torch.dtype, replica: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+def _in_format(
+    dtype: torch.dtype, replica: nn.Module, *inputs: Any, **kwargs: Any
+) -> Any:
     torch.set_autocast_dtype("cuda", dtype)
     return replica(*inputs, **kwargs)
 
 
 def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
-    """Compile in place: the module keeps its class and its names. dynamic=False: every size here comes back.
+    """Compile in place: the module keeps its class and its names. dynamic=False: every
+    size here comes back.
 
-    A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph may hold; what the root does
-    between its units stays eager.
+    A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph
+    may hold; what the root does between its units stays eager.
     """
     if not is_sharded(model):
         model._compiled_call_impl = torch.compile(  # what `model.compile` sets
-            _in_own_frame(model._call_impl), mode=mode, fullgraph=fullgraph, dynamic=False
+            _in_own_frame(model._call_impl),
+            mode=mode,
+            fullgraph=fullgraph,
+            dynamic=False,
         )
         return
     sharded = [module for module in model.modules() if is_sharded(module)]
-    units, limits = sharded[1:] or sharded, torch._dynamo.config
-    # Equal units share their graphs; unequal ones of a class count together, and would soon be too many for torch.
+    units = sharded[1:] or sharded
+    limits = torch._dynamo.config
+    # Equal units share their graphs; unequal ones of a class count together, and would
+    # soon be too many for torch.
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS_OF_A_UNIT * len(units))
     for unit in units:
-        unit.forward = torch.compile(_in_own_frame(unit.forward), mode=mode, fullgraph=fullgraph, dynamic=False)
+        unit.forward = torch.compile(
+            _in_own_frame(unit.forward), mode=mode, fullgraph=fullgraph, dynamic=False
+        )
 
 
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` in a frame of this file: those of torch's own modules torch 2.11 leaves eager, with all in them."""
+    """Return `call` in a frame of this file: those of torch's own modules torch 2.11
+    leaves eager, with all in them.
+    """
 
     def called(*inputs: Any, **kwargs: Any) -> Any:
         return call(*inputs, **kwargs)
@@ -197,15 +275,21 @@ def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def compile_loss(loss: Callable[[Any, Any], Any], mode: str) -> Callable[[Any, Any], Any]:
+def compile_loss(
+    loss: Callable[[Any, Any], Any], mode: str
+) -> Callable[[Any, Any], Any]:
     """Return a task's loss compiled, in the model's mode but for this.
 
-    It may break the graph, and what torch cannot compile of it runs as it is, with torch's warning: a loss is Python,
-    with prints and gathered objects. CUDA graphs are left to the model: a tensor that the task keeps (a running centre)
-    would be overwritten by the next pass. Sizes and counters may change without being compiled anew each time.
+    It may break the graph, and what torch cannot compile of it runs as it is, with
+    torch's warning: a loss is Python, with prints and gathered objects. CUDA graphs are
+    left to the model: a tensor that the task keeps (a running centre) would be
+    overwritten by the next pass. Sizes and counters may change without being compiled
+    anew each time.
     """
 
-    def compiled(outputs: Any, batch: Any) -> Any:  # a frame of its own: `loss` may be any callable
+    def compiled(
+        outputs: Any, batch: Any
+    ) -> Any:  # a frame of its own: `loss` may be any callable
         return loss(outputs, batch)
 
     traced = torch.compile(compiled, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
@@ -219,17 +303,33 @@ def compile_loss(loss: Callable[[Any, Any], Any], mode: str) -> Callable[[Any, A
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that want a gradient and have none after a backward pass."""
-    return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+    """Return the names of parameters that want a gradient and have none after a
+    backward pass.
+    """
+    return [
+        name
+        for name, one in model.named_parameters()
+        if one.requires_grad and one.grad is None
+    ]
 
 
 def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
-    """Raise ConfigError from DDP's complaint that parameters had no part in the loss, with their names; else return."""
-    if "Expected to have finished reduction" not in str(error) or not isinstance(model, DistributedDataParallel):
+    """Raise ConfigError from DDP's complaint that parameters had no part in the loss,
+    with their names; else return.
+    """
+    if "Expected to have finished reduction" not in str(error) or not isinstance(
+        model, DistributedDataParallel
+    ):
         return
     told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
-    names = [trained[int(number)] for number in told[1].split()] if told else unused_parameters(model.module)
+    trained = [
+        name for name, one in model.module.named_parameters() if one.requires_grad
+    ]
+    names = (
+        [trained[int(number)] for number in told[1].split()]
+        if told
+        else unused_parameters(model.module)
+    )
     raise ConfigError(
         "strategy",
         "ddp",
@@ -245,7 +345,9 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context whose backward keeps gradients on the rank: for all microbatches of a step but the last."""
+    """Return a context whose backward keeps gradients on the rank: for all microbatches
+    of a step but the last.
+    """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return _unreduced(model) if is_sharded(model) else contextlib.nullcontext()
@@ -261,7 +363,9 @@ def _unreduced(model: Any) -> Iterator[None]:
 
 
 def share_buffers(model: nn.Module, group: Group) -> None:
-    """Copy rank 0's buffers to every rank, as DDP does before a forward: BatchNorm's statistics are one model's."""
+    """Copy rank 0's buffers to every rank, as DDP does before a forward: BatchNorm's
+    statistics are one model's.
+    """
     share_tensors(list(model.buffers()), group)
 
 

@@ -1,4 +1,6 @@
-"""What torchao adds: Linear layers that multiply in float8, and AdamW with narrow moments."""
+"""What torchao adds: Linear layers that multiply in float8, and AdamW with narrow
+moments.
+"""
 
 import importlib
 from collections.abc import Iterable, Mapping
@@ -21,15 +23,19 @@ def _import(module: str, key: str, value: str, instead: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         rule = f"needs torchao, which cannot be imported here ({first_line(error)})"
-        raise ConfigError(key, value, rule, f"`pip install torchao`, or use {instead}") from error
+        raise ConfigError(
+            key, value, rule, f"`pip install torchao`, or use {instead}"
+        ) from error
 
 
 def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
-    """Exchange the plain Linear layers of sizes that float8 products take; parameters and all names stay the same.
+    """Exchange the plain Linear layers of sizes that float8 products take; parameters
+    and all names stay the same.
 
-    Inputs, weights and gradients are scaled by the largest value that each tensor has at the time, which is torchao's
-    default recipe (tensorwise); a number of rows that is no multiple of 16 is padded. `emulate` computes the same
-    without such products, on any device. Raises ConfigError without torchao, or where there is no such layer.
+    Inputs, weights and gradients are scaled by the largest value that each tensor has
+    at the time, which is torchao's default recipe (tensorwise); a number of rows that
+    is no multiple of 16 is padded. `emulate` computes the same without such products,
+    on any device. Raises ConfigError without torchao, or where there is no such layer.
     """
     float8 = _import("torchao.float8", "precision", "fp8", "precision bf16")
     if not any(map(_fits, model.modules())):
@@ -44,23 +50,36 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
 
 def _fits(module: nn.Module) -> bool:
     """A layer with a forward or hooks of its own would lose them."""
-    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if (
+        type(module) is not nn.Linear
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+    ):
         return False
     return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
 
 
-def narrow_adamw(name: str, parameters: Iterable[nn.Parameter], options: Mapping[str, Any]) -> Optimizer:
+def narrow_adamw(
+    name: str, parameters: Iterable[nn.Parameter], options: Mapping[str, Any]
+) -> Optimizer:
     """Build torchao's AdamW of this `optimizer.name`; ConfigError without torchao.
 
     Its steps are compiled, a graph for each shape of parameter, and are not fused.
     """
-    kind = getattr(_import("torchao.optim", "optimizer.name", name, "adamw"), NARROW[name])
-    made: Optimizer = type(kind.__name__, (_PlainState, kind), {})(parameters, **options)
+    kind = getattr(
+        _import("torchao.optim", "optimizer.name", name, "adamw"), NARROW[name]
+    )
+    made: Optimizer = type(kind.__name__, (_PlainState, kind), {})(
+        parameters, **options
+    )
     return made
 
 
 class _PlainState:
-    """An optimizer of torchao's whose state_dict holds plain tensors: its own kinds of tensors are in no checkpoint."""
+    """An optimizer of torchao's whose state_dict holds plain tensors: its own kinds of
+    tensors are in no checkpoint.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; of a narrow moment a mapping of the tensors in it."""
@@ -72,13 +91,21 @@ class _PlainState:
         return {**whole, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ValueError where it is that of another optimizer."""
+        """Take back what `state_dict` gave; ValueError where it is that of another
+        optimizer.
+        """
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         optimizer: Any = self
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         for number, entries in state_dict["state"].items():
             if entries:
-                optimizer.state[parameters[number]] = _filled(optimizer, parameters[number], entries)
+                optimizer.state[parameters[number]] = _filled(
+                    optimizer, parameters[number], entries
+                )
 
 
 def _taken_apart(value: Any) -> Any:
@@ -88,17 +115,26 @@ def _taken_apart(value: Any) -> Any:
     return {name: getattr(value, name) for name in names}
 
 
-def _filled(optimizer: Any, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(
+    optimizer: Any, parameter: Tensor, entries: Mapping[str, Any]
+) -> dict[str, Any]:
     state = {
         "step": torch.tensor(float(entries["step"])),
         "exp_avg": optimizer._new_buffer(parameter, True),
         "exp_avg_sq": optimizer._new_buffer(parameter, False),
     }
     for name in ("exp_avg", "exp_avg_sq"):
-        ours, theirs = _taken_apart(state[name]), entries[name]
-        pairs = [(ours[key], theirs[key]) for key in ours] if isinstance(ours, dict) else [(ours, theirs)]
+        ours = _taken_apart(state[name])
+        theirs = entries[name]
+        pairs = (
+            [(ours[key], theirs[key]) for key in ours]
+            if isinstance(ours, dict)
+            else [(ours, theirs)]
+        )
         for mine, saved in pairs:
             if mine.shape != saved.shape or mine.dtype != saved.dtype:
-                raise ValueError(f"{name} is {saved.dtype} {list(saved.shape)}, not {mine.dtype} {list(mine.shape)}")
+                raise ValueError(
+                    f"{name} is {saved.dtype} {list(saved.shape)}, not {mine.dtype} {list(mine.shape)}"
+                )
             mine.copy_(saved)
     return state

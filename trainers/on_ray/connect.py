@@ -1,6 +1,7 @@
 """Join a Ray cluster, and refuse a run that it can never hold.
 
-Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on this machine.
+Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on
+this machine.
 """
 
 import atexit
@@ -50,8 +51,8 @@ _put_back = contextlib.ExitStack()
 
 
 def connect(show_workers: bool = True) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this machine; ClusterError where neither is
-    possible.
+    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this
+    machine; ClusterError where neither is possible.
 
     `show_workers`: what workers print comes to this terminal.
     """
@@ -67,20 +68,34 @@ def connect(show_workers: bool = True) -> None:
 def _join(address: str, show_workers: bool) -> None:
     try:
         with _keeping_sigterm(), run_environment():
-            context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+            context = ray.init(
+                address=address,
+                log_to_driver=show_workers,
+                logging_level=logging.WARNING,
+            )
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
         raise ClusterError(_not_joined(address, error)) from error
     _tell_dashboard(context)
 
 
 def _start_embedded(show_workers: bool) -> None:
-    """Start a cluster that ends with this process; what Ray changes in the environment is put back when it ends."""
+    """Start a cluster that ends with this process; what Ray changes in the environment
+    is put back when it ends.
+    """
     _put_back.enter_context(_environment_as_before())
     token = _put_back.enter_context(OwnToken())
     before = keep_on_loopback(True)
     try:
-        with _keeping_sigterm(), _without_token_warning(), cluster_environment():  # its processes inherit it
-            context = ray.init(address="local", log_to_driver=show_workers, logging_level=logging.WARNING)
+        with (
+            _keeping_sigterm(),
+            _without_token_warning(),
+            cluster_environment(),
+        ):  # its processes inherit it
+            context = ray.init(
+                address="local",
+                log_to_driver=show_workers,
+                logging_level=logging.WARNING,
+            )
     except BaseException as error:
         _put_back.close()  # an interrupt leaves no token behind either
         if isinstance(error, Exception):  # as above
@@ -101,7 +116,9 @@ def _tell_dashboard(context: Any) -> None:
 
 @contextlib.contextmanager
 def _without_token_warning() -> Iterator[None]:
-    """Ray warns of its own default, that a cluster has a token; `_tell_dashboard` says where it is."""
+    """Ray warns of its own default, that a cluster has a token; `_tell_dashboard` says
+    where it is.
+    """
     logger = logging.getLogger(TOKEN_LOGGER)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -124,7 +141,9 @@ def _environment_as_before() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Leave after the block the cluster that it has joined; not one that was joined before."""
+    """Leave after the block the cluster that it has joined; not one that was joined
+    before.
+    """
     was_joined = ray.is_initialized()
     try:
         yield
@@ -134,7 +153,11 @@ def leaving() -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Leave the cluster. An embedded one ends, even where a process of it was stopped: Ray would wait for that."""
+    """Leave the cluster.
+
+    An embedded one ends, even where a process of it was stopped: Ray would wait for
+    that.
+    """
     if not ray.is_initialized():
         return
     processes = [process for _, process in own_node().live_processes()]
@@ -168,12 +191,16 @@ def _not_joined(address: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
-    """Put SIGTERM back: Ray takes it when it starts, and when it ends leaves it to the system, which ends the process
-    though Python still names a handler. `until_over` holds back what a thread of this process sends meanwhile, as a
-    lost lease does; not while Ray starts, whose processes would inherit that.
+    """Put SIGTERM back: Ray takes it when it starts, and when it ends leaves it to the
+    system, which ends the process though Python still names a handler.
+
+    `until_over` holds back what a thread of this process sends meanwhile, as a lost
+    lease does; not while Ray starts, whose processes would inherit that.
     """
     before = signal.getsignal(signal.SIGTERM)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM] if until_over else [])
+    blocked = signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGTERM] if until_over else []
+    )
     try:
         yield
     finally:
@@ -183,38 +210,59 @@ def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
 
 
 def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
-    """Connect, and return the device type of the run's workers; ConfigError where the cluster can never hold them."""
+    """Connect, and return the device type of the run's workers; ConfigError where the
+    cluster can never hold them.
+    """
     connect()
-    scaling, most = spec.config.scaling, capacity()
+    scaling = spec.config.scaling
+    most = capacity()
     gpu = wants_gpu(spec.config, most)
     for resource, each in _resources(scaling, gpu).items():
         has = most.get(resource, 0.0)
         fits = math.floor(has / each)
         if fits < scaling.min_workers:
             rule = f"must fit on what the cluster can grow to, {has:g} {resource}s at {each:g} a worker"
-            fix = f"set it to at most {fits}" if fits else f"add nodes with a {resource}"
-            raise ConfigError("scaling.num_workers", scaling.num_workers, rule, fix, spec.source)
+            fix = (
+                f"set it to at most {fits}" if fits else f"add nodes with a {resource}"
+            )
+            raise ConfigError(
+                "scaling.num_workers", scaling.num_workers, rule, fix, spec.source
+            )
     return "cuda" if gpu else "cpu"
 
 
 def energy_is_counted(device_type: str) -> bool:
-    """Return whether a node tells what energy its devices use: one with GPUs for cuda; where there is none yet, True.
+    """Return whether a node tells what energy its devices use: one with GPUs for cuda;
+    where there is none yet, True.
 
-    It takes no resources: lanes that are kept up would end for a task that waits for any.
+    It takes no resources: lanes that are kept up would end for a task that waits for
+    any.
     """
     resource = "GPU" if device_type == "cuda" else "CPU"
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0.0) > 0]
+    nodes = [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"] and node["Resources"].get(resource, 0.0) > 0
+    ]
     if not nodes:
         return True
     place = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
-    from trainers.devices.energy import counts_energy  # it needs torch, which a lane's controller does not have
+    from trainers.devices.energy import (
+        counts_energy,
+    )  # it needs torch, which a lane's controller does not have
 
-    asked = ray.remote(counts_energy).options(num_cpus=0, scheduling_strategy=place).remote(device_type)
+    asked = (
+        ray.remote(counts_energy)
+        .options(num_cpus=0, scheduling_strategy=place)
+        .remote(device_type)
+    )
     return bool(ray.get(asked))
 
 
 def wants_gpu(config: TrainConfig | FunctionConfig, most: dict[str, float]) -> bool:
-    """Return whether workers get GPUs: as configured, or for auto when the cluster has or may get any."""
+    """Return whether workers get GPUs: as configured, or for auto when the cluster has
+    or may get any.
+    """
     use_gpu = config.scaling.use_gpu
     if use_gpu == "auto":
         may = isinstance(config, FunctionConfig) or config.device in ("auto", "cuda")
@@ -238,15 +286,19 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
 
 def _resources(scaling: ScalingConfig, gpu: bool) -> dict[str, float]:
     """Return what one worker reserves."""
-    return {"CPU": float(scaling.cpus_per_worker)} | ({"GPU": scaling.gpus_per_worker} if gpu else {})
+    return {"CPU": float(scaling.cpus_per_worker)} | (
+        {"GPU": scaling.gpus_per_worker} if gpu else {}
+    )
 
 
 class OwnToken:
-    """While entered, a new embedded cluster's token is a temporary one, readable by this user alone.
+    """While entered, a new embedded cluster's token is a temporary one, readable by
+    this user alone.
 
-    From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token
-    where the user has none. From then on `ray start` asks for it too, and scripts that worked before fail. A token or a
-    mode that the user has chosen is left as it is.
+    From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and
+    writes one to ~/.ray/auth_token where the user has none. From then on `ray start`
+    asks for it too, and scripts that worked before fail. A token or a mode that the
+    user has chosen is left as it is.
     """
 
     def __init__(self) -> None:
@@ -256,7 +308,9 @@ class OwnToken:
     def __enter__(self) -> Self:
         if self._changes_mode:
             if not has_token():
-                self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
+                self.directory = Path(
+                    tempfile.mkdtemp(prefix="paceline-token-")
+                )  # of mode 0700
                 file = self.directory / "token"
                 file.write_text(new_token())
                 os.environ[_TOKEN_PATH] = str(file)
@@ -265,7 +319,10 @@ class OwnToken:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -276,7 +333,9 @@ class OwnToken:
 
 
 def where_the_token_is() -> str:
-    """Return what to say of the token that a dashboard asks for; empty where it asks for none."""
+    """Return what to say of the token that a dashboard asks for; empty where it asks
+    for none.
+    """
     if not asks_for_token():
         return ""
     if path := os.environ.get(_TOKEN_PATH):

@@ -1,4 +1,6 @@
-"""The loop's context inside a worker of a Ray TorchTrainer, and the run's figures as Ray metrics (Ray)."""
+"""The loop's context inside a worker of a Ray TorchTrainer, and the run's figures as
+Ray metrics (Ray).
+"""
 
 import math
 from typing import Any
@@ -14,9 +16,13 @@ from trainers.on_ray.internals import is_leaving, kv_delete, kv_exists, kv_put
 from trainers.storage import Storage
 
 PREEMPTION_POLL_S = 2.0
-"""Seconds between two looks for a drained node; each is a small collective of Ray's own."""
+"""Seconds between two looks for a drained node; each is a small collective of Ray's
+own.
+"""
 REPORT_EVERY_S = 20.0
-"""Seconds between two reports to Ray's controller; each blocks for up to its polling interval of 0.5 s."""
+"""Seconds between two reports to Ray's controller; each blocks for up to its polling
+interval of 0.5 s.
+"""
 
 FIGURES: dict[str, tuple[str, ...]] = {
     "samples_per_s": ("run",),
@@ -26,11 +32,15 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "data_wait_share": ("run", "rank"),
     "gpu_memory_bytes": ("run", "rank"),
 }
-"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends it."""
+"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends
+it.
+"""
 
 
 class WorkerContext(RunContext):
-    """RunContext of a worker of a Ray TorchTrainer: its place in the group, as Ray knows it."""
+    """RunContext of a worker of a Ray TorchTrainer: its place in the group, as Ray
+    knows it.
+    """
 
     def __init__(self, storage: Storage | None, launcher: str) -> None:
         worker = ray.train.get_context()
@@ -40,7 +50,9 @@ class WorkerContext(RunContext):
         self._asked_s = -math.inf
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Whether Ray knows that a node of the group will be drained; asked every two seconds, by all ranks."""
+        """Whether Ray knows that a node of the group will be drained; asked every two
+        seconds, by all ranks.
+        """
         if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
             return False
         self._asked_s = elapsed_s
@@ -48,7 +60,9 @@ class WorkerContext(RunContext):
 
 
 class RayContext(WorkerContext):
-    """RunContext of a run on Ray: reports to Ray's controller, and hears of stops and drained nodes."""
+    """RunContext of a run on Ray: reports to Ray's controller, and hears of stops and
+    drained nodes.
+    """
 
     def __init__(self, storage: Storage | None) -> None:
         super().__init__(storage, "ray")
@@ -56,9 +70,12 @@ class RayContext(WorkerContext):
         self._untold: tuple[dict[str, Any], str | None] | None = None
         self._gauges = Gauges(storage.name, self.rank) if storage else None
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Give Ray the metrics, and a reference to a checkpoint that is on storage already; not more often than
-        every 20 s, because Ray's report waits for its controller's next look, and `flush` gives the last.
+    def report(
+        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
+    ) -> None:
+        """Give Ray the metrics, and a reference to a checkpoint that is on storage
+        already; not more often than every 20 s, because Ray's report waits for its
+        controller's next look, and `flush` gives the last.
         """
         known = self._untold[1] if self._untold else None
         self._untold = (metrics, checkpoint or known)
@@ -75,28 +92,41 @@ class RayContext(WorkerContext):
         if checkpoint is not None and self.rank == 0:
             where = Storage(checkpoint)
             reference = Checkpoint(where.path, filesystem=where.filesystem)
-        ray.train.report(metrics, checkpoint=reference, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        ray.train.report(
+            metrics,
+            checkpoint=reference,
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
 
     def observe(self, figures: dict[str, float]) -> None:
         """To Ray's metrics, which Prometheus reads."""
         if self._gauges is not None:
-            from trainers.devices.device import with_gpu_memory  # the workers of lanes do without torch
+            from trainers.devices.device import (
+                with_gpu_memory,
+            )  # the workers of lanes do without torch
 
             self._gauges.set(with_gpu_memory(figures))
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks for all."""
+        """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks
+        for all.
+        """
         if self.rank != 0 or self.storage is None:
             return False
         return bool(kv_exists(_stop_key(self.storage)))
 
 
 class Gauges:
-    """The newest figures of one worker as Ray metrics: `ray_paceline_...` for Prometheus, as metrics.csv lists them."""
+    """The newest figures of one worker as Ray metrics: `ray_paceline_...` for
+    Prometheus, as metrics.csv lists them.
+    """
 
     def __init__(self, run: str, rank: int) -> None:
-        self.run, self._rank = run, str(rank)
-        self._names = {name: keys for name, keys in FIGURES.items() if rank == 0 or "rank" in keys}
+        self.run = run
+        self._rank = str(rank)
+        self._names = {
+            name: keys for name, keys in FIGURES.items() if rank == 0 or "rank" in keys
+        }
         self._known: dict[str, Gauge] = {}
 
     def set(self, figures: dict[str, float]) -> None:

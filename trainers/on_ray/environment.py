@@ -1,21 +1,26 @@
-"""What Ray reads from the environment. The user's own settings are never overridden, and no import changes any.
+"""What Ray reads from the environment.
 
-while an embedded cluster starts, whose processes inherit it:
-PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
-RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
-until an embedded cluster ends:
-RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has none: see connect.py
-while an embedded cluster starts, and while Ray Train has a run of ours, or lanes (others are as Ray has them):
-RAY_TRAIN_ENABLE_STATE_TRACKING         the run is visible in the dashboard
-RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
+The user's own settings are never overridden, and no import changes any.
+
+while an embedded cluster starts, whose processes inherit it: PYTHONWARNINGS
+hides a warning of Ray 2.60 about its own code RAY_WARN_BLOCKING_GET_INSIDE_ASYNC
+hides another, as Ray's `fit` does for its controller until an embedded cluster ends:
+RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has
+none: see connect.py while an embedded cluster starts, and while Ray Train has a run of
+ours, or lanes (others are as Ray has them): RAY_TRAIN_ENABLE_STATE_TRACKING         the
+run is visible in the dashboard RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a
+placement may pend before the size of the group is chosen anew
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       its end is noticed sooner than after 2 s
-RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S a worker that was stopped is noticed sooner than after 600 s
-RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     off on an embedded node, which is never drained: one actor less for each group;
-                                        else on, explicitly: the controller's process has no RAY_ADDRESS
+RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S a worker that was stopped is noticed sooner than
+after 600 s RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     off on an embedded node, which is
+never drained: one actor less for each group;
+                                        else on, explicitly: the controller's process
+                                        has no RAY_ADDRESS
 and while a sweep of ours is in Tune:
 RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
-                                        the journal is the record; a failed trial has no metric
+                                        the journal is the record; a failed trial has no
+                                        metric
 TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
 TUNE_PRINT_ALL_TRIAL_ERRORS             and so are its sentences
 """
@@ -44,7 +49,9 @@ _SWEEP = {
 
 
 def embedded() -> bool:
-    """Whether the cluster is one that this process starts on this machine, and ends with it."""
+    """Whether the cluster is one that this process starts on this machine, and ends
+    with it.
+    """
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
@@ -55,7 +62,9 @@ def cluster_environment() -> contextlib.AbstractContextManager[None]:
 
 def run_environment() -> contextlib.AbstractContextManager[None]:
     """In a block in which Ray Train has a run of ours, set what the user has not set."""
-    return _set_for(_RUN | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if embedded() else "1"})
+    return _set_for(
+        _RUN | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if embedded() else "1"}
+    )
 
 
 def sweep_environment() -> contextlib.AbstractContextManager[None]:

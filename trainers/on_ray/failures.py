@@ -1,4 +1,6 @@
-"""Whether a failed worker group starts again: decided in Ray's controller, by the kind of failure."""
+"""Whether a failed worker group starts again: decided in Ray's controller, by the kind
+of failure.
+"""
 
 import logging
 import re
@@ -20,26 +22,40 @@ logger = logging.getLogger(__name__)
 class FailurePolicy(UserCallback):
     """Gives each kind of failure its own budget of restarts.
 
-    Ray itself is told to retry for ever (`max_failures=-1`); an exception raised here ends the run.
+    Ray itself is told to retry for ever (`max_failures=-1`); an exception raised here
+    ends the run.
     """
 
     def __init__(self, budgets: FailureConfig, storage: Storage) -> None:
         self._budgets = budgets
         self._met: Counter[str] = Counter()
-        self._storage, self._hangs = storage, saved_hangs(storage)
+        self._storage = storage
+        self._hangs = saved_hangs(storage)
 
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray with the exception of each failed rank; raises RunFailedError where no budget is left."""
-        cause = RunFailedError.first([as_failure(rank, error) for rank, error in worker_exceptions.items()])
-        before, self._hangs = self._hangs, saved_hangs(self._storage)
-        new = [read_hang(self._storage, name) for name in self._hangs if name not in before]
-        if new and (cause.status in ("node_lost", "hung") or cause.follows):  # a watchdog's exit is a death to Ray
+    def after_exception(
+        self, run_context: Any, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Called by Ray with the exception of each failed rank; raises RunFailedError
+        where no budget is left.
+        """
+        cause = RunFailedError.first(
+            [as_failure(rank, error) for rank, error in worker_exceptions.items()]
+        )
+        before = self._hangs
+        self._hangs = saved_hangs(self._storage)
+        new = [
+            read_hang(self._storage, name) for name in self._hangs if name not in before
+        ]
+        if new and (
+            cause.status in ("node_lost", "hung") or cause.follows
+        ):  # a watchdog's exit is a death to Ray
             cause = RunFailedError.first(new)
         self._met[cause.status] += 1
         budget = 0 if cause.config else budget_of(self._budgets, cause.status)
         if cause.smaller:  # sizes halve: this ends by itself
             budget = -1
-        # Ray's own words are tracebacks of its controller, and what ranks raised as it was, secrets too.
+        # Ray's own words are tracebacks of its controller, and what ranks raised as it
+        # was, secrets too.
         logging.getLogger(FAILURE_LOGGER).setLevel(logging.CRITICAL)
         if budget != -1 and self._met[cause.status] > budget:
             logging.getLogger(CONTROLLER_LOGGER).setLevel(logging.CRITICAL)
@@ -62,8 +78,13 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
         if isinstance(seen, RunFailedError):
             return seen
         error = seen
-        # A worker that died is reported as a failed health check, whose cause Ray keeps in an attribute.
-        inner = getattr(seen, "health_check_failure", None) or getattr(seen, "cause", None) or seen.__cause__
+        # A worker that died is reported as a failed health check, whose cause Ray keeps
+        # in an attribute.
+        inner = (
+            getattr(seen, "health_check_failure", None)
+            or getattr(seen, "cause", None)
+            or seen.__cause__
+        )
         seen = inner if isinstance(inner, BaseException) and inner is not seen else None
     failure = failure_of(error, rank)
     why = re.search(r"(?:is dead|died) because (.+?)(?:\.|$)", str(error), re.MULTILINE)
@@ -73,5 +94,9 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
     who = f"rank {rank} (pid {named.get('pid', 'unknown')} on {named.get('ip', 'its node')}) died"
     # Ray learns of a process that its connection broke, and not the signal.
     killed = "connection error code" in str(error)
-    how = "without an exception: SIGKILL, a crash or os._exit ended its process" if killed else f"because {why[1]}"
+    how = (
+        "without an exception: SIGKILL, a crash or os._exit ended its process"
+        if killed
+        else f"because {why[1]}"
+    )
     return RunFailedError(failure.status, f"{who} {how}", failure.when)

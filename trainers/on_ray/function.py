@@ -35,7 +35,9 @@ class FunctionRun:
     """The run's directory."""
 
     def __str__(self) -> str:
-        words = printable("  ".join(f"{name} {value}" for name, value in self.metrics.items()))
+        words = printable(
+            "  ".join(f"{name} {value}" for name, value in self.metrics.items())
+        )
         lines = [
             "done",
             words or "nothing was reported",
@@ -45,13 +47,18 @@ class FunctionRun:
 
 
 class _Reports(ray.train.UserCallback):
-    """Keeps the newest report's metrics, which Ray's result has only beside a checkpoint."""
+    """Keeps the newest report's metrics, which Ray's result has only beside a
+    checkpoint.
+    """
 
     def __init__(self, storage: Storage, told: bool) -> None:
         """`told`: the driver hears of each."""
-        self._storage, self._told = storage, told
+        self._storage = storage
+        self._told = told
 
-    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
         """Called by Ray with the metrics of all ranks."""
         self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
         if self._told:
@@ -64,8 +71,10 @@ def _worker(loop_config: dict[str, Any]) -> Any:
 
 
 def fit(trainer: TorchTrainer) -> ray.train.Result:
-    """Run Ray's `fit`; its own handler of Ctrl-C, which aborts the run and ends the process as if all were well, goes
-    with it: it would keep the run's controller, too. Raises RunFailedError.
+    """Run Ray's `fit`; its own handler of Ctrl-C, which aborts the run and ends the
+    process as if all were well, goes with it: it would keep the run's controller, too.
+
+    Raises RunFailedError.
     """
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -74,7 +83,9 @@ def fit(trainer: TorchTrainer) -> ray.train.Result:
     except SystemExit:
         raise KeyboardInterrupt from None
     except ray.train.WorkerGroupError as error:
-        raise RunFailedError.first([as_failure(rank, one) for rank, one in error.worker_failures.items()]) from None
+        raise RunFailedError.first(
+            [as_failure(rank, one) for rank, one in error.worker_failures.items()]
+        ) from None
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
     finally:
@@ -82,11 +93,13 @@ def fit(trainer: TorchTrainer) -> ray.train.Result:
 
 
 def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
-    """Train on the connected cluster, from the newest checkpoint where there is one; `take` is given what is reported.
+    """Train on the connected cluster, from the newest checkpoint where there is one;
+    `take` is given what is reported.
 
     Raises RunFailedError.
     """
-    config, storage = spec.config, spec.storage
+    config = spec.config
+    storage = spec.storage
     trainer = TorchTrainer(
         _worker,
         train_loop_config=asdict(spec),
@@ -94,12 +107,20 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
         run_config=ray.train.RunConfig(
             name=storage.name,
             storage_path=storage.parent.uri,
-            failure_config=ray.train.FailureConfig(max_failures=config.failure.max_failures),
+            failure_config=ray.train.FailureConfig(
+                max_failures=config.failure.max_failures
+            ),
             callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
         ),
     )
     again = "the same command goes on from the newest checkpoint"
     with ending_with_cluster(again), VitalSigns(), receiving(storage, take):
         result = fit(trainer)
-    metrics = storage.read_json(_NEWEST, dict[str, Any], finite=False) if storage.exists(_NEWEST) else {}
-    return FunctionRun(metrics, result.checkpoint.path if result.checkpoint else None, storage.uri)
+    metrics = (
+        storage.read_json(_NEWEST, dict[str, Any], finite=False)
+        if storage.exists(_NEWEST)
+        else {}
+    )
+    return FunctionRun(
+        metrics, result.checkpoint.path if result.checkpoint else None, storage.uri
+    )

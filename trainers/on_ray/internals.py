@@ -1,9 +1,11 @@
-"""What trainers and cluster use of Ray beyond its public API, and what becomes of it where a Ray has it no more (Ray).
+"""What trainers and cluster use of Ray beyond its public API, and what becomes of it
+where a Ray has it no more (Ray).
 
-The only other such file is tune/ray_internals.py; a test holds that. Names that every Ray of our range has are imported
-at the top: a Ray without them fails at once and by name, and not in the middle of a run. `make ray-contract` tries both
-ends of the range. What a run can do without is looked up in a function, which says what follows. Ray Train and the
-autoscaler are imported in functions: the watchers of a node need neither.
+The only other such file is tune/ray_internals.py; a test holds that. Names that every
+Ray of our range has are imported at the top: a Ray without them fails at once and by
+name, and not in the middle of a run. `make ray-contract` tries both ends of the range.
+What a run can do without is looked up in a function, which says what follows. Ray Train
+and the autoscaler are imported in functions: the watchers of a node need neither.
 """
 
 import importlib
@@ -17,7 +19,9 @@ import ray._private.state
 import ray._private.worker
 from ray._common.utils import get_default_ray_temp_dir as ray_directory
 from ray._private import ray_constants
-from ray._private.authentication.authentication_token_generator import generate_new_authentication_token as new_token
+from ray._private.authentication.authentication_token_generator import (
+    generate_new_authentication_token as new_token,
+)
 from ray._private.state import available_resources_per_node, state
 from ray._raylet import (  # type: ignore[attr-defined] # compiled
     AuthenticationMode,
@@ -36,7 +40,9 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.callback import ControllerCallback
 
 __all__ = [
-    "ControllerCallback",  # hears of the controller's start and states; the public UserCallback of reports and failures
+    # hears of the controller's start and states; the public UserCallback of reports and
+    # failures
+    "ControllerCallback",
     "available_resources_per_node",  # public: of the cluster as a whole only
     "kv_delete",  # the store is there as long as the cluster, without an actor of ours
     "kv_exists",
@@ -50,7 +56,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "ControllerCallback":
-        return importlib.import_module("ray.train.v2._internal.execution.callback").ControllerCallback
+        return importlib.import_module(
+            "ray.train.v2._internal.execution.callback"
+        ).ControllerCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -60,42 +68,59 @@ def accepted(call: Callable[..., Any], **given: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in known}
 
 
-# The processes of a cluster and of its nodes. Ray's public API starts and ends them, and does not say how they are.
+# The processes of a cluster and of its nodes. Ray's public API starts and ends them,
+# and does not say how they are.
 
 
 def own_node() -> Any:
-    """Return the node that this process has started or joined, which knows Ray's processes; None before and after."""
+    """Return the node that this process has started or joined, which knows Ray's
+    processes; None before and after.
+    """
     return ray._private.worker._global_node
 
 
 def own_node_is_alive(timeout_s: float) -> bool:
-    """Ask the GCS whether it counts this process's node as alive; raises RayError where it does not answer."""
+    """Ask the GCS whether it counts this process's node as alive; raises RayError where
+    it does not answer.
+    """
     worker: Any = ray._private.worker.global_worker
-    return bool(worker.gcs_client.check_alive([worker.current_node_id], timeout=timeout_s)[0])
+    return bool(
+        worker.gcs_client.check_alive([worker.current_node_id], timeout=timeout_s)[0]
+    )
 
 
 def actor_record(actor_id: str) -> dict[str, Any]:
-    """Return what the GCS knows of an actor, as State and Pid. The public `ray.util.state` needs the dashboard."""
+    """Return what the GCS knows of an actor, as State and Pid.
+
+    The public `ray.util.state` needs the dashboard.
+    """
     return dict(ray._private.state.actors(actor_id))
 
 
 def keep_on_loopback(wanted: bool) -> bool:
-    """Have the ports of a cluster that starts listen on the loopback alone, those for metrics too, as on macOS
-    and Windows; returns whether that was so before."""
+    """Have the ports of a cluster that starts listen on the loopback alone, those for
+    metrics too, as on macOS and Windows; returns whether that was so before.
+    """
     before = not ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = not wanted
     return before
 
 
-def drain_node(gcs_address: str, node_id: str, reason: str, deadline_ms: int, timeout_s: float) -> tuple[bool, str]:
-    """Have Ray drain a node before a spot machine goes; returns whether it will, and why not. Public: a hidden command
-    that says neither.
+def drain_node(
+    gcs_address: str, node_id: str, reason: str, deadline_ms: int, timeout_s: float
+) -> tuple[bool, str]:
+    """Have Ray drain a node before a spot machine goes; returns whether it will, and
+    why not.
+
+    Public: a hidden command that says neither.
     """
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined] # compiled
 
     kind = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
     client = GcsClient(address=gcs_address)
-    accepted, words = client.drain_node(node_id, kind, reason, deadline_ms, timeout=timeout_s)
+    accepted, words = client.drain_node(
+        node_id, kind, reason, deadline_ms, timeout=timeout_s
+    )
     return bool(accepted), str(words)
 
 
@@ -122,21 +147,31 @@ def asks_for_token() -> bool:
 
 
 def cluster_config() -> Any:
-    """Return Ray's register of the sizes to which the cluster may grow; None where it is empty."""
+    """Return Ray's register of the sizes to which the cluster may grow; None where it
+    is empty.
+    """
     return state.get_cluster_config()
 
 
 def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:
-    """Read a RayCluster from Kubernetes as Ray's autoscaler beside the head does, with the pod's account.
+    """Read a RayCluster from Kubernetes as Ray's autoscaler beside the head does, with
+    the pod's account.
 
-    Raises ValueError where this Ray cannot: what the cluster may grow to is not known then.
+    Raises ValueError where this Ray cannot: what the cluster may grow to is not known
+    then.
     """
     try:
-        from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr as derive
-        from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
+        from ray.autoscaler._private.kuberay.autoscaling_config import (
+            _derive_autoscaling_config_from_ray_cr as derive,
+        )
+        from ray.autoscaler._private.kuberay.node_provider import (
+            KubernetesHttpApiClient,
+        )
     except ImportError as error:
         raise ValueError(str(error)) from None
-    config: Mapping[str, Any] = derive(KubernetesHttpApiClient(namespace).get(f"rayclusters/{cluster}"))
+    config: Mapping[str, Any] = derive(
+        KubernetesHttpApiClient(namespace).get(f"rayclusters/{cluster}")
+    )
     return config
 
 
@@ -156,11 +191,14 @@ def filled_in(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def autoscaler_parts() -> tuple[Any, Any, int]:
-    """Return the classes of Ray's autoscaler that decide what follows when a cloud refuses a machine, Reconciler and
-    CloudResourceMonitor, and the state of such a machine.
+    """Return the classes of Ray's autoscaler that decide what follows when a cloud
+    refuses a machine, Reconciler and CloudResourceMonitor, and the state of such a
+    machine.
     """
     from ray.autoscaler.v2.instance_manager.reconciler import Reconciler
-    from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
+    from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import (
+        CloudResourceMonitor,
+    )
     from ray.core.generated.instance_manager_pb2 import Instance  # type: ignore[attr-defined] # compiled
 
     return Reconciler, CloudResourceMonitor, int(Instance.ALLOCATION_FAILED)
@@ -171,15 +209,20 @@ def autoscaler_parts() -> tuple[Any, Any, int]:
 
 def starts_again(state: Any) -> bool:
     """Whether a state of the controller is that before a new worker group."""
-    from ray.train.v2._internal.execution.controller.state import ReschedulingState, RestartingState
+    from ray.train.v2._internal.execution.controller.state import (
+        ReschedulingState,
+        RestartingState,
+    )
 
     return isinstance(state, ReschedulingState | RestartingState)
 
 
 def is_leaving() -> bool:
-    """Whether a node of this worker's group is about to be taken away; all ranks ask equally often.
+    """Whether a node of this worker's group is about to be taken away; all ranks ask
+    equally often.
 
-    Public from Ray 2.58 on; an older one never says so, and the end of a node is a failure like any other.
+    Public from Ray 2.58 on; an older one never says so, and the end of a node is a
+    failure like any other.
     """
     import ray.train
 
@@ -188,11 +231,14 @@ def is_leaving() -> bool:
 
 
 def nodes_taken(before: Any, state: Any) -> set[str]:
-    """Return the nodes because of whose end a group starts again; none where Ray is older than 2.58, which hears of no
-    such end.
+    """Return the nodes because of whose end a group starts again; none where Ray is
+    older than 2.58, which hears of no such end.
     """
     try:
-        from ray.train.v2._internal.execution.controller.state import PreemptingState, RestartingState
+        from ray.train.v2._internal.execution.controller.state import (
+            PreemptingState,
+            RestartingState,
+        )
     except ImportError:
         return set()
     if not (isinstance(before, PreemptingState) and isinstance(state, RestartingState)):
@@ -214,7 +260,8 @@ def run_register() -> Any:
     return get_state_actor()
 
 
-# Loggers, each named by its module. One that has another name in some Ray says more than we want, and nothing breaks.
+# Loggers, each named by its module. One that has another name in some Ray says more
+# than we want, and nothing breaks.
 _TRAIN = "ray.train.v2._internal"
 TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"  # noqa: S105 # (a name)
 FAILURE_LOGGER = f"{_TRAIN}.execution.failure_handling.default"
@@ -224,7 +271,9 @@ COORDINATOR_LOGGER = f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator
 
 def quiet_reports() -> None:
     """Keep Ray from a line for every report, from every rank."""
-    from ray.train.v2._internal.execution import context  # its logger is named by its file
+    from ray.train.v2._internal.execution import (
+        context,
+    )  # its logger is named by its file
 
     logging.getLogger(str(context.__file__)).setLevel(logging.WARNING)
 

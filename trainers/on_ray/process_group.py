@@ -1,8 +1,9 @@
 """The process group of Ray Train's workers, without torch in Ray's controller.
 
-Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the controller and in Ray's own record
-of the runs, too), leaves the choice of a backend to the controller's node, which may be a head without a GPU, and lets
-the store in which the ranks meet listen on every address of rank 0's node.
+Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the
+controller and in Ray's own record of the runs, too), leaves the choice of a backend to
+the controller's node, which may be a head without a GPU, and lets the store in which
+the ranks meet listen on every address of rank 0's node.
 """
 
 import logging
@@ -49,7 +50,9 @@ class GroupConfig(BackendConfig):
 class _GroupBackend(Backend):
     """Forms and dissolves the group, from the controller."""
 
-    share_cuda_visible_devices = True  # NCCL's direct paths between GPUs of a node need to see them all
+    share_cuda_visible_devices = (
+        True  # NCCL's direct paths between GPUs of a node need to see them all
+    )
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray when all workers are there."""
@@ -60,7 +63,11 @@ class _GroupBackend(Backend):
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray before the workers end; some of them may be dead already."""
         if len(worker_group) > 1:
-            ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_LEAVE_S)
+            ray.wait(
+                worker_group.execute_async(_leave),
+                num_returns=len(worker_group),
+                timeout=_LEAVE_S,
+            )
 
 
 def _is_alone() -> bool:
@@ -70,15 +77,20 @@ def _is_alone() -> bool:
 
 
 def listen() -> tuple[socket.socket, str, int]:
-    """Return, on rank 0, the socket of the ranks' store, its address and its port. It listens on the loopback where all
-    ranks are on this node, else on the node's address in the cluster: whoever connects may read and write all of it.
+    """Return, on rank 0, the socket of the ranks' store, its address and its port.
+
+    It listens on the loopback where all ranks are on this node, else on the node's
+    address in the cluster: whoever connects may read and write all of it.
     """
     address = "127.0.0.1" if _is_alone() else ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         server = socket.create_server((address, 0), family=family)
     except OSError:
-        logger.warning("%s is no address of this machine: the ranks' store listens on all that it has", address)
+        logger.warning(
+            "%s is no address of this machine: the ranks' store listens on all that it has",
+            address,
+        )
         server = socket.create_server(("", 0), family=family)
     return server, address, int(server.getsockname()[1])
 
@@ -98,7 +110,8 @@ def _join(address: str, port: int, backend: str) -> None:
         from trainers.launch.local import TIMEOUT, join_group, keep_on_this_machine
 
     context = ray.train.get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
+    rank = context.get_world_rank()
+    world_size = context.get_world_size()
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -109,13 +122,17 @@ def _join(address: str, port: int, backend: str) -> None:
     if _is_alone():
         keep_on_this_machine()
     server = _listening.pop().detach() if rank == 0 else None
-    store = TCPStore(address, port, world_size, rank == 0, TIMEOUT, master_listen_fd=server)
+    store = TCPStore(
+        address, port, world_size, rank == 0, TIMEOUT, master_listen_fd=server
+    )
     join_group(backend, store, rank, world_size, own_gpu())
 
 
 @contextmanager
 def _on_own_gpu() -> Iterator[None]:
-    """The current CUDA device is each thread's own, and Ray trains in another thread than the one that has joined."""
+    """The current CUDA device is each thread's own, and Ray trains in another thread
+    than the one that has joined.
+    """
     import torch
 
     torch.cuda.set_device(own_gpu())

@@ -1,10 +1,12 @@
-"""A script that runs beside the driver of an embedded cluster: once the driver is gone, in whatever way, nothing stays.
+"""A script that runs beside the driver of an embedded cluster: once the driver is gone,
+in whatever way, nothing stays.
 
-Ray's agents outlive a raylet that was killed by a minute, in which they tell a GCS that is dead too
-(ray/_private/process_watcher.py); a worker that was stopped notices nothing at all. Needs Linux.
+Ray's agents outlive a raylet that was killed by a minute, in which they tell a GCS that
+is dead too (ray/_private/process_watcher.py); a worker that was stopped notices nothing
+at all. Needs Linux.
 
-Run as: reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to delete; it begins when its
-standard input ends.
+Run as: reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to
+delete; it begins when its standard input ends.
 """
 
 import os
@@ -32,24 +34,38 @@ def start(session: str, directory: Path | None = None) -> None:
     pipe = subprocess.PIPE
     _started.append(
         subprocess.Popen(  # noqa: S603 (our own file)
-            command, stdin=pipe, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True
+            command,
+            stdin=pipe,
+            stdout=nowhere,
+            stderr=nowhere,
+            cwd="/",
+            start_new_session=True,
         )
     )
 
 
 def processes(session: str) -> list[int]:
-    """The raylet and all below it: they have its log open, to write. Their command lines are titles of Ray's."""
-    log, found = Path(session, "logs", "raylet.out"), []
+    """The raylet and all below it: they have its log open, to write.
+
+    Their command lines are titles of Ray's.
+    """
+    log = Path(session, "logs", "raylet.out")
+    found = []
     for process in Path("/proc").iterdir():
         with suppress(OSError):  # it has ended, or is another user's
             links = (process / "fd").iterdir()
-            if any(link.readlink() == log and link.lstat().st_mode & stat.S_IWUSR for link in links):
+            if any(
+                link.readlink() == log and link.lstat().st_mode & stat.S_IWUSR
+                for link in links
+            ):
                 found.append(int(process.name))
     return found
 
 
 def main(session: str, directory: str | None = None) -> None:
-    """Wait for the driver's end; what has not ended by itself is killed, and the directory deleted."""
+    """Wait for the driver's end; what has not ended by itself is killed, and the
+    directory deleted.
+    """
     sys.stdin.read()
     deadline = time.monotonic() + GRACE_S
     while processes(session) and time.monotonic() < deadline:

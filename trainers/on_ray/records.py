@@ -1,4 +1,6 @@
-"""A run's records on their way from rank 0 to the driver, through the cluster's key-value store (Ray)."""
+"""A run's records on their way from rank 0 to the driver, through the cluster's
+key-value store (Ray).
+"""
 
 import contextlib
 import json
@@ -17,23 +19,35 @@ _LOOK_S = 0.25
 
 
 def send(run: Storage, records: list[Record]) -> None:
-    """Leave records of a run for its driver. For a thread: it waits for the cluster's head."""
+    """Leave records of a run for its driver.
+
+    For a thread: it waits for the cluster's head.
+    """
     key = _prefix(run) + f"{time.time_ns():020d}".encode()
     kv_put(key, json.dumps(records, default=str).encode(), overwrite=True)
 
 
 @contextlib.contextmanager
 def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
-    """Leave the records of a run in a block, as its spec has it. Every rank calls it."""
+    """Leave the records of a run in a block, as its spec has it.
+
+    Every rank calls it.
+    """
     context.draws_line = spec.told == "line"
     told = spec.told and context.rank == 0
-    with sending(partial(send, spec.storage)) if told else contextlib.nullcontext() as context.take:
+    with (
+        sending(partial(send, spec.storage))
+        if told
+        else contextlib.nullcontext() as context.take
+    ):
         yield
 
 
 @contextlib.contextmanager
 def receiving(run: Storage, take: Take | None) -> Iterator[None]:
-    """Give the records of a run to `take`, in a block in which its workers may send some."""
+    """Give the records of a run to `take`, in a block in which its workers may send
+    some.
+    """
     if take is None:
         yield
         return
@@ -44,7 +58,9 @@ def receiving(run: Storage, take: Take | None) -> Iterator[None]:
         is_over = False
         while not is_over:
             is_over = over.wait(_LOOK_S)
-            with contextlib.suppress(Exception):  # the cluster is gone, or does not answer: the run itself says so
+            with contextlib.suppress(
+                Exception
+            ):  # the cluster is gone, or does not answer: the run itself says so
                 _take(run, take)
 
     thread = threading.Thread(target=receive, name="records", daemon=True)

@@ -69,9 +69,14 @@ def _execute(spec: RunSpec, context: RayContext) -> None:
             spec.execute(context)
             context.flush()
         except PreemptedError as notice:
-            logger.warning("%s; waiting until Ray takes the node out and starts the group again", notice)
+            logger.warning(
+                "%s; waiting until Ray takes the node out and starts the group again",
+                notice,
+            )
             context.flush()
-            while True:  # returning would end the run, raising would start it again on the very node that is leaving
+            # returning would end the run, raising would start it again on the very node
+            # that is leaving
+            while True:
                 time.sleep(1)
 
 
@@ -97,26 +102,37 @@ def _job_worker(loop_config: dict[str, Any]) -> Any:
 
 
 def run_job(job: Job[R]) -> R:
-    """Do a job that is no training run, such as a profile, in a worker group of its scaling; joins the cluster. What
-    Ray keeps of it beside the run's directory is deleted.
+    """Do a job that is no training run, such as a profile, in a worker group of its
+    scaling; joins the cluster.
 
-    Raises ConfigError where the cluster can never hold the group, RunFailedError where a worker failed.
+    What Ray keeps of it beside the run's directory is deleted.
+
+    Raises ConfigError where the cluster can never hold the group, RunFailedError where
+    a worker failed.
     """
     gpu = check_cluster(job) == "cuda"
-    with job.storage.beside() as place, ending_with_cluster("nothing was changed"), VitalSigns():
+    with (
+        job.storage.beside() as place,
+        ending_with_cluster("nothing was changed"),
+        VitalSigns(),
+    ):
         trainer = TorchTrainer(
             _job_worker,
             train_loop_config={"job": job},
             torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
             scaling_config=ray_scaling(job.config.scaling, gpu),
-            run_config=ray.train.RunConfig(name=place.name, storage_path=place.parent.uri),
+            run_config=ray.train.RunConfig(
+                name=place.name, storage_path=place.parent.uri
+            ),
         )
         answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
     return job.read_result(answer.encode())
 
 
 def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
-    """Train on the connected cluster; needs `check_cluster` before it. `take` is given the run's records.
+    """Train on the connected cluster; needs `check_cluster` before it.
+
+    `take` is given the run's records.
 
     Raises RunFailedError when the budget for a kind of failure is used up.
     """
@@ -124,8 +140,8 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
     gpu = wants_gpu(config, capacity())
     if not isinstance(config.scaling.num_workers, int):
         free_dead_runs()
-    # Ray's list of the checkpoints that it was told of: with one of them deleted, as ours are once newer ones are
-    # complete, it refuses to go on with the run.
+    # Ray's list of the checkpoints that it was told of: with one of them deleted, as
+    # ours are once newer ones are complete, it refuses to go on with the run.
     spec.storage.delete("checkpoint_manager_snapshot.json")
     trainer = TorchTrainer(
         _worker,
@@ -137,7 +153,10 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
             storage_path=spec.storage.parent.uri,
             failure_config=ray.train.FailureConfig(
                 max_failures=-1,
-                **accepted(ray.train.FailureConfig, max_preemption_failures=config.failure.preempted),
+                **accepted(
+                    ray.train.FailureConfig,
+                    max_preemption_failures=config.failure.preempted,
+                ),
             ),
             callbacks=[FailurePolicy(config.failure, spec.storage), NodeCount()],  # type: ignore[list-item]
         ),
@@ -155,7 +174,9 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:
-    """Run Ray's `fit` in a thread of its own, so that signals ask the workers to stop; they die with this process."""
+    """Run Ray's `fit` in a thread of its own, so that signals ask the workers to stop;
+    they die with this process.
+    """
     request_stop(storage, False)
     failed: list[BaseException] = []
 
@@ -173,7 +194,9 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
             while thread.is_alive() and not signals.asked:
                 thread.join(0.2)
             if signals.asked:
-                logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")
+                logger.info(
+                    "asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)"
+                )
                 request_stop(storage, True)
             thread.join()
     finally:
@@ -183,27 +206,37 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
 
 
 class NodeCount(ControllerCallback):
-    """Lets Ray's coordinator count the nodes before a group starts again: an elastic group that is started before the
-    next count waits for the dead node until RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S. The coordinator counts nodes every
-    20 s, and keeps what a run has reserved for 180 s: it learns late of a node that is gone, and of a run whose driver
-    was killed. Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
+    """Lets Ray's coordinator count the nodes before a group starts again: an elastic
+    group that is started before the next count waits for the dead node until
+    RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S. The coordinator counts nodes every 20 s, and
+    keeps what a run has reserved for 180 s: it learns late of a node that is gone, and
+    of a run whose driver was killed.
 
-    After a preemption notice it waits until the nodes are gone, since Ray chooses the group's size at the deadline,
-    seconds before it misses them.
+    Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
+
+    After a preemption notice it waits until the nodes are gone, since Ray chooses the
+    group's size at the deadline, seconds before it misses them.
     """
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
         show_life()
-        # A busy coordinator misses a request, which is sent again: a line, not a traceback.
+        # A busy coordinator misses a request, which is sent again: a line, not a
+        # traceback.
         logging.getLogger(COORDINATOR_LOGGER).addFilter(_without_traceback)
 
-    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+    def after_controller_state_update(
+        self, previous_state: Any, current_state: Any
+    ) -> None:
         """Called by Ray in its control loop, with no other group to look after."""
         if not starts_again(current_state):
             return
-        taken, deadline = nodes_taken(previous_state, current_state), time.monotonic() + _GONE_S
-        while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+        taken = nodes_taken(previous_state, current_state)
+        deadline = time.monotonic() + _GONE_S
+        while (
+            taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
         count_nodes()
 
@@ -216,14 +249,20 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def count_nodes() -> None:
     """Let Ray's coordinator count the nodes now; warns where it does not."""
     try:
-        ray.get(coordinator().get_reserved_resources.remote("", recompute=True), timeout=_ANSWER_S)
+        ray.get(
+            coordinator().get_reserved_resources.remote("", recompute=True),
+            timeout=_ANSWER_S,
+        )
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
-        logger.warning("Ray did not count the nodes again (%s): the group may wait for a dead one", error)
+        logger.warning(
+            "Ray did not count the nodes again (%s): the group may wait for a dead one",
+            error,
+        )
 
 
 def free_dead_runs() -> None:
-    """Free what runs reserved whose controller is dead, as after `kill -9` of a driver: a resumed run would have to
-    wait for it, or start with what is left.
+    """Free what runs reserved whose controller is dead, as after `kill -9` of a driver:
+    a resumed run would have to wait for it, or start with what is left.
     """
     try:
         from ray.util.state import list_actors
@@ -231,11 +270,27 @@ def free_dead_runs() -> None:
         register = run_register()
         if register is None:  # this cluster has had no run
             return
-        runs: dict[str, Any] = ray.get(register.get_train_runs.remote(), timeout=_ANSWER_S)
+        runs: dict[str, Any] = ray.get(
+            register.get_train_runs.remote(), timeout=_ANSWER_S
+        )
         filters: Any = [("class_name", "=", "TrainController"), ("state", "=", "ALIVE")]
         address = ray.get_runtime_context().gcs_address
-        alive = {actor.actor_id for actor in list_actors(address, filters, limit=_MANY, timeout=int(_ANSWER_S))}
-        dead = [run_id for run_id, run in runs.items() if run.controller_actor_id not in alive]
-        ray.get([coordinator().cancel_request.remote(f"train-{run_id}") for run_id in dead], timeout=_ANSWER_S)
-    except Exception as error:  # a cluster without dashboard, a newer Ray: the run starts all the same
+        alive = {
+            actor.actor_id
+            for actor in list_actors(
+                address, filters, limit=_MANY, timeout=int(_ANSWER_S)
+            )
+        }
+        dead = [
+            run_id
+            for run_id, run in runs.items()
+            if run.controller_actor_id not in alive
+        ]
+        ray.get(
+            [coordinator().cancel_request.remote(f"train-{run_id}") for run_id in dead],
+            timeout=_ANSWER_S,
+        )
+    except (
+        Exception
+    ) as error:  # a cluster without dashboard, a newer Ray: the run starts all the same
         logger.warning("Ray may hold workers of killed runs for 180 s: %s", error)

@@ -1,17 +1,23 @@
-"""Whole steps as CUDA graphs: captured once, then replayed for every step of the same shapes.
+"""Whole steps as CUDA graphs: captured once, then replayed for every step of the same
+shapes.
 
-A replay launches forward, backward, checks and optimizer in one call, so a small model does not wait for the host.
+A replay launches forward, backward, checks and optimizer in one call, so a small model
+does not wait for the host.
 
-    the first steps of a shape    run as they are, in the stream that captures: warm-up and training at once, so that
-                                  neither weights nor optimizer nor random state have to be put back
+    the first steps of a shape    run as they are, in the stream that captures: warm-up
+                                  and training at once, so that neither weights nor
+                                  optimizer nor random state have to be put back
     the next one                  is captured, which computes nothing, and replayed
     steps of the same shapes      are copied into the graph's own batches and replayed
-    all others                    (an epoch's last, shorter step) run as they are, with the same code
+    all others                    (an epoch's last, shorter step) run as they are, with
+    the same code
 
-Random numbers go on from where the generator is, in a replay too. The task's Python code runs only in steps that are
-captured or run as they are: a schedule in forward(), a counter, an `if` stand still in replays. So a graph is proved
-(trainers/step/proof.py): when it is captured, and before its 2nd, 11th, 101st and 1,001st replay, a few replays and the
-same steps as they are begin from the same state, and must end in the same. What differs ends capturing for good.
+Random numbers go on from where the generator is, in a replay too. The task's Python
+code runs only in steps that are captured or run as they are: a schedule in forward(), a
+counter, an `if` stand still in replays. So a graph is proved (trainers/step/proof.py):
+when it is captured, and before its 2nd, 11th, 101st and 1,001st replay, a few replays
+and the same steps as they are begin from the same state, and must end in the same. What
+differs ends capturing for good.
 """
 
 import functools
@@ -42,7 +48,8 @@ from trainers.step.train_step import TrainStep
 logger = logging.getLogger(__name__)
 
 CAPTURE_AFTER_STEPS = 3
-"""Steps of a shape before it is captured (torch's own number for models without DDP)."""
+"""Steps of a shape before it is captured (torch's own number for models without DDP).
+"""
 PROVED_BEFORE = (1, 10, 100, 1000)
 """Replays of a graph after which it is proved again, besides at its start."""
 LEAST_GAIN = 1.03
@@ -51,17 +58,22 @@ _HOST_SHARE = 0.5
 """Of a step: where the host has issued it sooner, the device is what takes long."""
 _REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
 _MOST_SHAPES = 64  # that are counted: more of them never come back
-_capture_stream = functools.cache(torch.cuda.Stream)  # one of a device: cuBLAS keeps a workspace for each that it sees
+_capture_stream = functools.cache(
+    torch.cuda.Stream
+)  # one of a device: cuBLAS keeps a workspace for each that it sees
 
 
 class CudaCapture:
     """CUDA graphs of one device, on a stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, _capture_stream(device)
+        self._device = device
+        self._stream = _capture_stream(device)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work on the capturing stream; the current one waits for it, the host does not."""
+        """Do the work on the capturing stream; the current one waits for it, the host
+        does not.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -69,20 +81,29 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture the work without doing it; what is returned does it, each time. Waits for the device."""
+        """Capture the work without doing it; what is returned does it, each time.
+
+        Waits for the device.
+        """
         graph = torch.cuda.CUDAGraph()
-        current, generator = torch.cuda.current_stream(self._device), torch.cuda.default_generators[self._device.index]
+        current = torch.cuda.current_stream(self._device)
+        generator = torch.cuda.default_generators[self._device.index]
         random_state = generator.clone_state()
         try:
-            # Other threads (pinning, checkpoints, readings) go on meanwhile: only this one's calls are refused. The
-            # outer block gives the stream back where torch, as 2.11, does not after a failure.
+            # Other threads (pinning, checkpoints, readings) go on meanwhile: only this
+            # one's calls are refused. The outer block gives the stream back where
+            # torch, as 2.11, does not after a failure.
             with (
                 torch.cuda.stream(current),
-                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    graph, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 work()
         except BaseException:
-            generator.graphsafe_set_state(random_state)  # the old one may believe that it is still captured
+            generator.graphsafe_set_state(
+                random_state
+            )  # the old one may believe that it is still captured
             raise
         return graph.replay
 
@@ -101,8 +122,9 @@ class _Graph:
 class GraphedStep(TrainStep):
     """A TrainStep whose repeated shape is captured and replayed.
 
-    Where that is `asked` for, ConfigError says why it cannot be: no CUDA, an optimizer whose step reads the device.
-    Else steps are captured where that is faster, there is room for it and no attribute of the task changes in a step.
+    Where that is `asked` for, ConfigError says why it cannot be: no CUDA, an optimizer
+    whose step reads the device. Else steps are captured where that is faster, there is
+    room for it and no attribute of the task changes in a step.
     """
 
     def __init__(
@@ -117,37 +139,66 @@ class GraphedStep(TrainStep):
         super().__init__(forward, optimizer, group, clip_grad_norm)
         if not self._fused:
             rule = "needs an optimizer whose step never waits for the device, and a group of this"
-            raise _impossible(f"{rule} {type(optimizer).__name__} is not fused", "build it with `fused=True`")
+            raise _impossible(
+                f"{rule} {type(optimizer).__name__} is not fused",
+                "build it with `fused=True`",
+            )
         if capture is None and group.device.type != "cuda":
-            raise _impossible(f"needs CUDA, and this worker trains on {group.device.type}", "train on a GPU")
+            raise _impossible(
+                f"needs CUDA, and this worker trains on {group.device.type}",
+                "train on a GPU",
+            )
         if self.by_hand or (self._beside and group.world_size > 1):
             self.average_by_hand("the optimizer trains what DDP does not have")
         self._capture = capture or CudaCapture(group.device)
-        # A graph keeps the numbers that it was captured with, so the learning rate has to be a tensor. It is float32:
-        # that is how the fused steps read it.
-        self._lrs = [torch.full((), base, dtype=torch.float32, device=group.device) for base in self._base_lrs]
+        # A graph keeps the numbers that it was captured with, so the learning rate has
+        # to be a tensor. It is float32: that is how the fused steps read it.
+        self._lrs = [
+            torch.full((), base, dtype=torch.float32, device=group.device)
+            for base in self._base_lrs
+        ]
         self.asked = asked
         self._given_up = False
         self._graph: _Graph | None = None
         self._has_gradients = False
-        """Whether the parameters have the graph's own, as after a step that is none they have not."""
+        """Whether the parameters have the graph's own, as after a step that is none
+        they have not.
+        """
         self._seen: Counter[Hashable] = Counter()
-        self._last: tuple[list[int], Hashable] = ([], None)  # sizes and shape of the last step that ran as it is
+        self._last: tuple[list[int], Hashable] = (
+            [],
+            None,
+        )  # sizes and shape of the last step that ran as it is
         self._warned = False
 
-    def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
+    def __call__(
+        self,
+        batches: Iterator[Batch],
+        sizes: Sequence[int],
+        step_samples: int,
+        idle: bool,
+    ) -> None:
         """Take the step as TrainStep does; holds all its microbatches at once."""
         held = [next(batches) for _ in sizes]
-        shape = (tuple(sizes), step_samples, idle, tuple(layout(batch) for batch in held))
+        shape = (
+            tuple(sizes),
+            step_samples,
+            idle,
+            tuple(layout(batch) for batch in held),
+        )
         self.strayed = False
 
         def issue() -> None:
             self._has_gradients = False
-            self._capture.run(lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle))
+            self._capture.run(
+                lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle)
+            )
 
         seen = self._seen[shape]
         if self._graph is None and seen >= CAPTURE_AFTER_STEPS and not self._given_up:
-            self._begin(lambda: self._record(shape, held, sizes, step_samples, idle), issue)
+            self._begin(
+                lambda: self._record(shape, held, sizes, step_samples, idle), issue
+            )
         if self._graph is not None and self._graph.shape == shape:
             for mine, tensor in zip(self._graph.inputs, tensors_of(held), strict=True):
                 mine.copy_(tensor, non_blocking=True)
@@ -168,11 +219,15 @@ class GraphedStep(TrainStep):
         graph.replays += 1
         if not self._has_gradients:
             self._has_gradients = True
-            for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
+            for parameter, gradient in zip(
+                self._parameters, graph.gradients, strict=True
+            ):
                 parameter.grad = gradient
 
     def _waits_for_host(self, issue: Callable[[], None]) -> bool:
-        """Take a step, and return whether the host needs about as long to issue it as it takes."""
+        """Take a step, and return whether the host needs about as long to issue it as
+        it takes.
+        """
         synchronize(self.group.device)
         began = time.perf_counter()
         issue()
@@ -181,7 +236,9 @@ class GraphedStep(TrainStep):
         return issued_s > _HOST_SHARE * (time.perf_counter() - began)
 
     def _begin(self, record: Callable[[], _Graph], issue: Callable[[], None]) -> None:
-        """Capture the step, and prove it; where nobody has asked for that, without an error that it may meet."""
+        """Capture the step, and prove it; where nobody has asked for that, without an
+        error that it may meet.
+        """
         try:
             spare = None if self.asked else take_spare(self.group.device)
             self._graph = record()
@@ -191,7 +248,11 @@ class GraphedStep(TrainStep):
             if self.asked:
                 raise
             lacks_memory = classify(error) in OUT_OF_MEMORY
-            why = "there is no memory for it" if lacks_memory else first_line([error, *chain(error)][-1])
+            why = (
+                "there is no memory for it"
+                if lacks_memory
+                else first_line([error, *chain(error)][-1])
+            )
         else:
             return
         self._give_up(why)  # once the error has let go of its tensors
@@ -199,44 +260,79 @@ class GraphedStep(TrainStep):
         torch.cuda.empty_cache()
 
     def _prove(self, graph: _Graph, issue: Callable[[], None]) -> None:
-        """Let the graph go unless a few replays leave what the same steps do, and, the second time, are faster."""
+        """Let the graph go unless a few replays leave what the same steps do, and, the
+        second time, are faster.
+        """
         self.strayed = True
-        eager, captured = self._pass(issue), self._pass(graph.replay)
+        eager = self._pass(issue)
+        captured = self._pass(graph.replay)
         found = difference(captured, eager)
         if found is not None and not torch.are_deterministic_algorithms_enabled():
-            found = difference(captured, eager, [self._pass(issue) for _ in range(_REPEATS)])
+            found = difference(
+                captured, eager, [self._pass(issue) for _ in range(_REPEATS)]
+            )
         if eager.changed is not None and not self.asked:
             self._give_up(f"a step changes `{eager.changed}`, and a replay would not")
         elif found is not None:
-            self._give_up(f"after {graph.replays} replays `{found}` differs from what the step itself makes of it")
+            self._give_up(
+                f"after {graph.replays} replays `{found}` differs from what the step itself makes of it"
+            )
             logger.warning("steps are not replayed any more: %s", self.capture)
-        elif graph.replays == 1 and eager.step_s < LEAST_GAIN * captured.step_s and not self.asked:
-            self._give_up(f"a step takes {eager.step_s * 1e3:.3g} ms, and a replay {captured.step_s * 1e3:.3g} ms")
+        elif (
+            graph.replays == 1
+            and eager.step_s < LEAST_GAIN * captured.step_s
+            and not self.asked
+        ):
+            self._give_up(
+                f"a step takes {eager.step_s * 1e3:.3g} ms, and a replay {captured.step_s * 1e3:.3g} ms"
+            )
         elif graph.replays:
             gain = f"{captured.step_s * 1e3:.3g} ms a step, and {eager.step_s * 1e3:.3g} ms without"
             self.capture = f"captured: {gain}; proved after {graph.replays} replays"
 
     def _pass(self, step: Callable[[], None]) -> Pass:
         self._has_gradients = False
-        own = {name: getattr(self, name) for name in ("loss_sum", "weightless", "_bad_loss", "_found_inf")}
-        own |= {f"scaler.{name}": getattr(self.scaler, name, None) for name in ("_scale", "_growth_tracker")}
-        return take_pass(step, self.forward, self.optimizer, {k: v for k, v in own.items() if v is not None})
+        own = {
+            name: getattr(self, name)
+            for name in ("loss_sum", "weightless", "_bad_loss", "_found_inf")
+        }
+        own |= {
+            f"scaler.{name}": getattr(self.scaler, name, None)
+            for name in ("_scale", "_growth_tracker")
+        }
+        return take_pass(
+            step,
+            self.forward,
+            self.optimizer,
+            {k: v for k, v in own.items() if v is not None},
+        )
 
     def _give_up(self, why: str) -> None:
-        self._graph, self._given_up, self.capture = None, True, f"not captured: {why}"
+        self._graph = None
+        self._given_up = True
+        self.capture = f"not captured: {why}"
         logger.info("%s", self.capture)
 
     def set_lrs(self, lrs: list[float]) -> None:
         """Set every group's learning rate, in place on the device."""
         self.wanted_lrs = lrs
-        for param_group, wanted, lr in zip(self.optimizer.param_groups, lrs, self._lrs, strict=True):
+        for param_group, wanted, lr in zip(
+            self.optimizer.param_groups, lrs, self._lrs, strict=True
+        ):
             lr.fill_(wanted)
-            param_group["lr"] = lr  # a checkpoint that was loaded since has brought a tensor of its own
+            param_group["lr"] = (
+                lr  # a checkpoint that was loaded since has brought a tensor of its own
+            )
         self._lr_versions = [lr._version for lr in self._lrs]
 
     def check_lr(self) -> None:
-        """As TrainStep's; reads the learning rates only where something else has written to them."""
-        same = all(group["lr"] is lr for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=False))
+        """As TrainStep's; reads the learning rates only where something else has
+        written to them.
+        """
+        same = all(
+            group["lr"] is lr
+            for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=False)
+        )
         if not same or self._lr_versions != [lr._version for lr in self._lrs]:
             super().check_lr()
 
@@ -248,39 +344,62 @@ class GraphedStep(TrainStep):
     def average_by_hand(self, why: str) -> None:
         """ConfigError: which gradients there are is agreed by the host."""
         rule = "needs gradients that DDP averages in the backward pass, and here they are averaged after it"
-        raise _impossible(f"{rule} ({why})", "use all of the model through the one that forward() is given")
+        raise _impossible(
+            f"{rule} ({why})",
+            "use all of the model through the one that forward() is given",
+        )
 
     def _refrozen(self) -> None:
         super()._refrozen()
         self.resized()
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """As TrainStep's; where capturing is asked for, ConfigError if the scheduler changes what is captured."""
+        """As TrainStep's; where capturing is asked for, ConfigError if the scheduler
+        changes what is captured.
+        """
         if schedule.cycled(self.optimizer) and not self._given_up:
-            rule = "keeps the momentum that it has captured, and the scheduler cycles it"
+            rule = (
+                "keeps the momentum that it has captured, and the scheduler cycles it"
+            )
             if self.asked:
                 raise _impossible(rule, "make it with `cycle_momentum=False`")
             self._give_up("the scheduler cycles the momentum")
         super().follow(schedule, step, scale)
 
     def _record(
-        self, shape: Hashable, held: list[Batch], sizes: Sequence[int], step_samples: int, idle: bool
+        self,
+        shape: Hashable,
+        held: list[Batch],
+        sizes: Sequence[int],
+        step_samples: int,
+        idle: bool,
     ) -> _Graph:
         inputs = [map_tensors(torch.clone, batch) for batch in held]
         for parameter in self._parameters:
             parameter.grad = None  # the graph makes its own
-        flags = [(group, group["capturable"]) for group in self.optimizer.param_groups if "capturable" in group]
+        flags = [
+            (group, group["capturable"])
+            for group in self.optimizer.param_groups
+            if "capturable" in group
+        ]
         try:
-            # While captured only: it would be kept in checkpoints, and warned of in other steps.
+            # While captured only: it would be kept in checkpoints, and warned of in
+            # other steps.
             for param_group, _ in flags:
                 param_group["capturable"] = True
             with throwaway(self.forward):
-                replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
+                replay = self._capture.record(
+                    lambda: TrainStep.__call__(
+                        self, iter(inputs), sizes, step_samples, idle
+                    )
+                )
                 gradients = [parameter.grad for parameter in self._parameters]
         except RuntimeError as error:
             if classify(error) in OUT_OF_MEMORY:
                 raise
-            cause = error.__context__ or error  # ending a capture that failed raises once more
+            cause = (
+                error.__context__ or error
+            )  # ending a capture that failed raises once more
             rule = f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})"
             fix = "keep forward() and loss() free of `.item()`, copies to the CPU and shapes that depend on values"
             raise _impossible(rule, fix) from error
@@ -291,10 +410,14 @@ class GraphedStep(TrainStep):
         return _Graph(shape, tensors_of(inputs), gradients, replay)
 
     def _count(self, shape: Hashable, sizes: list[int]) -> None:
-        """Remember a step that runs as it is; say so once where not its size but its shape is the reason."""
+        """Remember a step that runs as it is; say so once where not its size but its
+        shape is the reason.
+        """
         if sizes == self._last[0] and shape != self._last[1] and not self._warned:
             self._warned = True
-            logger.warning("`cuda_graphs` replays equal steps only, and here shapes change: the others run as they are")
+            logger.warning(
+                "`cuda_graphs` replays equal steps only, and here shapes change: the others run as they are"
+            )
         self._last = (sizes, shape)
         if len(self._seen) >= _MOST_SHAPES:
             self._seen.clear()
@@ -302,16 +425,26 @@ class GraphedStep(TrainStep):
 
 
 def layout(batch: Batch) -> Hashable:
-    """Describe what batches of one graph have in common: nesting, shapes, formats, places, all that is no tensor."""
+    """Describe what batches of one graph have in common: nesting, shapes, formats,
+    places, all that is no tensor.
+    """
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
     if isinstance(batch, PackedSequence):  # a graph has its sizes from the host
-        return (*batch.batch_sizes.tolist(), layout(batch.data), layout(batch.sorted_indices))
+        return (
+            *batch.batch_sizes.tolist(),
+            layout(batch.data),
+            layout(batch.sorted_indices),
+        )
     parts = parts_of(batch)
     if parts is not None:
         return (type(batch), *((key, layout(value)) for key, value in parts))
     # Anything else might be read in forward(): equal only where that is certain.
-    return (type(batch), batch) if isinstance(batch, (str, bytes, bool, int, float, type(None))) else object()
+    return (
+        (type(batch), batch)
+        if isinstance(batch, (str, bytes, bool, int, float, type(None)))
+        else object()
+    )
 
 
 def _impossible(rule: str, fix: str) -> ConfigError:

@@ -1,4 +1,6 @@
-"""Explains torch's complaint about tensors on different devices by naming those that are elsewhere."""
+"""Explains torch's complaint about tensors on different devices by naming those that
+are elsewhere.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,8 @@ from trainers.task import Task
 
 _NAMED = 4  # how many tensors a sentence names
 _DEPTH = 6  # how deep they are looked for
-# torch's own words, from the checks of its dispatcher and of its CUDA, cuDNN and meta kernels.
+# torch's own words, from the checks of its dispatcher and of its CUDA, cuDNN and meta
+# kernels.
 _MISMATCH = (
     "same device",
     "expected device",
@@ -26,19 +29,34 @@ _MISMATCH = (
 )
 
 
-def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: Batch, device: torch.device) -> None:
-    """Raise DeviceMismatchError from torch's complaint about devices, naming what is elsewhere; else return.
+def raise_if_mismatch(
+    error: RuntimeError,
+    task: Task,
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+) -> None:
+    """Raise DeviceMismatchError from torch's complaint about devices, naming what is
+    elsewhere; else return.
 
-    Looks at the batch, at the model's parameters and buffers, and at tensors that modules or the task hold as plain
-    attributes, which `model.to(device)` does not move.
+    Looks at the batch, at the model's parameters and buffers, and at tensors that
+    modules or the task hold as plain attributes, which `model.to(device)` does not
+    move.
     """
     if not any(words in str(error) for words in _MISMATCH):
         return
-    bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    bare = (
+        model.module
+        if isinstance(model, (DistributedDataParallel, DataParallel))
+        else model
+    )
     found = {
         "batch": named_tensors(batch, "batch"),
         "state": (
-            *((f"parameter `{name}`", tensor) for name, tensor in bare.named_parameters()),
+            *(
+                (f"parameter `{name}`", tensor)
+                for name, tensor in bare.named_parameters()
+            ),
             *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
         ),
         "attribute": (
@@ -48,9 +66,14 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
         ),
         "task": _held(task, type(task).__name__),
     }
-    names, fixes = [], []
+    names = []
+    fixes = []
     for place, tensors in found.items():
-        elsewhere = [f"{name} on {tensor.device}" for name, tensor in tensors if _is_elsewhere(tensor, device)]
+        elsewhere = [
+            f"{name} on {tensor.device}"
+            for name, tensor in tensors
+            if _is_elsewhere(tensor, device)
+        ]
         names += elsewhere
         fixes += [_FIXES[place]] if elsewhere else []
     if names:
@@ -61,7 +84,9 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
         fixes = ["give it the `device=` of one of its inputs"]
     else:
         return
-    raise DeviceMismatchError(f"{said}; {'; '.join(fixes)} (torch: {str(error).splitlines()[0]})") from error
+    raise DeviceMismatchError(
+        f"{said}; {'; '.join(fixes)} (torch: {str(error).splitlines()[0]})"
+    ) from error
 
 
 _FIXES = {
@@ -74,19 +99,27 @@ _FIXES = {
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
-    is_number = tensor.device.type == "cpu" and tensor.ndim == 0  # torch takes these as plain numbers
+    is_number = (
+        tensor.device.type == "cpu" and tensor.ndim == 0
+    )  # torch takes these as plain numbers
     return tensor.device != device and not is_number
 
 
 def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an object's attributes; what a module has registered is not among them."""
+    """Yield the tensors in an object's attributes; what a module has registered is not
+    among them.
+    """
     for key, value in vars(owner).items():
         if key not in ("_parameters", "_buffers", "_modules"):
             yield from named_tensors(value, f"{name}.{key}", depth - 1)
 
 
-def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nested batch with its path (`batch['image'][0]`), and those in other objects."""
+def named_tensors(
+    value: Any, name: str, depth: int = _DEPTH
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a nested batch with its path (`batch['image'][0]`), and
+    those in other objects.
+    """
     if isinstance(value, Tensor):
         yield f"`{name}`", value
     elif isinstance(value, nn.Module):

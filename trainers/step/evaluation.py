@@ -1,9 +1,11 @@
-"""Exact distributed evaluation: the same figures for any number of workers, to the last sample.
+"""Exact distributed evaluation: the same figures for any number of workers, to the last
+sample.
 
-Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a table, which is added over
-ranks (to zeros, so exactly) and then summed without rounding. Of a
-torchmetrics.Metric (the package is not imported) the states are taken after every batch and reduced once, at the end,
-as torchmetrics reduces over ranks: as if every batch had been a rank, in the order of batches.
+Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a
+table, which is added over ranks (to zeros, so exactly) and then summed without
+rounding. Of a torchmetrics.Metric (the package is not imported) the states are taken
+after every batch and reduced once, at the end, as torchmetrics reduces over ranks: as
+if every batch had been a rank, in the order of batches.
 """
 
 import contextlib
@@ -37,11 +39,16 @@ logger = logging.getLogger(__name__)
 _Place = tuple[int, int]
 """The number of a batch, and where in it a part of it starts."""
 _LOSS, _WEIGHT = 0, 1  # beside the names of metrics
-_TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05
+_TOLERANCE = 1e-3
+_NARROW_TOLERANCE = 0.05
 """Of figures, as shares: in float32, and where products are rounded to fewer bits."""
 _ROUNDING = 1e-6  # of figures near zero
 _FEW = 64
-_ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
+_ORDERLESS = (
+    "dim_zero_sum",
+    "dim_zero_max",
+    "dim_zero_min",
+)  # torchmetrics' names; exact for whole numbers
 
 
 def evaluate(
@@ -55,15 +62,20 @@ def evaluate(
     seeds: tuple[int, ...] = (0,),
     collective: bool = False,
 ) -> dict[str, float]:
-    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`, over every sample once; a
-    metric of some batches alone, over theirs. Every rank must call it.
+    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`,
+    over every sample once; a metric of some batches alone, over theirs.
 
-    `model` is the bare module: nothing here is a collective until the end, but the forwards of a sharded one, and of a
-    task of which `collective` says so. Those are equally many on every rank: a rank with a batch less runs one whose
-    result is left out. What is drawn for a batch follows from `seeds` and its number; random state is put back.
+    Every rank must call it.
 
-    A batch that runs out of memory is taken in halves, from then on: the figures are the same but for rounding. Where
-    forwards are collectives, or one sample is too large, RunFailedError says so.
+    `model` is the bare module: nothing here is a collective until the end, but the
+    forwards of a sharded one, and of a task of which `collective` says so. Those are
+    equally many on every rank: a rank with a batch less runs one whose result is left
+    out. What is drawn for a batch follows from `seeds` and its number; random state is
+    put back.
+
+    A batch that runs out of memory is taken in halves, from then on: the figures are
+    the same but for rounding. Where forwards are collectives, or one sample is too
+    large, RunFailedError says so.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = list(torch.arange(length).split(microbatch_size))
@@ -79,14 +91,21 @@ def evaluate(
     try:
         with torch.no_grad(), evaluating(model, *modules_beside(task, model)):
             while todo or idle:
-                error, size = measured.take(feed, todo, idle, seeds, with_loss=collective)
+                error, size = measured.take(
+                    feed, todo, idle, seeds, with_loss=collective
+                )
                 if error is None:
                     break
                 if together or size == 1:
-                    raise too_large(error, size, group, next_smaller(microbatch_size)) from error
+                    raise too_large(
+                        error, size, group, next_smaller(microbatch_size)
+                    ) from error
                 feed.most = next_smaller(size)
                 logger.info(
-                    "an evaluation batch of %d does not fit (%s): %d at once", size, first_line(error), feed.most
+                    "an evaluation batch of %d does not fit (%s): %d at once",
+                    size,
+                    first_line(error),
+                    feed.most,
                 )
                 todo = _halved(todo[measured.done :], feed.most)
     finally:
@@ -95,30 +114,44 @@ def evaluate(
     samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
     has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
     if len(has_loss) == 2:
-        rule, fix = "is None for some batches of an evaluation alone", "return None for all of them, or for none"
+        rule = "is None for some batches of an evaluation alone"
+        fix = "return None for all of them, or for none"
         raise ConfigError(f"{type(task).__name__}.loss()", MISSING, rule, fix)
     names = [_LOSS, _WEIGHT, *samples]
     table = torch.zeros(len(batches), len(names), dtype=torch.float64)
     if measured.sums:
-        rows, columns = zip(*((batch, names.index(name)) for batch, name in measured.sums), strict=True)
+        rows, columns = zip(
+            *((batch, names.index(name)) for batch, name in measured.sums), strict=True
+        )
         table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
     loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
-    figures = {name: total / samples[name] for name, total in zip(samples, sums_of, strict=True)}
+    figures = {
+        name: total / samples[name]
+        for name, total in zip(samples, sums_of, strict=True)
+    }
     of_states = measured.states.figures(group)
     if both := sorted(figures.keys() & of_states.keys()):
         raise _taken(both[0], "is the name of two figures", type(task).__name__)
     figures |= of_states
-    val_loss = {} if has_loss == {False} else {"val_loss": loss_sum / weight_sum if weight_sum else math.nan}
+    val_loss = (
+        {}
+        if has_loss == {False}
+        else {"val_loss": loss_sum / weight_sum if weight_sum else math.nan}
+    )
     return {**val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}
 
 
-def check_evaluation(forward: ForwardPass, dataset: Dataset[Any], size: int) -> ConfigError | str | None:
-    """Return a warning where figures depend on which samples are evaluated together: those of the first `size` samples
-    at once, or of the first 64 where they have to be read one by one, differ from those of their halves. Return what to
-    raise for metrics of a wrong shape.
+def check_evaluation(
+    forward: ForwardPass, dataset: Dataset[Any], size: int
+) -> ConfigError | str | None:
+    """Return a warning where figures depend on which samples are evaluated together:
+    those of the first `size` samples at once, or of the first 64 where they have to be
+    read one by one, differ from those of their halves.
 
-    For a `throwaway` block. Where the pass fails, or draws at random what it gives, nothing can be said. Every rank
-    must call it.
+    Return what to raise for metrics of a wrong shape.
+
+    For a `throwaway` block. Where the pass fails, or draws at random what it gives,
+    nothing can be said. Every rank must call it.
     """
     most = size if type(dataset) is TensorDataset else min(size, _FEW)
     rows = torch.arange(min(most, len(dataset)))  # type: ignore[arg-type]
@@ -129,13 +162,21 @@ def check_evaluation(forward: ForwardPass, dataset: Dataset[Any], size: int) -> 
         with torch.no_grad(), evaluating(forward.model):
             whole = _figures_of(forward, dataset, [rows])
             parts = _figures_of(forward, dataset, halves)
-            common = [name for name in whole if name in parts]  # some batches alone may have others
-            differ = [name for name in common if abs(whole[name] - parts[name]) > _least(tolerance, whole[name])]
+            common = [
+                name for name in whole if name in parts
+            ]  # some batches alone may have others
+            differ = [
+                name
+                for name in common
+                if abs(whole[name] - parts[name]) > _least(tolerance, whole[name])
+            ]
             again = _figures_of(forward, dataset, halves) if differ else parts
     except Exception as error:
         if isinstance(error, ConfigError) and not whole:
             return error
-        logger.debug("evaluation cannot be tried: %s", error)  # it says itself better why not
+        logger.debug(
+            "evaluation cannot be tried: %s", error
+        )  # it says itself better why not
         return None
     for name in differ:
         if parts[name] == again[name]:
@@ -152,27 +193,40 @@ def _least(tolerance: float, figure: float) -> float:
     return max(tolerance * abs(figure), _ROUNDING)
 
 
-def _figures_of(forward: ForwardPass, dataset: Dataset[Any], pieces: Sequence[Tensor]) -> dict[str, float]:
+def _figures_of(
+    forward: ForwardPass, dataset: Dataset[Any], pieces: Sequence[Tensor]
+) -> dict[str, float]:
     """The loss and the averaged metrics of some samples, in these pieces."""
-    measured, start = _Measured(forward), 0
+    measured = _Measured(forward)
+    start = 0
     for rows in pieces:
         batch = map_tensors(
-            lambda tensor: tensor.to(forward.device), fetch(dataset, rows.tolist(), forward.task.collate)
+            lambda tensor: tensor.to(forward.device),
+            fetch(dataset, rows.tolist(), forward.task.collate),
         )
         batch = forward.task.transform(batch, False)
         outputs, loss = forward(batch)
         measured._add(_Piece(0, start, rows), batch, outputs, loss)
         start += len(rows)
     sums = {name: value.item() for (_, name), value in measured.sums.items()}
-    loss_sum, weight = sums[_LOSS], sums[_WEIGHT]
+    loss_sum = sums[_LOSS]
+    weight = sums[_WEIGHT]
     figures = {name: sums[name] / samples for name, samples in measured.samples.items()}
-    return ({"loss": loss_sum / weight} if weight and measured.has_loss == {True} else {}) | figures
+    return (
+        {"loss": loss_sum / weight} if weight and measured.has_loss == {True} else {}
+    ) | figures
 
 
-def too_large(error: BaseException, size: int, group: Group, smaller: int) -> RunFailedError:
-    """Return what to raise where a batch of `size`, that nothing is learnt from, ran out of memory."""
+def too_large(
+    error: BaseException, size: int, group: Group, smaller: int
+) -> RunFailedError:
+    """Return what to raise where a batch of `size`, that nothing is learnt from, ran
+    out of memory.
+    """
     words = f"rank {group.rank}: an evaluation batch of {size} ran out of memory ({first_line(error)})"
-    return RunFailedError(classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}")
+    return RunFailedError(
+        classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}"
+    )
 
 
 class _Piece(NamedTuple):
@@ -190,7 +244,9 @@ def _halved(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
     return [
         _Piece(piece.batch, piece.start + offset, rows)
         for piece in pieces
-        for offset, rows in zip(range(0, len(piece.rows), most), piece.rows.split(most), strict=True)
+        for offset, rows in zip(
+            range(0, len(piece.rows), most), piece.rows.split(most), strict=True
+        )
     ]
 
 
@@ -199,7 +255,9 @@ class _Measured:
 
     def __init__(self, forward: ForwardPass) -> None:
         self.sums = dict[tuple[int, str | int], Tensor]()
-        """By the batch's number and a name: the loss times its weight, the weight, and the sums of its metrics."""
+        """By the batch's number and a name: the loss times its weight, the weight, and
+        the sums of its metrics.
+        """
         self.samples = Counter[str]()
         """By the metric's name: those of the batches that have it."""
         self.has_loss: set[bool] = set()
@@ -210,16 +268,30 @@ class _Measured:
         self._exact = torch.float32 if forward.device.type == "mps" else torch.float64
 
     def take(
-        self, feed: Feed, pieces: Sequence[_Piece], idle: Sequence[_Piece], seeds: tuple[int, ...], *, with_loss: bool
+        self,
+        feed: Feed,
+        pieces: Sequence[_Piece],
+        idle: Sequence[_Piece],
+        seeds: tuple[int, ...],
+        *,
+        with_loss: bool,
     ) -> tuple[BaseException | None, int]:
-        """Measure the pieces, and run the `idle` ones; return the error of one that ran out of memory, and its size.
+        """Measure the pieces, and run the `idle` ones; return the error of one that ran
+        out of memory, and its size.
 
         Only a forward pass may: a metric that has seen a batch would see it again.
         """
-        self.done, forward, batch = 0, self._forward, None
+        self.done = 0
+        forward = self._forward
+        batch = None
         every = [*pieces, *idle]
-        drawn = [batch_seed(*seeds, piece.batch, *([piece.start] * (piece.start > 0))) for piece in every]
-        found = feed.batches([piece.rows for piece in every], training=False, seeds=drawn)
+        drawn = [
+            batch_seed(*seeds, piece.batch, *([piece.start] * (piece.start > 0)))
+            for piece in every
+        ]
+        found = feed.batches(
+            [piece.rows for piece in every], training=False, seeds=drawn
+        )
         for piece in every:
             is_idle = self.done == len(pieces)
             try:
@@ -227,7 +299,9 @@ class _Measured:
                 outputs, loss = forward(batch, with_loss=with_loss or not is_idle)
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
-                    return error.with_traceback(None), len(piece.rows)  # its frames hold what did not fit
+                    return error.with_traceback(None), len(
+                        piece.rows
+                    )  # its frames hold what did not fit
                 if isinstance(error, RuntimeError):
                     forward.explain(error, batch)
                 raise
@@ -237,8 +311,11 @@ class _Measured:
         next(found, None)  # a loader ends its epoch
         return None, 0
 
-    def _add(self, piece: _Piece, batch: Batch, outputs: Any, loss: Tensor | None) -> None:
-        task, samples = self._forward.task, len(piece.rows)
+    def _add(
+        self, piece: _Piece, batch: Batch, outputs: Any, loss: Tensor | None
+    ) -> None:
+        task = self._forward.task
+        samples = len(piece.rows)
         try:
             found = task.metrics(outputs, batch)
         except RuntimeError as error:
@@ -251,19 +328,31 @@ class _Measured:
         self.has_loss.add(loss is not None)
         loss = torch.zeros((), device=self._forward.device) if loss is None else loss
         weight = weight_of(task, batch, samples).to(loss.device, self._exact)
-        weighed = (loss.to(self._exact) * weight).masked_fill(weight == 0, 0.0)  # as in training
+        weighed = (loss.to(self._exact) * weight).masked_fill(
+            weight == 0, 0.0
+        )  # as in training
         sums: dict[str | int, Tensor] = {_LOSS: weighed, _WEIGHT: weight}
-        sums |= {name: value.to(loss.device, self._exact).sum() for name, value in values.items()}
+        sums |= {
+            name: value.to(loss.device, self._exact).sum()
+            for name, value in values.items()
+        }
         for name, value in sums.items():
             place = (piece.batch, name)
             self.sums[place] = self.sums[place] + value if place in self.sums else value
 
 
 def _flat(found: Any, task: str) -> dict[str, Any]:
-    """Take the mappings among the metrics of the class `task` apart: what is in them is `<name>_<key>`."""
+    """Take the mappings among the metrics of the class `task` apart: what is in them is
+    `<name>_<key>`.
+    """
     if not isinstance(found, Mapping):
         rule = "must be a dict of metrics by name"
-        raise ConfigError(f"{task}.metrics()", type(found).__name__, rule, "return {} where there are none")
+        raise ConfigError(
+            f"{task}.metrics()",
+            type(found).__name__,
+            rule,
+            "return {} where there are none",
+        )
     flat: dict[str, Any] = {}
     for name, value in found.items():
         parts: dict[str, Any] = {name: value}
@@ -276,7 +365,9 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
 
 
 def check_names(names: Iterable[str], task: str) -> None:
-    """Raise ConfigError where the metrics of the class `task` have a name that evaluation takes itself, or none."""
+    """Raise ConfigError where the metrics of the class `task` have a name that
+    evaluation takes itself, or none.
+    """
     for name in names:
         if not isinstance(name, str):
             raise _taken(name, "must be text", task)
@@ -285,18 +376,26 @@ def check_names(names: Iterable[str], task: str) -> None:
 
 
 def _taken(name: object, rule: str, task: str) -> ConfigError:
-    return ConfigError("metric", name, rule, f"give it another name in {task}.metrics()")
+    return ConfigError(
+        "metric", name, rule, f"give it another name in {task}.metrics()"
+    )
 
 
 def batch_seed(*numbers: int) -> int:
-    """Return the seed of one batch: the same on any rank, and of nothing else in the run."""
+    """Return the seed of one batch: the same on any rank, and of nothing else in the
+    run.
+    """
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
 
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into the mode that it was in."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
+    """Put every module into evaluation mode, and each back into the mode that it was
+    in.
+    """
+    modes = [
+        (module, module.training) for model in models for module in model.modules()
+    ]
     for model in models:
         model.eval()
     try:
@@ -311,12 +410,18 @@ class MetricStates:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}  # torchmetrics.Metric by name
-        self._states: dict[str, dict[str, dict[_Place, Any]]] = {}  # tensors or lists of them, by metric and state
+        self._states: dict[
+            str, dict[str, dict[_Place, Any]]
+        ] = {}  # tensors or lists of them, by metric and state
 
-    def take(self, values: Mapping[str, Any], place: _Place, samples: int, task: str) -> dict[str, Tensor]:
-        """Keep and reset the metrics among `values`, which a part of a batch has updated; return the tensors.
+    def take(
+        self, values: Mapping[str, Any], place: _Place, samples: int, task: str
+    ) -> dict[str, Tensor]:
+        """Keep and reset the metrics among `values`, which a part of a batch has
+        updated; return the tensors.
 
-        Raises ConfigError, which names the class `task`, for what is neither a tensor [samples] nor a metric.
+        Raises ConfigError, which names the class `task`, for what is neither a tensor
+        [samples] nor a metric.
         """
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -330,14 +435,19 @@ class MetricStates:
                 fix = "return the metrics of a collection or a wrapper one by one, each under its name"
                 raise ConfigError(f"metric {name}", type(value).__name__, rule, fix)
             self._metrics[name] = value
-            states = self._states.setdefault(name, {attribute: {} for attribute in value._reductions})
+            states = self._states.setdefault(
+                name, {attribute: {} for attribute in value._reductions}
+            )
             for attribute, state in value.metric_state.items():
                 _keep(states[attribute], place, state, value._reductions[attribute])
             value.reset()
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {
+            name: value for name, value in values.items() if isinstance(value, Tensor)
+        }
 
     def figures(self, group: Group) -> dict[str, float]:
-        """Compute each metric's figure over all batches of all ranks; a vector's as `<name>_<index>`.
+        """Compute each metric's figure over all batches of all ranks; a vector's as
+        `<name>_<index>`.
 
         Every rank must call it. Raises ConfigError for a figure of more dimensions.
         """
@@ -346,20 +456,33 @@ class MetricStates:
             return {}
         figures: dict[str, float] = {}
         for name in self._metrics:
-            if not any(name in before for before in ranks[: group.rank]):  # the first rank that has it computes it
+            if not any(
+                name in before for before in ranks[: group.rank]
+            ):  # the first rank that has it computes it
                 figures |= self._computed(name, ranks)
-        return dict(item for of_rank in group.gather(figures) for item in of_rank.items())
+        return dict(
+            item for of_rank in group.gather(figures) for item in of_rank.items()
+        )
 
     def _computed(self, name: str, ranks: list[Any]) -> dict[str, float]:
         metric = self._metrics[name]
         before = metric.metric_state
         for attribute, reduction in metric._reductions.items():
-            kept = [item for rank in ranks if name in rank for item in rank[name][attribute].items()]
+            kept = [
+                item
+                for rank in ranks
+                if name in rank
+                for item in rank[name][attribute].items()
+            ]
             states = [state for _, state in sorted(kept, key=itemgetter(0))]
-            reduced = map_tensors(methodcaller("to", metric.device), _reduced(states, reduction))
+            reduced = map_tensors(
+                methodcaller("to", metric.device), _reduced(states, reduction)
+            )
             setattr(metric, attribute, reduced)
         with torch.no_grad():
-            figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
+            figure = type(metric).compute(
+                metric
+            )  # the class's own: the instance's would gather once more
         for attribute, state in before.items():
             setattr(metric, attribute, state)
         figures: dict[str, float] = {}
@@ -373,18 +496,34 @@ def _numbers(name: str, figure: Any) -> dict[str, float]:
     if isinstance(figure, Tensor) and figure.numel() == 1:
         return {name: float(figure)}
     if not isinstance(figure, Tensor) or figure.ndim > 1:
-        shown = list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
+        shown = (
+            list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
+        )
         rule = "must be one number, or a vector of them"
-        raise ConfigError(f"metric {name}", shown, rule, "choose a metric that averages")
-    return {f"{name}_{index}": value for index, value in enumerate(figure.double().tolist())}
+        raise ConfigError(
+            f"metric {name}", shown, rule, "choose a metric that averages"
+        )
+    return {
+        f"{name}_{index}": value for index, value in enumerate(figure.double().tolist())
+    }
 
 
-def _keep(kept: dict[_Place, Any], place: _Place, state: Any, reduction: Callable[[Any], Any] | None) -> None:
-    """Keep a batch's state; whole numbers that are summed are one state for all of a rank's batches."""
+def _keep(
+    kept: dict[_Place, Any],
+    place: _Place,
+    state: Any,
+    reduction: Callable[[Any], Any] | None,
+) -> None:
+    """Keep a batch's state; whole numbers that are summed are one state for all of a
+    rank's batches.
+    """
     if isinstance(state, list):
         kept[place] = [item.detach() for item in state]
         return
-    exact = not state.is_floating_point() and getattr(reduction, "__name__", "") in _ORDERLESS
+    exact = (
+        not state.is_floating_point()
+        and getattr(reduction, "__name__", "") in _ORDERLESS
+    )
     if reduction is not None and exact and kept:
         first = next(iter(kept))
         kept[first] = reduction(torch.stack([kept[first], state]))
@@ -393,7 +532,9 @@ def _keep(kept: dict[_Place, Any], place: _Place, state: Any, reduction: Callabl
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """Return what torchmetrics makes of the ranks' states; floating sums are made in float64."""
+    """Return what torchmetrics makes of the ranks' states; floating sums are made in
+    float64.
+    """
     if isinstance(states[0], list):
         items = [item for state in states for item in state]
         return reduction(items) if reduction is not None and items else items
@@ -402,4 +543,8 @@ def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     stacked = torch.stack(states)
     if reduction is None:
         return stacked
-    return reduction(stacked.double()).to(stacked.dtype) if stacked.is_floating_point() else reduction(stacked)
+    return (
+        reduction(stacked.double()).to(stacked.dtype)
+        if stacked.is_floating_point()
+        else reduction(stacked)
+    )

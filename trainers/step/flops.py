@@ -1,7 +1,9 @@
-"""Model FLOPs: what one sample costs by torch's own counter, and the peak of the GPU that it is measured against.
+"""Model FLOPs: what one sample costs by torch's own counter, and the peak of the GPU
+that it is measured against.
 
-Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of all workers together, as data
-sheets have it (peaks.csv, with the source of each row). A device without one has no utilisation: nothing is guessed.
+Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of
+all workers together, as data sheets have it (peaks.csv, with the source of each row). A
+device without one has no utilisation: nothing is guessed.
 """
 
 import contextlib
@@ -27,21 +29,31 @@ logger = logging.getLogger(__name__)
 
 PEAKS = Path(__file__).with_name("peaks.csv")
 """Dense peaks by data sheet."""
-_LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
+# of samples that are all of one shape, a few are enough; two or more, for BatchNorm
+_LIKE_SAMPLES = 8
 
 
 def count_flops(
-    forward: ForwardPass, dataset: Dataset[Any], microbatch: Tensor, phases: Sequence[ForwardPass] = ()
+    forward: ForwardPass,
+    dataset: Dataset[Any],
+    microbatch: Tensor,
+    phases: Sequence[ForwardPass] = (),
 ) -> float | None:
-    """Count the FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an
-    addition and a multiplication each counted. None when they cannot be counted, or differ from step to step.
+    """Count the FLOPs of the forward and backward pass for one sample: matrix products,
+    convolutions and attention, an addition and a multiplication each counted.
 
-    For a `throwaway` block: a pass over the samples `microbatch` (int64 [n]) of the training split, real ones because
-    padding costs too: not the memory probe's worst case. `forward` is that of the bare module, neither compiled nor
-    wrapped, so one rank may count alone. What activation checkpointing computes again is not counted.
+    None when they cannot be counted, or differ from step to step.
+
+    For a `throwaway` block: a pass over the samples `microbatch` (int64 [n]) of the
+    training split, real ones because padding costs too: not the memory probe's worst
+    case. `forward` is that of the bare module, neither compiled nor wrapped, so one
+    rank may count alone. What activation checkpointing computes again is not counted.
     """
-    task, device = forward.task, forward.device
-    if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in forward.model.modules()):
+    task = forward.task
+    device = forward.device
+    if device.type == "cuda" and any(
+        isinstance(module, nn.RNNBase) for module in forward.model.modules()
+    ):
         return None  # torch's counter does not know cuDNN's recurrent layers
     if type(task).worst_case_batch is Task.worst_case_batch:
         microbatch = microbatch[:_LIKE_SAMPLES]
@@ -49,43 +61,68 @@ def count_flops(
     counter.mod_tracker = _AllModules()  # type: ignore[assignment]
     try:
         with torch.no_grad():
-            batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
+            batch = map_tensors(
+                lambda tensor: tensor.to(device),
+                fetch(dataset, microbatch.tolist(), task.collate),
+            )
             batch = task.transform(batch, True)
         with counter, activations_kept():
             for one in phases or (forward,):
                 with one.alone():
                     one.loss(batch).backward()
     except Exception as error:
-        # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
-        logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
+        # Training meets an error of the task too, and says it better; one of the
+        # counter's own must not end it.
+        logger.warning(
+            "FLOPs cannot be counted (%s: %s): utilisation is left out",
+            type(error).__name__,
+            error,
+        )
         return None
     differs = phases and type(task).phases is not Task.phases
     return None if differs else counter.get_total_flops() / len(microbatch) or None
 
 
 class _AllModules(contextlib.nullcontext[None]):
-    """In place of torch's own tracker, which counts by module, and whose hooks refuse a gradient by an input."""
+    """In place of torch's own tracker, which counts by module, and whose hooks refuse a
+    gradient by an input.
+    """
 
     parents = frozenset({"Global"})
 
 
 def utilisation(
-    flops_per_sample: float | None, samples_per_s: float, world_size: int, peak: float | None
+    flops_per_sample: float | None,
+    samples_per_s: float,
+    world_size: int,
+    peak: float | None,
 ) -> float | None:
-    """Model FLOPs utilisation over all workers, 0 to 1; `peak` is one device's, in FLOP/s. None when not known."""
+    """Model FLOPs utilisation over all workers, 0 to 1; `peak` is one device's, in
+    FLOP/s.
+
+    None when not known.
+    """
     if flops_per_sample is None or peak is None:
         return None
     return flops_per_sample * samples_per_s / (world_size * peak)
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """Dense peak of this worker's device in `precision` (as in the configuration), in FLOP/s; None when not known."""
-    return gpu_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+    """Dense peak of this worker's device in `precision` (as in the configuration), in
+    FLOP/s; None when not known.
+    """
+    return (
+        gpu_peak(torch.cuda.get_device_name(device), precision)
+        if device.type == "cuda"
+        else None
+    )
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """Return the same by torch's name of the GPU, which a row's pattern must match whole: a slice of a GPU (MIG) has no
-    row. What is not in `peaks.csv` is not known.
+    """Return the same by torch's name of the GPU, which a row's pattern must match
+    whole: a slice of a GPU (MIG) has no row.
+
+    What is not in `peaks.csv` is not known.
     """
     if " MIG " in gpu:
         return None

@@ -24,14 +24,16 @@ class ForwardPass:
     task: Task
     spec: PrecisionSpec
     device: torch.device
-    compiled_loss: Callable[[Any, Batch], Any] | None = field(default=None, kw_only=True)
+    compiled_loss: Callable[[Any, Batch], Any] | None = field(
+        default=None, kw_only=True
+    )
     """The task's loss() as `compile` has it; None: as it is."""
 
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
         """Return the task's outputs and its scalar loss, or None for the loss.
 
-        Raises DeviceMismatchError where torch refuses tensors of different devices, ConfigError where DDP waits for
-        gradients that do not come.
+        Raises DeviceMismatchError where torch refuses tensors of different devices,
+        ConfigError where DDP waits for gradients that do not come.
         """
         try:
             with self.spec.autocast_context(self.device):
@@ -47,33 +49,51 @@ class ForwardPass:
         return "loss()"
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context for forward and backward, in which only what this loss trains requires a gradient."""
+        """Return the context for forward and backward, in which only what this loss
+        trains requires a gradient.
+        """
         return contextlib.nullcontext()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Any:
-        """Return the task's loss of outputs that are there; None where it gives none. ConfigError as `loss`."""
+        """Return the task's loss of outputs that are there; None where it gives none.
+
+        ConfigError as `loss`.
+        """
         loss = (self.compiled_loss or self.task.loss)(outputs, batch)
         return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss alone; ConfigError where it is not one number, or nothing can be learned from it."""
+        """Return the loss alone; ConfigError where it is not one number, or nothing can
+        be learned from it.
+        """
         loss = self(batch)[1]
         loss = self.scalar(loss) if loss is None else loss
         if torch.is_grad_enabled() and not loss.requires_grad:
             rule = "must depend on parameters that require a gradient, and does not for this batch"
             fix = "leave out detach(), no_grad() and requires_grad_(False), or add `0 * outputs.sum()` for such batches"
-            raise ConfigError(f"{type(self.task).__name__}.{self.said}", MISSING, rule, fix)
+            raise ConfigError(
+                f"{type(self.task).__name__}.{self.said}", MISSING, rule, fix
+            )
         return loss
 
     def scalar(self, loss: Any) -> Tensor:
-        """Return the task's loss as a tensor of no dimension; ConfigError where it is something else."""
+        """Return the task's loss as a tensor of no dimension; ConfigError where it is
+        something else.
+        """
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss if loss.ndim == 0 else loss.reshape(())
         shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         rule = "must be a tensor of one number, the mean over the batch's weight"
-        raise ConfigError(f"{type(self.task).__name__}.{self.said}", shown, rule, "reduce it, as by `.mean()`")
+        raise ConfigError(
+            f"{type(self.task).__name__}.{self.said}",
+            shown,
+            rule,
+            "reduce it, as by `.mean()`",
+        )
 
     def explain(self, error: RuntimeError, batch: Batch) -> None:
-        """Raise ours where `error` is torch's complaint about devices or unused parameters; return for any other."""
+        """Raise ours where `error` is torch's complaint about devices or unused
+        parameters; return for any other.
+        """
         raise_if_unused(error, self.model)
         raise_if_mismatch(error, self.task, self.model, batch, self.device)

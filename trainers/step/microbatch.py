@@ -1,7 +1,10 @@
-"""Does this microbatch fit? Probed locally, without a collective inside; then agreed by all ranks.
+"""Does this microbatch fit?
 
-Under DDP a rank that runs out of memory leaves the others waiting in all-reduce. So a size is tried on the bare
-module first: worst-case batch, forward, backward and optimizer step, everything put back after.
+Probed locally, without a collective inside; then agreed by all ranks.
+
+Under DDP a rank that runs out of memory leaves the others waiting in all-reduce. So a
+size is tried on the bare module first: worst-case batch, forward, backward and
+optimizer step, everything put back after.
 """
 
 import contextlib
@@ -34,7 +37,9 @@ _REFUSED = "cannot be trained: "
 
 @dataclass(frozen=True)
 class Probe:
-    """Whole steps of a size, to see whether they fit; everything is put back after them."""
+    """Whole steps of a size, to see whether they fit; everything is put back after
+    them.
+    """
 
     forward: ForwardPass
     """Of the bare module, before DDP has put its hooks into it."""
@@ -50,9 +55,14 @@ class Probe:
         """What a step may take: the forward pass of each phase, or the only one."""
         return self.phases or (self.forward,)
 
-    def run(self, size: int, accumulates: bool, with_spare: bool) -> BaseException | None:
-        """Take steps of microbatches of `size` samples, as one that `accumulates` several of them would find memory;
-        return the out-of-memory error that this rank met, if any. `with_spare`: it fits only if a little is left.
+    def run(
+        self, size: int, accumulates: bool, with_spare: bool
+    ) -> BaseException | None:
+        """Take steps of microbatches of `size` samples, as one that `accumulates`
+        several of them would find memory; return the out-of-memory error that this rank
+        met, if any.
+
+        `with_spare`: it fits only if a little is left.
         """
         error = self._error(size, accumulates, with_spare)
         if self.forward.device.type == "cuda":
@@ -60,7 +70,9 @@ class Probe:
             torch.cuda.empty_cache()
         return error
 
-    def _error(self, size: int, accumulates: bool, with_spare: bool) -> BaseException | None:
+    def _error(
+        self, size: int, accumulates: bool, with_spare: bool
+    ) -> BaseException | None:
         device = self.forward.device
         with throwaway(self.forward, self.optimizer, self.dataset):
             try:
@@ -70,26 +82,38 @@ class Probe:
                 del spare
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
-                    return error.with_traceback(None)  # its frames hold the tensors that did not fit
+                    return error.with_traceback(
+                        None
+                    )  # its frames hold the tensors that did not fit
                 raise
         return None
 
     def take_steps(self, size: int, accumulates: bool) -> None:
-        """Take the first two steps, or one where the second needs no more; the model and the optimizer change."""
+        """Take the first two steps, or one where the second needs no more; the model
+        and the optimizer change.
+        """
         optimizer = self.optimizer
         sharded = is_sharded(self.forward.model)
-        # The whole gradient of a sharded model is there only while microbatches accumulate: two of them show it. Any
-        # other is there beside the activations then, and always as DDP's buckets: it is left for the second step.
+        # The whole gradient of a sharded model is there only while microbatches
+        # accumulate: two of them show it. Any other is there beside the activations
+        # then, and always as DDP's buckets: it is left for the second step.
         passes = 2 if sharded and accumulates else 1
         stays = not sharded and (accumulates or self.group.world_size > 1)
-        for number in range(2):  # the second with the optimizer's state in memory, as every step but the first
+        for number in range(
+            2
+        ):  # the second with the optimizer's state in memory, as every step but the first
             if number == 0 or not stays:
                 optimizer.zero_grad(set_to_none=True)
             for one, index in itertools.product(self.passes, range(passes)):
                 batch = None
                 try:
                     batch = self.batch(size)
-                    with one.alone(), contextlib.nullcontext() if index == passes - 1 else no_sync(one.model):
+                    with (
+                        one.alone(),
+                        contextlib.nullcontext()
+                        if index == passes - 1
+                        else no_sync(one.model),
+                    ):
                         one.loss(batch).backward()
                 except RuntimeError as error:
                     if classify(error) not in OUT_OF_MEMORY:
@@ -104,7 +128,9 @@ class Probe:
         """Return the batch of `size` samples that takes most memory, as a step gets it."""
         forward = self.forward
         batch = forward.task.worst_case_batch(self.dataset, size)
-        return forward.task.transform(map_tensors(lambda tensor: tensor.to(forward.device), batch), True)
+        return forward.task.transform(
+            map_tensors(lambda tensor: tensor.to(forward.device), batch), True
+        )
 
 
 def choose_microbatch(
@@ -115,20 +141,28 @@ def choose_microbatch(
     bounds: tuple[int | None, int | None] = (None, None),
     tell: Callable[[int, bool], None] = lambda size, fits: None,
 ) -> int:
-    """Return the microbatch size: the wanted one, or for `auto` the share split into as few parts as fit.
+    """Return the microbatch size: the wanted one, or for `auto` the share split into as
+    few parts as fit.
 
-    `share` is the most samples that a rank has in a step, or the most to try where a step `accumulates` anyway.
-    `bounds` are the largest size that is known to fit and the smallest that is known not to: neither is tried again;
-    `tell` is called with each size that was tried. Every rank must call it, with equal bounds. Raises the out-of-memory
-    error, on every rank, when the wanted size (or, for auto, a single sample) does not fit. So it does when a smaller
-    size than one that did not fit meets another error: BatchNorm and losses over pairs refuse a single sample.
+    `share` is the most samples that a rank has in a step, or the most to try where a
+    step `accumulates` anyway. `bounds` are the largest size that is known to fit and
+    the smallest that is known not to: neither is tried again; `tell` is called with
+    each size that was tried. Every rank must call it, with equal bounds. Raises the
+    out-of-memory error, on every rank, when the wanted size (or, for auto, a single
+    sample) does not fit. So it does when a smaller size than one that did not fit meets
+    another error: BatchNorm and losses over pairs refuse a single sample.
 
-    The forward of a sharded model is a collective: there a rank that runs out of memory raises at once, whatever
-    is wanted, since the others wait for it and can only be ended from outside.
+    The forward of a sharded model is a collective: there a rank that runs out of memory
+    raises at once, whatever is wanted, since the others wait for it and can only be
+    ended from outside.
     """
     known_fit, known_misfit = bounds
     sharded = is_sharded(probe.forward.model)
-    too_large = "a larger microbatch ran out of memory" if accumulates and wanted == "auto" and share == 1 else ""
+    too_large = (
+        "a larger microbatch ran out of memory"
+        if accumulates and wanted == "auto" and share == 1
+        else ""
+    )
     kind: type[BaseException] = torch.OutOfMemoryError
 
     def fits(size: int) -> bool:
@@ -148,21 +182,33 @@ def choose_microbatch(
         except Exception as other:
             if not too_large:
                 raise
-            error, refused = other, _REFUSED
+            error = other
+            refused = _REFUSED
         if error is not None and sharded:
             tell(size, False)
             if refused:
-                raise kind(f"{too_large}, and one of {size} {refused}{error}") from error
+                raise kind(
+                    f"{too_large}, and one of {size} {refused}{error}"
+                ) from error
             raise error
-        met = probe.group.gather(None if error is None else f"{refused}{type(error).__name__}: {error}".splitlines()[0])
-        reason = next((words for words in met if words and words.startswith(_REFUSED)), next(filter(None, met), None))
+        met = probe.group.gather(
+            None
+            if error is None
+            else f"{refused}{type(error).__name__}: {error}".splitlines()[0]
+        )
+        reason = next(
+            (words for words in met if words and words.startswith(_REFUSED)),
+            next(filter(None, met), None),
+        )
         if reason is not None and reason.startswith(_REFUSED):
             raise kind(f"{too_large}, and one of {size} {reason}") from error
         tell(size, reason is None)
         if reason is None:
             return True
         if last:
-            raise error or torch.OutOfMemoryError(f"a microbatch of {size} did not fit on another rank: {reason}")
+            raise error or torch.OutOfMemoryError(
+                f"a microbatch of {size} did not fit on another rank: {reason}"
+            )
         too_large = f"a microbatch of {size} does not fit ({reason})"
         if error is not None and classify(error) == "out_of_host_memory":
             kind = MemoryError
@@ -177,10 +223,12 @@ def choose_microbatch(
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """Return the size of the largest part when `share` samples are split into as few even parts as fit.
+    """Return the size of the largest part when `share` samples are split into as few
+    even parts as fit.
 
-    Parts are doubled until one fits, then bisected: `fits` is asked at most once for a size, and for sizes that are
-    known not to fit no more than that takes. It must raise when a single sample does not fit.
+    Parts are doubled until one fits, then bisected: `fits` is asked at most once for a
+    size, and for sizes that are known not to fit no more than that takes. It must raise
+    when a single sample does not fit.
     """
     too_few = 0
     parts = 1

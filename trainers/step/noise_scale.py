@@ -1,9 +1,12 @@
-"""The gradient noise scale, from gradients that training has anyway: how much a larger batch would still help.
+"""The gradient noise scale, from gradients that training has anyway: how much a larger
+batch would still help.
 
-McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1): the gradient of b samples has E|g_b|^2 = |G|^2 + tr(Sigma) / b,
-so two batch sizes give |G|^2 and tr(Sigma), and the noise scale is their ratio. Here the large batch is the step's, and
-the small one is what this rank contributes to it, as DDP's hook sees it, or its first microbatch. Both terms are
-averaged over steps and ranks before they are divided: a mean of single steps' ratios would be biased.
+McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1): the gradient of b samples has
+E|g_b|^2 = |G|^2 + tr(Sigma) / b, so two batch sizes give |G|^2 and tr(Sigma), and the
+noise scale is their ratio. Here the large batch is the step's, and the small one is
+what this rank contributes to it, as DDP's hook sees it, or its first microbatch. Both
+terms are averaged over steps and ranks before they are divided: a mean of single steps'
+ratios would be biased.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +32,9 @@ class NoiseScale:
         exact = torch.float32 if group.device.type == "mps" else torch.float64
         self._group = group
         self._sums = torch.zeros(2, dtype=exact, device=group.device)
-        """Of |G|^2 and tr(Sigma), over the steps that were measured since the last window."""
+        """Of |G|^2 and tr(Sigma), over the steps that were measured since the last
+        window.
+        """
         self._signal = self._trace = 0.0
         self._small = torch.zeros((), dtype=exact, device=group.device)
         """The squared norm of what the small batch has contributed to this step."""
@@ -38,8 +43,11 @@ class NoiseScale:
         self._steps = 0
 
     def begin(self, shares: Sequence[float | Tensor]) -> None:
-        """Begin a step, in which this rank's microbatches have these shares of the global weight."""
-        # A short step may have one microbatch on each rank, whose gradient is the whole step's after DDP's average.
+        """Begin a step, in which this rank's microbatches have these shares of the
+        global weight.
+        """
+        # A short step may have one microbatch on each rank, whose gradient is the whole
+        # step's after DDP's average.
         is_part = self._hooked or len(shares) > 1
         self._on = is_part and self._steps % EVERY_STEPS == 0
         self._steps += 1
@@ -56,8 +64,11 @@ class NoiseScale:
         if self._on and self._hooked:
             self._add(gradients)
 
-    def end(self, gradients: Sequence[Tensor], step_samples: int, scale: float | Tensor) -> None:
-        """Measure a step's complete gradients: of `step_samples`, averaged over ranks, unscaled, not clipped yet.
+    def end(
+        self, gradients: Sequence[Tensor], step_samples: int, scale: float | Tensor
+    ) -> None:
+        """Measure a step's complete gradients: of `step_samples`, averaged over ranks,
+        unscaled, not clipped yet.
 
         `scale` is what the loss was multiplied by against underflow.
         """
@@ -66,17 +77,25 @@ class NoiseScale:
         self._on = False
         share = self._share
         if not isinstance(share, Tensor):
-            share = self._sums.new_full((), share)  # filled on the device: a copy from the host would wait
+            share = self._sums.new_full(
+                (), share
+            )  # filled on the device: a copy from the host would wait
         samples = share * step_samples
-        small = self._small / (share * scale * self._group.world_size).square()  # DDP averages: hence the world size
+        small = (
+            self._small / (share * scale * self._group.world_size).square()
+        )  # DDP averages: hence the world size
         large = self._squared(gradients)
         signal = (step_samples * large - samples * small) / (step_samples - samples)
         trace = (small - large) / (1 / samples - 1 / step_samples)
         found = torch.stack([signal, trace])
-        self._sums += torch.where(torch.isfinite(found).all(), found, 0.0)  # a rank may have nothing in a step, or all
+        self._sums += torch.where(
+            torch.isfinite(found).all(), found, 0.0
+        )  # a rank may have nothing in a step, or all
 
     def hook(self, inner: Hook | None = None) -> Hook:
-        """Return a DDP communication hook that measures each bucket before `inner` (DDP's own) averages it."""
+        """Return a DDP communication hook that measures each bucket before `inner`
+        (DDP's own) averages it.
+        """
         self._hooked = True
         average = inner or all_reduced
 
@@ -85,12 +104,16 @@ class NoiseScale:
                 self._add([bucket.buffer()])
             return average(state, bucket)
 
-        look.__annotations__.clear()  # DDP compares them with types, and here they are text
+        # DDP compares them with types, and here they are text
+        look.__annotations__.clear()
         return look
 
     def take(self) -> Callable[[], float | None]:
-        """End a window, between two steps. What is returned waits for its noise scale in samples, of the newest windows
-        mostly; None where noise hides the gradient. Every rank must call both, in the order of windows.
+        """End a window, between two steps.
+
+        What is returned waits for its noise scale in samples, of the newest windows
+        mostly; None where noise hides the gradient. Every rank must call both, in the
+        order of windows.
         """
         read = to_host(self._group.sum(self._sums))
         self._sums.zero_()
@@ -99,7 +122,11 @@ class NoiseScale:
             signal, trace = read()
             self._signal = _KEPT * self._signal + signal
             self._trace = _KEPT * self._trace + trace
-            return self._trace / self._signal if self._signal > 0 and self._trace > 0 else None
+            return (
+                self._trace / self._signal
+                if self._signal > 0 and self._trace > 0
+                else None
+            )
 
         return scale
 
@@ -108,7 +135,10 @@ class NoiseScale:
 
     def _squared(self, gradients: Sequence[Tensor]) -> Tensor:
         # In float32: a half-precision gradient's own norm has three digits.
-        norms = [torch.linalg.vector_norm(gradient, dtype=self._wide(gradient)) for gradient in gradients]
+        norms = [
+            torch.linalg.vector_norm(gradient, dtype=self._wide(gradient))
+            for gradient in gradients
+        ]
         return torch.stack(norms).to(self._small).square().sum()
 
     def _wide(self, gradient: Tensor) -> torch.dtype:

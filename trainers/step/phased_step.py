@@ -1,4 +1,6 @@
-"""Steps of several phases, each with a loss and an optimizer of its own: adversarial training, gradient penalties."""
+"""Steps of several phases, each with a loss and an optimizer of its own: adversarial
+training, gradient penalties.
+"""
 
 import contextlib
 import functools
@@ -26,8 +28,13 @@ ONLY = "train"
 
 
 def is_phased(task: Task) -> bool:
-    """Whether the task says itself what a step does; else all of its optimizers go by one backward of its loss."""
-    return any(getattr(type(task), name) is not getattr(Task, name) for name in ("training_step", "phases"))
+    """Whether the task says itself what a step does; else all of its optimizers go by
+    one backward of its loss.
+    """
+    return any(
+        getattr(type(task), name) is not getattr(Task, name)
+        for name in ("training_step", "phases")
+    )
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,9 @@ class PhasePass(ForwardPass):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no parameter of another phase require a gradient inside: gradients only go through it."""
+        """Let no parameter of another phase require a gradient inside: gradients only
+        go through it.
+        """
         trained = [parameter for parameter in self.others if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -58,48 +67,69 @@ class PhasePass(ForwardPass):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the phase."""
-        # Tensors of its own: a gradient that this phase asks for by them is none of the next.
+        # Tensors of its own: a gradient that this phase asks for by them is none of the
+        # next.
         given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
         try:
             with self.spec.autocast_context(self.device):
-                loss = self.scalar(self.task.training_step(self.model, given, self.phase))
+                loss = self.scalar(
+                    self.task.training_step(self.model, given, self.phase)
+                )
         except RuntimeError as error:
             self.explain(error, batch)
             raise
         if not loss.requires_grad:
             rule = "gives a loss that depends on no parameter of that phase's optimizer"
-            raise ConfigError(f"{type(self.task).__name__}.training_step()", self.phase, rule, "return one that does")
+            raise ConfigError(
+                f"{type(self.task).__name__}.training_step()",
+                self.phase,
+                rule,
+                "return one that does",
+            )
         return loss
 
 
 def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
-    """Return the phases of a task, in the order of its optimizers; none where its steps are the usual ones."""
-    task, given = forward.task, {item.name: getattr(forward, item.name) for item in fields(forward)}
+    """Return the phases of a task, in the order of its optimizers; none where its steps
+    are the usual ones.
+    """
+    task = forward.task
+    given = {item.name: getattr(forward, item.name) for item in fields(forward)}
     if not is_phased(task):
         return []
-    parts = optimizer.parts if isinstance(optimizer, JoinedOptimizer) else {ONLY: optimizer}
-    held = {name: [one for group in part.param_groups for one in group["params"]] for name, part in parts.items()}
+    parts = (
+        optimizer.parts if isinstance(optimizer, JoinedOptimizer) else {ONLY: optimizer}
+    )
+    held = {
+        name: [one for group in part.param_groups for one in group["params"]]
+        for name, part in parts.items()
+    }
     for name, parameters in held.items():
         if not any(parameter.requires_grad for parameter in parameters):
-            rule, fix = "has no parameter that requires a gradient", "leave it out, or give it what it trains"
+            rule = "has no parameter that requires a gradient"
+            fix = "leave it out, or give it what it trains"
             raise ConfigError(f"{type(task).__name__}.optimizer()", name, rule, fix)
     return [
         PhasePass(
             **given,
             phase=name,
             optimizer=part,
-            others=tuple(one for other, theirs in held.items() if other != name for one in theirs),
+            others=tuple(
+                one for other, theirs in held.items() if other != name for one in theirs
+            ),
         )
         for name, part in parts.items()
     ]
 
 
 class PhasedStep(TrainStep):
-    """Takes, for each phase of a step in turn, a whole step of that phase's optimizer over all microbatches.
+    """Takes, for each phase of a step in turn, a whole step of that phase's optimizer
+    over all microbatches.
 
-    The model stays bare: a phase's gradients are averaged over ranks once they are complete, so that a loss may have
-    gradients in it. Buffers are rank 0's when a phase begins, as DDP has it. A gradient that is not finite in one phase
-    ends the updates of all.
+    The model stays bare: a phase's gradients are averaged over ranks once they are
+    complete, so that a loss may have gradients in it. Buffers are rank 0's when a phase
+    begins, as DDP has it. A gradient that is not finite in one phase ends the updates
+    of all.
     """
 
     def __init__(
@@ -116,9 +146,17 @@ class PhasedStep(TrainStep):
     @property
     def bad(self) -> Tensor:
         """As TrainStep's, of any phase."""
-        return functools.reduce(operator.or_, (phase.bad for phase in self.phases.values()))
+        return functools.reduce(
+            operator.or_, (phase.bad for phase in self.phases.values())
+        )
 
-    def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
+    def __call__(
+        self,
+        batches: Iterator[Batch],
+        sizes: Sequence[int],
+        step_samples: int,
+        idle: bool,
+    ) -> None:
         """As TrainStep's; holds all its microbatches."""
         names = self._due()
         held = [next(batches) for _ in sizes]
@@ -133,22 +171,41 @@ class PhasedStep(TrainStep):
         names = self.forward.task.phases(self.number)
         if names is None:
             return list(self.phases)
-        if isinstance(names, str) or not names or len({*names}) < len(names) or not {*names} <= self.phases.keys():
+        if (
+            isinstance(names, str)
+            or not names
+            or len({*names}) < len(names)
+            or not {*names} <= self.phases.keys()
+        ):
             rule = f"must be different ones among {', '.join(self.phases)}, in a sequence, and one at least"
             fix = "name what optimizer() returns, or return None for all of them"
-            raise ConfigError(f"{type(self.forward.task).__name__}.phases({self.number})", names, rule, fix)
+            raise ConfigError(
+                f"{type(self.forward.task).__name__}.phases({self.number})",
+                names,
+                rule,
+                fix,
+            )
         return names
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """As TrainStep's, of all phases together, and where there are several of each in its own steps."""
-        opened = {name: phase.open_losses(phase.steps) for name, phase in self.phases.items()}
+        """As TrainStep's, of all phases together, and where there are several of each
+        in its own steps.
+        """
+        opened = {
+            name: phase.open_losses(phase.steps) for name, phase in self.phases.items()
+        }
 
         def losses() -> Losses:
             read = {name: losses_of() for name, losses_of in opened.items()}
-            of_phases = {f"train_loss_{name}": of_phase["train_loss"] for name, of_phase in read.items()}
+            of_phases = {
+                f"train_loss_{name}": of_phase["train_loss"]
+                for name, of_phase in read.items()
+            }
             whole = {
                 "train_loss": (sum(loss for loss, _ in of_phases.values()), steps),
-                WEIGHTLESS: max(of_phase[WEIGHTLESS] for of_phase in read.values()),  # in each phase of a step, or none
+                WEIGHTLESS: max(
+                    of_phase[WEIGHTLESS] for of_phase in read.values()
+                ),  # in each phase of a step, or none
             }
             return whole | (of_phases if len(of_phases) > 1 else {})
 
@@ -158,7 +215,9 @@ class PhasedStep(TrainStep):
         """As TrainStep's."""
         for name, phase in self.phases.items():
             loss, phase.steps = losses.get(f"train_loss_{name}", losses["train_loss"])
-            phase.set_losses({"train_loss": (loss, phase.steps), WEIGHTLESS: losses[WEIGHTLESS]})
+            phase.set_losses(
+                {"train_loss": (loss, phase.steps), WEIGHTLESS: losses[WEIGHTLESS]}
+            )
 
     def take_losses(self, steps: int) -> Callable[[], Losses]:
         """As TrainStep's."""
@@ -176,7 +235,8 @@ class _Phase(TrainStep):
 
     def __init__(self, forward: PhasePass, whole: PhasedStep) -> None:
         super().__init__(forward, forward.optimizer, whole.group, whole.clip_grad_norm)
-        self.scaler, self._found_inf = whole.scaler, whole._found_inf
+        self.scaler = whole.scaler
+        self._found_inf = whole._found_inf
         self.steps = 0
         """Since the loss was last taken."""
         self._looks = self.group.rank == 0

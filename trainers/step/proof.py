@@ -1,4 +1,6 @@
-"""Steps that are thrown away, and what they leave: proof that a captured step does what the step itself does."""
+"""Steps that are thrown away, and what they leave: proof that a captured step does what
+the step itself does.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +28,19 @@ class Pass:
     state: dict[str, Tensor]
     """By name, in host memory."""
     changed: str | None
-    """An attribute of the task, the model or the optimizer that the steps have changed."""
+    """An attribute of the task, the model or the optimizer that the steps have changed.
+    """
     step_s: float
 
 
-def take_pass(step: Callable[[], None], forward: ForwardPass, optimizer: Optimizer, own: Mapping[str, Tensor]) -> Pass:
-    """Take a step a few times, and put everything back; `own` are tensors that it writes to besides those of model and
-    optimizer.
+def take_pass(
+    step: Callable[[], None],
+    forward: ForwardPass,
+    optimizer: Optimizer,
+    own: Mapping[str, Tensor],
+) -> Pass:
+    """Take a step a few times, and put everything back; `own` are tensors that it
+    writes to besides those of model and optimizer.
     """
     device = forward.device
     with throwaway(forward, optimizer) as snapshot:
@@ -44,26 +52,40 @@ def take_pass(step: Callable[[], None], forward: ForwardPass, optimizer: Optimiz
             step()
         synchronize(device)
         step_s = (time.perf_counter() - began) / STEPS
-        named = {**dict(forward.model.named_parameters()), **dict(forward.model.named_buffers()), **own}
+        named = {
+            **dict(forward.model.named_parameters()),
+            **dict(forward.model.named_buffers()),
+            **own,
+        }
         names = {id(tensor): name for name, tensor in named.items()}
         for number, (parameter, moments) in enumerate(optimizer.state.items()):
             of_parameter = names.get(id(parameter), f"parameter {number}")
-            named |= {f"{of_parameter}, {key}": value for key, value in moments.items() if isinstance(value, Tensor)}
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+            named |= {
+                f"{of_parameter}, {key}": value
+                for key, value in moments.items()
+                if isinstance(value, Tensor)
+            }
+        state = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()
+        }
         random_state = digest(get_rng_state(device)).encode()
-        state["random state"] = torch.frombuffer(bytearray(random_state), dtype=torch.uint8)
+        state["random state"] = torch.frombuffer(
+            bytearray(random_state), dtype=torch.uint8
+        )
         return Pass(state, snapshot.changed(), step_s)
 
 
 def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
-    """Name what two passes from the same state have left otherwise, to the last bit; with `repeats` of the eager one,
-    by more than these differ from it.
+    """Name what two passes from the same state have left otherwise, to the last bit;
+    with `repeats` of the eager one, by more than these differ from it.
     """
     for name, theirs in eager.state.items():
         ours = captured.state[name]
         if torch.equal(_bytes(ours), _bytes(theirs)):
             continue
-        spread = max((_distance(one.state[name], theirs) for one in repeats), default=0.0)
+        spread = max(
+            (_distance(one.state[name], theirs) for one in repeats), default=0.0
+        )
         if not _distance(ours, theirs) <= _SPREADS * spread:
             return name
     return None

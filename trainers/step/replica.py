@@ -36,22 +36,29 @@ class Replica:
     accumulation: int
     flops_per_sample: float | None
     schedule: Schedule | None
-    """A scheduler of torch's; None where the learning rate is a function of the step."""
+    """A scheduler of torch's; None where the learning rate is a function of the step.
+    """
     ema: MovingAverage | None
     as_made: AsMade
     """What of the model may be switched, as model() has made it."""
     beside: dict[str, Tensor]
     """What the task trains beside the model, by the names of its attributes."""
     frozen: dict[str, str] | None
-    """Digests of the parameters that checkpoints leave out; None where they have them all."""
+    """Digests of the parameters that checkpoints leave out; None where they have them
+    all.
+    """
     samples: str
     """What tells a few training samples from others."""
     held_back: str
     """The same of validation."""
     even: bool = False
-    """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
+    """Whether forward is a collective, FSDP's or one of the task's: every rank takes as
+    many microbatches.
+    """
     warnings: list[str] = field(default_factory=list)
-    """What was found before the first step that makes figures doubtful; the same on every rank."""
+    """What was found before the first step that makes figures doubtful; the same on
+    every rank.
+    """
 
     @property
     def feeds(self) -> list[Feed]:

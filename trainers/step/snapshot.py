@@ -1,4 +1,6 @@
-"""A snapshot of Python objects, taken and put back in place: what a throw-away pass has changed, it has not."""
+"""A snapshot of Python objects, taken and put back in place: what a throw-away pass has
+changed, it has not.
+"""
 
 import functools
 import logging
@@ -31,20 +33,40 @@ _MANY = 1000  # items: what is in a longer list or dict is data, not state
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
 _STATEFUL = (Task, nn.Module, Optimizer, LRScheduler, Dataset)
-_PLAIN = (int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size)
-_DEFINED = (ModuleType, FunctionType, type)  # what an import or a definition leaves in a module
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+_DEFINED = (
+    ModuleType,
+    FunctionType,
+    type,
+)  # what an import or a definition leaves in a module
 
 
 class Snapshot:
-    """The state of all that can be reached from some objects, by identity: `restore` changes what differs, in place.
+    """The state of all that can be reached from some objects, by identity: `restore`
+    changes what differs, in place.
 
-    Taken are attributes (with those of classes, closures and globals of the users' own modules), containers, random
-    generators, the tensors that `keep` is told and all small ones, in host memory. A larger tensor is watched: a
-    warning names it when it was changed. Objects of libraries are left alone but for modules, optimizers, schedulers
-    and datasets, and so are sharded modules, which move their parameters themselves.
+    Taken are attributes (with those of classes, closures and globals of the users' own
+    modules), containers, random generators, the tensors that `keep` is told and all
+    small ones, in host memory. A larger tensor is watched: a warning names it when it
+    was changed. Objects of libraries are left alone but for modules, optimizers,
+    schedulers and datasets, and so are sharded modules, which move their parameters
+    themselves.
     """
 
-    def __init__(self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()
+    ) -> None:
         self._undo: list[Callable[[], None]] = []
         self._held: list[tuple[str, Callable[[], dict[Any, Any]], dict[Any, Any]]] = []
         self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
@@ -53,7 +75,10 @@ class Snapshot:
         self._package = type(task).__module__.partition(".")[0]
         for tensor in kept:
             self.keep(tensor)
-        self._left = [*((value, name) for name, value in others.items()), (task, type(task).__name__)]
+        self._left = [
+            *((value, name) for name, value in others.items()),
+            (task, type(task).__name__),
+        ]
         while self._left:
             self._take(*self._left.pop())
 
@@ -62,7 +87,8 @@ class Snapshot:
         self._seen[id(tensor)] = tensor
         self._watched.pop(id(tensor), None)
         mine = local(tensor)
-        copied, required = mine.to("cpu", copy=True), tensor.requires_grad
+        copied = mine.to("cpu", copy=True)
+        required = tensor.requires_grad
 
         def undo() -> None:
             mine.copy_(copied)
@@ -82,12 +108,17 @@ class Snapshot:
                 logger.warning(words, name, "return it from the task's state_dict()")
 
     def changed(self) -> str | None:
-        """Name something in an object or container that is another one now; tensors that changed in place are not."""
+        """Name something in an object or container that is another one now; tensors
+        that changed in place are not.
+        """
         for name, read, before in self._held:
             now = read()
             for key in before.keys() | now.keys():
-                old, new = before.get(key), now.get(key)
-                if old is not new and not (isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old == new):
+                old = before.get(key)
+                new = now.get(key)
+                if old is not new and not (
+                    isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old == new
+                ):
                     path = f"{name}.{key}" if isinstance(key, (str, int)) else name
                     return path.replace("._modules.", ".")
         return None
@@ -102,16 +133,30 @@ class Snapshot:
         if isinstance(value, Tensor):
             self._take_tensor(value, name)
         elif isinstance(value, np.ndarray):
-            if value.dtype != object and value.flags.writeable and self._affordable(value.nbytes):
+            if (
+                value.dtype != object
+                and value.flags.writeable
+                and self._affordable(value.nbytes)
+            ):
                 self._undo.append(functools.partial(np.copyto, value, value.copy()))
         elif isinstance(value, (dict, list, set, deque)):
             self._undo.append(_container_undo(value))
             self._hold(name, functools.partial(_items, value))
             if len(value) <= _MANY:
-                self._descend(value.items() if isinstance(value, dict) else enumerate(value), name)
+                self._descend(
+                    value.items() if isinstance(value, dict) else enumerate(value), name
+                )
         elif isinstance(value, (tuple, frozenset)):
             self._descend(enumerate(value), name)
-        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+        elif isinstance(
+            value,
+            (
+                torch.Generator,
+                random.Random,
+                np.random.Generator,
+                np.random.RandomState,
+            ),
+        ):
             self._undo.append(_generator_undo(value))
         elif isinstance(value, functools.partial):
             self._descend(enumerate((value.func, value.args, value.keywords)), name)
@@ -121,14 +166,25 @@ class Snapshot:
             self._take_function(value, name)
         elif isinstance(value, type):
             self._take_class(value)
-        elif (isinstance(value, _STATEFUL) or self._is_users(type(value).__module__)) and not is_sharded(value):
+        elif (
+            isinstance(value, _STATEFUL) or self._is_users(type(value).__module__)
+        ) and not is_sharded(value):
             self._take_object(value, name)
 
     def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
-        """Take the items later; a key that is not text or a number would be long in a name."""
+        """Take the items later; a key that is not text or a number would be long in a
+        name.
+        """
         for key, item in items:
             if not isinstance(item, _PLAIN):
-                self._left.append((item, f"{name}.{key}" if key != "" and isinstance(key, (str, int)) else name))
+                self._left.append(
+                    (
+                        item,
+                        f"{name}.{key}"
+                        if key != "" and isinstance(key, (str, int))
+                        else name,
+                    )
+                )
 
     def _take_tensor(self, tensor: Tensor, name: str) -> None:
         if (
@@ -138,14 +194,20 @@ class Snapshot:
             or nn.parameter.is_lazy(tensor)
         ):
             return
-        whole = type(tensor) in (Tensor, nn.Parameter) and torch._debug_has_internal_overlap(tensor) != 1
+        whole = (
+            type(tensor) in (Tensor, nn.Parameter)
+            and torch._debug_has_internal_overlap(tensor) != 1
+        )
         if whole and self._affordable(tensor.numel() * tensor.element_size()):
             self.keep(tensor)
         else:
             self._watched[id(tensor)] = (tensor, tensor._version, name)
 
     def _affordable(self, size_bytes: int) -> bool:
-        fits = size_bytes <= _SMALL_BYTES and self._copied_bytes + size_bytes <= _TOTAL_BYTES
+        fits = (
+            size_bytes <= _SMALL_BYTES
+            and self._copied_bytes + size_bytes <= _TOTAL_BYTES
+        )
         self._copied_bytes += size_bytes if fits else 0
         return fits
 
@@ -184,7 +246,9 @@ class Snapshot:
         for slot in [names] if isinstance(names, str) else names:
             if not slot.startswith("__") and hasattr(value, slot):
                 content = getattr(value, slot)
-                self._undo.append(functools.partial(object.__setattr__, value, slot, content))
+                self._undo.append(
+                    functools.partial(object.__setattr__, value, slot, content)
+                )
                 self._descend([(slot, content)], name)
 
     def _take_class(self, owner: type) -> None:
@@ -204,7 +268,9 @@ class Snapshot:
         self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
-        """Whether a module is the users' own code: of the task's package, or of none that is installed."""
+        """Whether a module is the users' own code: of the task's package, or of none
+        that is installed.
+        """
         package = (module or "").partition(".")[0]
         file = getattr(sys.modules.get(module or ""), "__file__", None)
         if not file or package in _OURS:
@@ -216,15 +282,23 @@ def _items(container: Any) -> dict[Any, Any]:
     """The items of a dict, list, set or deque, past methods of a subclass."""
     if isinstance(container, dict):
         return dict(zip(dict.keys(container), dict.values(container), strict=True))
-    return dict.fromkeys(container) if isinstance(container, set) else dict(enumerate(container))
+    return (
+        dict.fromkeys(container)
+        if isinstance(container, set)
+        else dict(enumerate(container))
+    )
 
 
 def _names(owner: type | ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+    return {
+        name: value for name, value in vars(owner).items() if not name.startswith("__")
+    }
 
 
 def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
-    """Put back the names of a class or module, but not what was imported or defined since."""
+    """Put back the names of a class or module, but not what was imported or defined
+    since.
+    """
     now = _names(owner)
     for name in now.keys() - before.keys():
         if not isinstance(now[name], _DEFINED):
@@ -235,7 +309,9 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
 
 
 def _container_undo(value: Any) -> Callable[[], None]:
-    """Return what puts the items of a dict, list, set or deque back where they differ, past methods of a subclass."""
+    """Return what puts the items of a dict, list, set or deque back where they differ,
+    past methods of a subclass.
+    """
     if isinstance(value, set):
         members = set(value)
 
@@ -245,7 +321,9 @@ def _container_undo(value: Any) -> Callable[[], None]:
                 set.update(value, members)
 
         return undo_set
-    base: Any = next(kind for kind in (OrderedDict, dict, list, deque) if isinstance(value, kind))
+    base: Any = next(
+        kind for kind in (OrderedDict, dict, list, deque) if isinstance(value, kind)
+    )
     if not issubclass(base, dict):
         before = list(value)
 
@@ -255,7 +333,8 @@ def _container_undo(value: Any) -> Callable[[], None]:
                 base.extend(value, before)
 
         return undo
-    keys, items = list(value), list(base.values(value))
+    keys = list(value)
+    items = list(base.values(value))
 
     def undo_dict() -> None:
         if not (_same(value, keys) and _same(base.values(value), items)):
@@ -274,5 +353,7 @@ def _generator_undo(generator: Any) -> Callable[[], None]:
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.Generator):
-        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+        return functools.partial(
+            setattr, generator.bit_generator, "state", generator.bit_generator.state
+        )
     return functools.partial(generator.set_state, generator.get_state())

@@ -1,4 +1,6 @@
-"""Throw-away passes: whatever they change is put back, so that training begins as if there had been none."""
+"""Throw-away passes: whatever they change is put back, so that training begins as if
+there had been none.
+"""
 
 import contextlib
 import copy
@@ -25,21 +27,32 @@ class CollectiveWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.seen = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run every operation as it is."""
-        self.seen |= func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+        self.seen |= func.namespace in (
+            "c10d",
+            "_c10d_functional",
+            "_c10d_functional_autograd",
+        )
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def throwaway(forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None) -> Iterator[Snapshot]:
-    """Restore the model, the task, the dataset and random state at the end, to the bit, and drop all gradients.
+def throwaway(
+    forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None
+) -> Iterator[Snapshot]:
+    """Restore the model, the task, the dataset and random state at the end, to the bit,
+    and drop all gradients.
 
-    With `optimizer`, whose steps may be taken inside, its state and all parameters too. Copies are kept in host memory;
-    the snapshot that is given may be told of more to keep.
-    Collectives of a bare module's task are answered on the rank itself: it may fail, or be alone, and nobody waits.
+    With `optimizer`, whose steps may be taken inside, its state and all parameters too.
+    Copies are kept in host memory; the snapshot that is given may be told of more to
+    keep. Collectives of a bare module's task are answered on the rank itself: it may
+    fail, or be alone, and nobody waits.
     """
-    task, device = forward.task, forward.device
+    task = forward.task
+    device = forward.device
     called: Any = forward.model
     wrapped = isinstance(called, (DistributedDataParallel, DataParallel))
     model: nn.Module = called.module if wrapped else called
@@ -48,13 +61,19 @@ def throwaway(forward: ForwardPass, optimizer: Optimizer | None = None, dataset:
         kept += [one for group in optimizer.param_groups for one in group["params"]]
         kept += [*model.parameters(), *tensors_of(list(optimizer.state.values()))]
     random_state = get_rng_state(device)
-    snapshot = Snapshot(task, {"dataset": dataset, "optimizer": optimizer, "model": model}, kept)
+    snapshot = Snapshot(
+        task, {"dataset": dataset, "optimizer": optimizer, "model": model}, kept
+    )
     live = task.state_dict()
     for tensor in tensors_of(live):
         snapshot.keep(tensor)
     task_state = copy.deepcopy(live)
     try:
-        with contextlib.nullcontext() if wrapped or is_sharded(model) else answered_locally():
+        with (
+            contextlib.nullcontext()
+            if wrapped or is_sharded(model)
+            else answered_locally()
+        ):
             yield snapshot
     finally:
         model.zero_grad(set_to_none=True)

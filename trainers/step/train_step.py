@@ -1,4 +1,6 @@
-"""One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
+"""One optimizer step: forward and backward of each microbatch, exact global mean, clip,
+guarded update.
+"""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,12 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.gradient_hooks import as_real, average_present
 from trainers.model.joined_optimizer import optimizers_of
-from trainers.model.optimizer import check_groups, check_lr, scaled_options, warn_untrained
+from trainers.model.optimizer import (
+    check_groups,
+    check_lr,
+    scaled_options,
+    warn_untrained,
+)
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
 from trainers.model.strategy import Replicated, no_sync, share_buffers
@@ -24,28 +31,42 @@ from trainers.step.noise_scale import NoiseScale
 from trainers.task import Task, weight_of
 
 Losses = dict[str, tuple[float, int]]
-"""By the name under which each is logged: the sum of a loss over steps, and how many they are."""
+"""By the name under which each is logged: the sum of a loss over steps, and how many
+they are.
+"""
 WEIGHTLESS = "weightless"
-"""Among them: of how many steps the samples weigh nothing, and the loss is the mean of nothing."""
+"""Among them: of how many steps the samples weigh nothing, and the loss is the mean of
+nothing.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """Runs one step and keeps its sums on the device: nothing here waits for the device.
+    """Runs one step and keeps its sums on the device: nothing here waits for the
+    device.
 
-    The loss of a step is the mean over its global weight: microbatch m of rank r contributes
-    `loss * weight / global weight`, times the world size because DDP averages. So short last steps, uneven
-    microbatches and ranks without a sample come out as one process would have them.
+    The loss of a step is the mean over its global weight: microbatch m of rank r
+    contributes `loss * weight / global weight`, times the world size because DDP
+    averages. So short last steps, uneven microbatches and ranks without a sample come
+    out as one process would have them.
 
-    After a gradient that is not finite no step changes the parameters any more: the loop reads `bad` every few steps
-    and ends the run. A loss scaler handles such gradients itself.
+    After a gradient that is not finite no step changes the parameters any more: the
+    loop reads `bad` every few steps and ends the run. A loss scaler handles such
+    gradients itself.
     """
 
     def __init__(
-        self, forward: ForwardPass, optimizer: Optimizer, group: Group, clip_grad_norm: float | None = None
+        self,
+        forward: ForwardPass,
+        optimizer: Optimizer,
+        group: Group,
+        clip_grad_norm: float | None = None,
     ) -> None:
-        self.forward, self.optimizer, self.group, self.clip_grad_norm = forward, optimizer, group, clip_grad_norm
+        self.forward = forward
+        self.optimizer = optimizer
+        self.group = group
+        self.clip_grad_norm = clip_grad_norm
         self.noise: NoiseScale | None = None
         """Measures the gradient noise scale, where that is asked for."""
         device = group.device
@@ -54,7 +75,9 @@ class TrainStep:
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=exact, device=device)
         self.weightless = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps whose samples all weigh nothing, since they were last taken: their loss is the mean of nothing."""
+        """Steps whose samples all weigh nothing, since they were last taken: their loss
+        is the mean of nothing.
+        """
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -63,29 +86,52 @@ class TrainStep:
         self.strayed = False
         """Whether the last step took others beside it, which were thrown away."""
         self.number = 0
-        """Of the next step, from 0: counted by steps of phases, which are not all alike."""
+        """Of the next step, from 0: counted by steps of phases, which are not all
+        alike.
+        """
         self.copies_gradients = False
-        """Whether the model's next pass overwrites the gradients of this one, as CUDA graphs do: they are copied."""
+        """Whether the model's next pass overwrites the gradients of this one, as CUDA
+        graphs do: they are copied.
+        """
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
-        self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
-        self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
-        self._base_options = [dict(param_group) for param_group in optimizer.param_groups]
+        self._parameters = [
+            p for param_group in optimizer.param_groups for p in param_group["params"]
+        ]
+        self._base_lrs = [
+            float(param_group["lr"]) for param_group in optimizer.param_groups
+        ]
+        self._base_options = [
+            dict(param_group) for param_group in optimizer.param_groups
+        ]
         self.wanted_lrs = self._base_lrs
         """The learning rate of every group."""
         self.by_hand = False
-        """Whether gradients are averaged over ranks once they are complete, and not by DDP in the backward pass."""
-        self._every = [*{id(one): one for one in (*forward.model.parameters(), *self._parameters)}.values()]
+        """Whether gradients are averaged over ranks once they are complete, and not by
+        DDP in the backward pass.
+        """
+        self._every = [
+            *{
+                id(one): one for one in (*forward.model.parameters(), *self._parameters)
+            }.values()
+        ]
         self._required = [parameter.requires_grad for parameter in self._every]
         self._beside: list[Tensor] = []  # what is trained, but not in the wrapped model
         if isinstance(forward.model, Replicated):
-            averaged = {id(one) for one in forward.model.parameters() if one.requires_grad}
+            averaged = {
+                id(one) for one in forward.model.parameters() if one.requires_grad
+            }
             self._beside = [one for one in self._parameters if id(one) not in averaged]
         elif not is_sharded(forward.model):
             self.by_hand = group.world_size > 1
-        self._fused = all(param_group.get("fused") for param_group in optimizer.param_groups)
-        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it in some versions only.
-        narrow = any(parameter.dtype is torch.bfloat16 for parameter in self._parameters)
+        self._fused = all(
+            param_group.get("fused") for param_group in optimizer.param_groups
+        )
+        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
+        # in some versions only.
+        narrow = any(
+            parameter.dtype is torch.bfloat16 for parameter in self._parameters
+        )
         self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
         for one in optimizers_of(optimizer):
             if forward.spec.scaler and self._fused and isinstance(one, SGD):
@@ -93,7 +139,10 @@ class TrainStep:
 
     @property
     def bad(self) -> Tensor:
-        """Bool: whether a loss or, without a loss scaler, a gradient was not finite. This rank's."""
+        """Bool: whether a loss or, without a loss scaler, a gradient was not finite.
+
+        This rank's.
+        """
         return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
 
     @property
@@ -101,24 +150,36 @@ class TrainStep:
         """What it adds up over steps, on the device."""
         return [self.loss_sum, self._bad_loss, self._found_inf]
 
-    def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
+    def __call__(
+        self,
+        batches: Iterator[Batch],
+        sizes: Sequence[int],
+        step_samples: int,
+        idle: bool,
+    ) -> None:
         """Take `len(sizes)` microbatches from `batches` and update the parameters.
 
-        `step_samples` is the global batch of this step; an `idle` rank has no sample in it and takes part at weight
-        zero, so that collectives match, as does a microbatch of size zero. Adds this rank's part of the step's mean
-        loss to `loss_sum`. Every rank must call it.
+        `step_samples` is the global batch of this step; an `idle` rank has no sample in
+        it and takes part at weight zero, so that collectives match, as does a
+        microbatch of size zero. Adds this rank's part of the step's mean loss to
+        `loss_sum`. Every rank must call it.
         """
         for parameter in self._parameters:
             parameter.grad = None
         if self.by_hand:
             share_buffers(self.forward.model, self.group)
         shares, batches = self._shares(batches, sizes, step_samples, idle)
-        last, noise = len(sizes) - 1, self.noise
+        last = len(sizes) - 1
+        noise = self.noise
         if noise is not None:
             noise.begin(shares)
         for index, share in enumerate(shares):
             batch = next(batches)
-            known = [p.grad for p in self._parameters] if self.copies_gradients and index < last else []
+            known = (
+                [p.grad for p in self._parameters]
+                if self.copies_gradients and index < last
+                else []
+            )
             if index == last and not self.by_hand:
                 loss = self._last_pass(batch, share)
             else:
@@ -131,14 +192,17 @@ class TrainStep:
             if index == 0 and noise is not None:
                 noise.first(self._gradients())
             if isinstance(share, Tensor):
-                # A microbatch without a label counts for nothing: torch's mean over none is NaN, its gradient zero.
+                # A microbatch without a label counts for nothing: torch's mean over
+                # none is NaN, its gradient zero.
                 self.loss_sum += (loss.detach() * share).masked_fill(share == 0, 0.0)
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
         self._update(step_samples)
 
     def _last_pass(self, batch: Batch, share: float | Tensor) -> Tensor:
-        """Forward and backward of a step's last microbatch, in which DDP averages gradients; return the loss."""
+        """Forward and backward of a step's last microbatch, in which DDP averages
+        gradients; return the loss.
+        """
         wrapped = self.forward.model
         if not isinstance(wrapped, Replicated):
             loss = self.forward.loss(batch)
@@ -147,7 +211,9 @@ class TrainStep:
         wrapped.called = False
         loss = self.forward.loss(batch)
         if not wrapped.called:
-            self.average_by_hand("the loss goes by another way than the model that forward() was given")
+            self.average_by_hand(
+                "the loss goes by another way than the model that forward() was given"
+            )
         self._backward(loss, share)
         try:
             wrapped.check_finished()
@@ -157,16 +223,26 @@ class TrainStep:
         return loss
 
     def average_by_hand(self, why: str) -> None:
-        """Average all gradients after the backward pass from here on, which is right whatever a loss depends on. Every
-        rank must call it.
+        """Average all gradients after the backward pass from here on, which is right
+        whatever a loss depends on.
+
+        Every rank must call it.
         """
         if not self.by_hand and self.group.rank == 0:
-            logger.info("gradients are averaged after the backward pass, not in it: %s", why)
+            logger.info(
+                "gradients are averaged after the backward pass, not in it: %s", why
+            )
         self.by_hand = True
 
     def follow_frozen(self) -> None:
-        """Take in where something has frozen or unfrozen parameters since the last step. Every rank must call it."""
-        check_groups(self.optimizer, type(self.forward.task).__name__, len(self.wanted_lrs))
+        """Take in where something has frozen or unfrozen parameters since the last
+        step.
+
+        Every rank must call it.
+        """
+        check_groups(
+            self.optimizer, type(self.forward.task).__name__, len(self.wanted_lrs)
+        )
         required = [parameter.requires_grad for parameter in self._every]
         if required != self._required:
             self._required = required
@@ -184,7 +260,9 @@ class TrainStep:
             warn_untrained(bare, self.optimizer, self.forward.task)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
-        """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
+        """Gradients of `loss * share * world size`, which enters as the seed of the
+        backward pass where it can.
+        """
         scale = share * self.group.world_size
         if isinstance(scale, Tensor) or self.scaler.is_enabled():
             self.scaler.scale(loss * scale).backward()
@@ -197,23 +275,31 @@ class TrainStep:
             loss.backward(self._seeds[key])
 
     def _shares(
-        self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool
+        self,
+        batches: Iterator[Batch],
+        sizes: Sequence[int],
+        step_samples: int,
+        idle: bool,
     ) -> tuple[Sequence[float | Tensor], Iterator[Batch]]:
         """Each microbatch's share of the global weight.
 
-        Samples are counted without looking at the data; any other weight needs the step's batches first and one sum
-        over ranks.
+        Samples are counted without looking at the data; any other weight needs the
+        step's batches first and one sum over ranks.
         """
         if self._weighs_samples:
             return [0.0 if idle else size / step_samples for size in sizes], batches
         held = [next(batches) for _ in sizes]
-        weights = torch.stack([weight_of(self.forward.task, batch, 0).to(self.loss_sum) for batch in held])
+        weights = torch.stack(
+            [weight_of(self.forward.task, batch, 0).to(self.loss_sum) for batch in held]
+        )
         for index, size in enumerate(sizes):
             if idle or size == 0:
                 weights[index] = 0
         total = self.group.sum(weights.sum())
         self.weightless += total == 0
-        return list(weights / total.clamp(min=torch.finfo(weights.dtype).tiny)), iter(held)
+        return list(weights / total.clamp(min=torch.finfo(weights.dtype).tiny)), iter(
+            held
+        )
 
     def _gradients(self) -> list[Tensor]:
         """The numbers of all gradients, on their own memory."""
@@ -226,12 +312,16 @@ class TrainStep:
         return found
 
     def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
-        """Scale the gradients down to a norm of `most`; return the norm that they had, over all ranks' shards."""
+        """Scale the gradients down to a norm of `most`; return the norm that they had,
+        over all ranks' shards.
+        """
         if not any(map(is_shard, gradients)):
             norm = get_total_norm(gradients)
             torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
             return norm
-        shards = [local(gradient) for gradient in gradients]  # else torch takes each gradient by itself
+        shards = [
+            local(gradient) for gradient in gradients
+        ]  # else torch takes each gradient by itself
         of_rank = get_total_norm(shards)
         exact = torch.promote_types(of_rank.dtype, torch.float32)
         norm = self.group.sum(of_rank.to(exact).square()).sqrt()
@@ -256,12 +346,18 @@ class TrainStep:
         checked = gradients
         if self.clip_grad_norm is not None:
             checked = [self._clip(gradients, self.clip_grad_norm)]
-        if scaled:  # for infinite gradients the scaler skips the step and lowers the scale
+        if (
+            scaled
+        ):  # for infinite gradients the scaler skips the step and lowers the scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return
-        if gradients and self._one_pass:  # it multiplies by one and sets the flag, which no step clears
-            torch._amp_foreach_non_finite_check_and_unscale_(checked, self._found_inf, self._one)
+        if (
+            gradients and self._one_pass
+        ):  # it multiplies by one and sets the flag, which no step clears
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                checked, self._found_inf, self._one
+            )
         elif gradients:
             bad = (~torch.isfinite(get_total_norm(checked))).to(self._found_inf)
             torch.maximum(self._found_inf, bad, out=self._found_inf)
@@ -269,7 +365,9 @@ class TrainStep:
             self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not bool(self._found_inf):  # an optimizer of the task's own without a fused step: waits for the device
+        elif not bool(
+            self._found_inf
+        ):  # an optimizer of the task's own without a fused step: waits for the device
             self.optimizer.step()
 
     def set_lr(self, factor: float) -> None:
@@ -281,12 +379,14 @@ class TrainStep:
         for param_group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             old = param_group["lr"]
             # A new tensor: several groups may hold the same one.
-            param_group["lr"] = torch.full_like(old, lr) if isinstance(old, Tensor) else lr
+            param_group["lr"] = (
+                torch.full_like(old, lr) if isinstance(old, Tensor) else lr
+            )
         self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Set what a scheduler says of `step`, from 0: learning rates, times `scale`, and momenta where it cycles
-        them.
+        """Set what a scheduler says of `step`, from 0: learning rates, times `scale`,
+        and momenta where it cycles them.
         """
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         for param_group, name, value in schedule.cycled(self.optimizer):
@@ -294,21 +394,31 @@ class TrainStep:
 
     def set_options(self, config: TrainConfig, size: int) -> None:
         """Set what else `lr_scaling` has for steps of another global batch size."""
-        for param_group, base in zip(self.optimizer.param_groups, self._base_options, strict=True):
+        for param_group, base in zip(
+            self.optimizer.param_groups, self._base_options, strict=True
+        ):
             param_group.update(scaled_options(config, size, base))
 
     def resized(self) -> None:
         """Note that steps have another number of samples from here on."""
 
     def check_lr(self) -> None:
-        """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
+        """Raise ConfigError where something else has changed the learning rate since
+        `set_lr`.
+        """
         check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """Return a function that waits for the mean losses since they were last taken, as sums over steps and ranks, of
-        the last `steps` steps; they stay. Every rank must call it.
+        """Return a function that waits for the mean losses since they were last taken,
+        as sums over steps and ranks, of the last `steps` steps; they stay.
+
+        Every rank must call it.
         """
-        read = to_host(torch.stack([self.group.sum(self.loss_sum), self.weightless.to(self.loss_sum)]))
+        read = to_host(
+            torch.stack(
+                [self.group.sum(self.loss_sum), self.weightless.to(self.loss_sum)]
+            )
+        )
 
         def losses() -> Losses:
             loss, weightless = read()
@@ -331,10 +441,14 @@ class TrainStep:
 
 
 def _start_momentum(optimizer: SGD) -> None:
-    """Momentum from zero, which makes the same first step as none. A fused first step that the loss scaler skips, as it
-    often does, would leave momentum that was never written (seen in torch 2.15).
+    """Momentum from zero, which makes the same first step as none.
+
+    A fused first step that the loss scaler skips, as it often does, would leave
+    momentum that was never written (seen in torch 2.15).
     """
     for param_group in optimizer.param_groups:
         if param_group["momentum"] and not param_group["dampening"]:
             for parameter in param_group["params"]:
-                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                optimizer.state[parameter].setdefault(
+                    "momentum_buffer", torch.zeros_like(parameter)
+                )

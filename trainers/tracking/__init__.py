@@ -1,1 +1,3 @@
-"""Experiment trackers: a process of its own reads what a run leaves on storage, and sends it."""
+"""Experiment trackers: a process of its own reads what a run leaves on storage, and
+sends it.
+"""

@@ -1,7 +1,9 @@
-"""Sends what a run has left on storage to one tracker: under the same id in every resume, each step at least once.
+"""Sends what a run has left on storage to one tracker: under the same id in every
+resume, each step at least once.
 
-`tracking/<tracker>.json` in the run's directory keeps, for the run (of a sweep for each trial too), the id and what was
-sent. Storage is the queue: what a tracker has not got is sent later, by this process or the next.
+`tracking/<tracker>.json` in the run's directory keeps, for the run (of a sweep for each
+trial too), the id and what was sent. Storage is the queue: what a tracker has not got
+is sent later, by this process or the next.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 _RETRY_S = 20.0
 _SHARE = 20
-"""A pause is so many times as long as the sending before it: no more than 5 % of a core goes to one tracker."""
+"""A pause is so many times as long as the sending before it: no more than 5 % of a core
+goes to one tracker.
+"""
 
 
 @dataclass
@@ -50,7 +54,11 @@ class Sent:
         last = dict(self.last)
         found: dict[int, Row] = {}
         for row in rows:
-            new = {name: value for name, value in row.values.items() if row.step > last.get(name, -1)}
+            new = {
+                name: value
+                for name, value in row.values.items()
+                if row.step > last.get(name, -1)
+            }
             last |= dict.fromkeys(new, row.step)
             if new:
                 known = found.get(row.step, row._replace(values={}))
@@ -72,13 +80,20 @@ class Delivery:
     """One tracker of a run or a sweep."""
 
     def __init__(
-        self, tracker: TrackerConfig, path: Sequence[str], storage: Storage, make_source: Callable[[Storage], Source]
+        self,
+        tracker: TrackerConfig,
+        path: Sequence[str],
+        storage: Storage,
+        make_source: Callable[[Storage], Source],
     ) -> None:
         """`path` has the directories of the user's modules."""
         self.name = tracker.tracker
         self.is_over = False
         """Whether the tracker has all, or another process sends the rest."""
-        self._tracker, self._path, self._storage, self._make_source = tracker, path, storage, make_source
+        self._tracker = tracker
+        self._path = path
+        self._storage = storage
+        self._make_source = make_source
         self._has_ended = threading.Event()
         self._how: str | None = None
 
@@ -104,7 +119,11 @@ class Delivery:
                 if not has_warned:
                     has_warned = True
                     words = redact(f"{type(error).__name__}: {first_line(error)}")
-                    logger.warning("tracking: %s cannot be told now (%s); it is tried again", self.name, words)
+                    logger.warning(
+                        "tracking: %s cannot be told now (%s); it is tried again",
+                        self.name,
+                        words,
+                    )
                 if self._has_ended.is_set():
                     return
                 self._has_ended.wait(_RETRY_S)
@@ -150,9 +169,18 @@ class Delivery:
             self._note()
 
     def _start(self, sink: Sink, history: History, sent: Sent) -> None:
-        self._note()  # the id, before anybody is asked to make a run of it; LeaseError where another start has the run
+        # the id, before anybody is asked to make a run of it; LeaseError where another
+        # start has the run
+        self._note()
         parent = self._sent[""].run if history.key else None
-        about = history.key, history.name, history.kind, history.params, history.tags, parent
+        about = (
+            history.key,
+            history.name,
+            history.kind,
+            history.params,
+            history.tags,
+            parent,
+        )
         run = sink.start(TrackedRun(sent.id, *about))
         if run != sent.run:
             sent.run = run

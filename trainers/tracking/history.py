@@ -17,7 +17,15 @@ from trainers.tracking.sink import Row
 
 KILLED = "killed"
 """How a run has ended whose driver could not say it."""
-_OF_RESULT = ("epochs", "train_time_s", "wall_time_s", "peak_memory_bytes", "first_step_s", "mfu", "throughput")
+_OF_RESULT = (
+    "epochs",
+    "train_time_s",
+    "wall_time_s",
+    "peak_memory_bytes",
+    "first_step_s",
+    "mfu",
+    "throughput",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,9 @@ class History:
 
 
 class Source(Protocol):
-    """Where histories come from; each tracker has one of its own, and asks it again and again."""
+    """Where histories come from; each tracker has one of its own, and asks it again and
+    again.
+    """
 
     def poll(self, ended: str | None) -> list[History]:
         """Return what is new, a sweep before its trials; with all rows the first time.
@@ -50,12 +60,16 @@ class Source(Protocol):
 
 
 def as_params(tree: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """A configuration by dotted keys; lists are text, and what is named as a secret is hidden."""
+    """A configuration by dotted keys; lists are text, and what is named as a secret is
+    hidden.
+    """
     shown: dict[str, str | int | float | bool] = {}
     for key, value in flat(tree).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         hidden = redact(f"{key}: {text}").removeprefix(f"{key}: ")
-        shown[key] = value if isinstance(value, int | float) and hidden == text else hidden
+        shown[key] = (
+            value if isinstance(value, int | float) and hidden == text else hidden
+        )
     return shown
 
 
@@ -80,15 +94,38 @@ class RunHistory:
         if ended in ("done", "stopped") and self._run.exists("result.json"):
             result = self._run.read_json("result.json", dict[str, Any], finite=False)
             ended = str(result["status"])
-            figures = flat({name: result[name] for name in _OF_RESULT if result.get(name) is not None})
-            values = {f"result/{name.replace('.', '/')}": float(value) for name, value in figures.items()}
+            figures = flat(
+                {
+                    name: result[name]
+                    for name in _OF_RESULT
+                    if result.get(name) is not None
+                }
+            )
+            values = {
+                f"result/{name.replace('.', '/')}": float(value)
+                for name, value in figures.items()
+            }
             rows.append(Row(int(result["steps"]), self._time("result.json"), values))
             artifacts["result.json"] = self._run.read("result.json")
-        return [History(str(tree["name"]), "run", as_params(tree), tags, rows, "", artifacts, ended)]
+        return [
+            History(
+                str(tree["name"]),
+                "run",
+                as_params(tree),
+                tags,
+                rows,
+                "",
+                artifacts,
+                ended,
+            )
+        ]
 
     def _new(self, directory: str) -> list[Row]:
-        """The rows of parts that were not there before, and of the last one where it has grown."""
-        storage, rows = self._run.child(directory), []
+        """The rows of parts that were not there before, and of the last one where it
+        has grown.
+        """
+        storage = self._run.child(directory)
+        rows = []
         for name in storage.names():
             last = self._read.get(directory, ("", 0.0))
             if not name.endswith(".jsonl") or name < last[0]:
@@ -101,12 +138,15 @@ class RunHistory:
             except StorageError:
                 if storage.exists(name):
                     raise
-                continue  # a copy that has become part of the log, which the next poll reads
+                # a copy that has become part of the log, which the next poll reads
+                continue
             self._read[directory] = (name, written_at)
             # Records have no time of day; the time between them is that of training.
             end_s = float(records[-1].get("train_time_s", 0.0)) if records else 0.0
             for record in records:
-                time_s = written_at - max(0.0, end_s - float(record.get("train_time_s", end_s)))
+                time_s = written_at - max(
+                    0.0, end_s - float(record.get("train_time_s", end_s))
+                )
                 rows.append(Row(int(record["step"]), time_s, scalars(record)))
         return rows
 

@@ -1,7 +1,9 @@
-"""The process that sends, beside the one that drives a run: what starts it, and what it does.
+"""The process that sends, beside the one that drives a run: what starts it, and what it
+does.
 
-Its arguments are what to send; standard input says how the driver has ended: an end without a word, that it was killed.
-Its standard output is the log, a sentence in each line; what clients print there is nobody's.
+Its arguments are what to send; standard input says how the driver has ended: an end
+without a word, that it was killed. Its standard output is the log, a sentence in each
+line; what clients print there is nobody's.
 """
 
 from __future__ import annotations
@@ -36,27 +38,41 @@ _CODE = str(Path(__file__).parents[2])
 
 @contextlib.contextmanager
 def followed(
-    module: str, storage: Storage, token: str, trackers: Sequence[TrackerConfig], path: Sequence[str], again: str
+    module: str,
+    storage: Storage,
+    token: str,
+    trackers: Sequence[TrackerConfig],
+    path: Sequence[str],
+    again: str,
 ) -> Iterator[None]:
-    """Send a run or a sweep, whose lease is held, to its trackers in the block, by a process of its own.
+    """Send a run or a sweep, whose lease is held, to its trackers in the block, by a
+    process of its own.
 
-    Nothing in the block waits for it, and its end takes seconds at most (GRACE_S). `module` is what the process runs,
-    `again` the command that sends what is left.
+    Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
+    `module` is what the process runs, `again` the command that sends what is left.
     """
     if not trackers:
         yield
         return
-    given = [tracker.model_dump() for tracker in trackers], [os.path.abspath(place) for place in path]  # noqa: PTH100
+    given = (
+        [tracker.model_dump() for tracker in trackers],
+        [os.path.abspath(place) for place in path],  # noqa: PTH100
+    )
     process = subprocess.Popen(  # noqa: S603
         [sys.executable, "-m", module, storage.uri, token, json.dumps(given)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([_CODE, os.environ.get("PYTHONPATH", "")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([_CODE, os.environ.get("PYTHONPATH", "")]),
+        },
         start_new_session=True,  # Ctrl-C is for the run, whose end is still to be sent
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    listener = threading.Thread(target=_listen, args=(process.stdout,), name="tracking", daemon=True)
+    listener = threading.Thread(
+        target=_listen, args=(process.stdout,), name="tracking", daemon=True
+    )
     listener.start()
     how = "error"
     try:
@@ -79,7 +95,9 @@ def followed(
             code = process.wait()
         listener.join(1.0)
         if code != 0:
-            logger.warning("tracking: not everything could be sent; `%s` sends the rest", again)
+            logger.warning(
+                "tracking: not everything could be sent; `%s` sends the rest", again
+            )
 
 
 def _listen(stream: IO[bytes]) -> None:
@@ -90,11 +108,15 @@ def _listen(stream: IO[bytes]) -> None:
 
 
 def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
-    """Send until the driver has ended and trackers have everything, or have had their time; ends this process, with
-    exit code 1 where one has not.
+    """Send until the driver has ended and trackers have everything, or have had their
+    time; ends this process, with exit code 1 where one has not.
     """
     os.nice(_NICE)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):  # the end of its input is what ends it
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGINT,
+    ):  # the end of its input is what ends it
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -104,8 +126,13 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
     uri, token, given = sys.argv[1:]
     trackers, path = json.loads(given)
     storage = fenced(Storage(uri), mark, token)
-    deliveries = [Delivery(TrackerConfig(**tracker), path, storage, make_source) for tracker in trackers]
-    threads = [threading.Thread(target=delivery.follow, daemon=True) for delivery in deliveries]
+    deliveries = [
+        Delivery(TrackerConfig(**tracker), path, storage, make_source)
+        for tracker in trackers
+    ]
+    threads = [
+        threading.Thread(target=delivery.follow, daemon=True) for delivery in deliveries
+    ]
     for thread in threads:
         thread.start()
     how = sys.stdin.readline().strip() or KILLED

@@ -1,5 +1,7 @@
-"""Sends a training run to its trackers. `python -m trainers.tracking.run` is the process that
-trainers/tracking/process.py starts.
+"""Sends a training run to its trackers.
+
+`python -m trainers.tracking.run` is the process that trainers/tracking/process.py
+starts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 def send_run(location: str) -> bool:
-    """Send what the trackers of a run, which must not be training, have not got; return whether all have everything.
+    """Send what the trackers of a run, which must not be training, have not got; return
+    whether all have everything.
 
     Raises ConfigError where there is no run, or a process trains it.
     """

@@ -1,4 +1,7 @@
-"""Sink: what an experiment tracker has to do. A sink of your own derives from it (`tracking: [my_module:MySink]`)."""
+"""Sink: what an experiment tracker has to do.
+
+A sink of your own derives from it (`tracking: [my_module:MySink]`).
+"""
 
 from __future__ import annotations
 
@@ -41,19 +44,26 @@ class TrackedRun:
 
 
 class Sink(ABC):
-    """One tracker. All calls come from one thread, of a process in which nothing trains.
+    """One tracker.
 
-    Any method may raise or block: what was not taken is sent again, to a new instance. So `start` must find the run
-    that it was asked to start before, and a step that comes again stands in place of the one before.
+    All calls come from one thread, of a process in which nothing trains.
+
+    Any method may raise or block: what was not taken is sent again, to a new instance.
+    So `start` must find the run that it was asked to start before, and a step that
+    comes again stands in place of the one before.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
-        """`project` is what the configuration says, `storage` the directory of the run or the sweep."""
-        self.project, self.storage = project, storage
+        """`project` is what the configuration says, `storage` the directory of the run
+        or the sweep.
+        """
+        self.project = project
+        self.storage = storage
 
     @abstractmethod
     def start(self, run: TrackedRun) -> str:
-        """Begin the run `run.id`, or go on with it; return the tracker's own name of it, another one where it is new.
+        """Begin the run `run.id`, or go on with it; return the tracker's own name of
+        it, another one where it is new.
 
         Called once in each process for each run that has something to send.
         """
@@ -68,7 +78,9 @@ class Sink(ABC):
         """Take a file, in place of an earlier one of its name."""
 
     def end(self, run: str, status: str, tags: dict[str, str]) -> None:  # noqa: B027
-        """End the run, with a status of `trainers.errors` or `killed`, and what has become known of it."""
+        """End the run, with a status of `trainers.errors` or `killed`, and what has
+        become known of it.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Called when nothing more will come."""

@@ -1,7 +1,9 @@
-"""The sinks by the name of their tracker, each around the tracker's own client; a client is imported when it is used.
+"""The sinks by the name of their tracker, each around the tracker's own client; a
+client is imported when it is used.
 
-Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the configuration names no experiment; whatever
-the clients read. Set, unless it is: MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
+Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the
+configuration names no experiment; whatever the clients read. Set, unless it is:
+MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from trainers.storage import Storage
 from trainers.tracking.sink import Row, Sink, TrackedRun
 
 _IMPORTS = threading.Lock()
-"""Clients are imported one at a time: two threads in circular imports may each see half of a module."""
+"""Clients are imported one at a time: two threads in circular imports may each see half
+of a module.
+"""
 
 
 def _client(name: str) -> Any:
@@ -57,25 +61,37 @@ class MlflowSink(Sink):
     def start(self, run: TrackedRun) -> str:
         """Find the run by a tag that it was made with, or make it."""
         experiment = self._experiment()
-        known = self._client.search_runs([experiment], f"tags.`paceline.id` = '{run.id}'", max_results=1)
+        known = self._client.search_runs(
+            [experiment], f"tags.`paceline.id` = '{run.id}'", max_results=1
+        )
         if known:
             found = known[0]
             self._client.update_run(found.info.run_id, status="RUNNING")
         else:
-            tags = {"paceline.id": run.id, "paceline.kind": run.kind, **self._tags(run.tags)}
+            tags = {
+                "paceline.id": run.id,
+                "paceline.kind": run.kind,
+                **self._tags(run.tags),
+            }
             if run.parent is not None:
                 tags["mlflow.parentRunId"] = run.parent
             found = self._client.create_run(experiment, tags=tags, run_name=run.name)
         # Those of a run never change in MLflow: a resume adds what is new.
         params = {self._name(key): str(value) for key, value in run.params.items()}
-        new = [self._entities.Param(key, value) for key, value in params.items() if key not in found.data.params]
+        new = [
+            self._entities.Param(key, value)
+            for key, value in params.items()
+            if key not in found.data.params
+        ]
         self._client.log_batch(found.info.run_id, params=new)
         return str(found.info.run_id)
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """Every value is one metric at its step."""
         metrics = [
-            self._entities.Metric(self._name(name), value, round(row.time_s * 1000), row.step)
+            self._entities.Metric(
+                self._name(name), value, round(row.time_s * 1000), row.step
+            )
             for row in rows
             for name, value in row.values.items()
         ]
@@ -86,7 +102,9 @@ class MlflowSink(Sink):
         self._client.log_artifact(run, str(file))
 
     def end(self, run: str, status: str, tags: dict[str, str]) -> None:
-        """FINISHED, KILLED where the same command would go on, else FAILED; the status itself is a tag."""
+        """FINISHED, KILLED where the same command would go on, else FAILED; the status
+        itself is a tag.
+        """
         for key, value in (self._tags(tags) | {"paceline.status": status}).items():
             self._client.set_tag(run, key, value)
         ends = {"done": "FINISHED", "stopped": "KILLED", "killed": "KILLED"}
@@ -101,15 +119,24 @@ class MlflowSink(Sink):
 
 
 class WandbSink(Sink):
-    """Trials are of the job type `trial` in one group with their sweep: W&B has no runs below runs."""
+    """Trials are of the job type `trial` in one group with their sweep: W&B has no runs
+    below runs.
+    """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
-        _client("numpy")  # before wandb, which else leaves a stand-in for it to the threads of other trackers
+        _client(
+            "numpy"
+        )  # before wandb, which else leaves a stand-in for it to the threads of other trackers
         self._wandb = _client("wandb")
         # What it would measure is this process and its machine, not the run's.
         self._settings = self._wandb.Settings(
-            console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
+            console="off",
+            silent=True,
+            save_code=False,
+            disable_git=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
         )
         self._runs: dict[str, Any] = {}
 
@@ -122,7 +149,10 @@ class WandbSink(Sink):
             resume="allow",
             group={"trial": run.parent, "sweep": run.id}.get(run.kind),
             job_type=run.kind,
-            config={**run.params, **{f"paceline/{key}": value for key, value in run.tags.items()}},
+            config={
+                **run.params,
+                **{f"paceline/{key}": value for key, value in run.tags.items()},
+            },
             allow_val_change=True,
             settings=self._settings,
             reinit="create_new",
@@ -143,7 +173,9 @@ class WandbSink(Sink):
     def end(self, run: str, status: str, tags: dict[str, str]) -> None:
         """Finished, or failed where the status is that of a failure."""
         ended = self._runs.pop(run)
-        known = {"paceline/status": status} | {f"paceline/{key}": value for key, value in tags.items()}
+        known = {"paceline/status": status} | {
+            f"paceline/{key}": value for key, value in tags.items()
+        }
         ended.config.update(known, allow_val_change=True)
         ended.finish(exit_code=0 if status in ("done", "stopped") else 1)
 
@@ -153,7 +185,9 @@ class WandbSink(Sink):
 
 
 class TrackioSink(Sink):
-    """Trials are in one group with their sweep. trackio knows a run by its name, which so ends with part of the id."""
+    """Trials are in one group with their sweep. trackio knows a run by its name, which
+    so ends with part of the id.
+    """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
@@ -181,7 +215,9 @@ class TrackioSink(Sink):
         )
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """A row for each step; `finish` returns when they are in its database, or in its buffer for a server."""
+        """A row for each step; `finish` returns when they are in its database, or in
+        its buffer for a server.
+        """
         opened = self._open(run)
         for row in rows:
             opened.log(row.values, step=row.step)
@@ -194,14 +230,20 @@ class TrackioSink(Sink):
 
 
 class CsvSink(Sink):
-    """`metrics.csv`: a row for each step of each run (empty for a run itself), a column for each metric."""
+    """`metrics.csv`: a row for each step of each run (empty for a run itself), a column
+    for each metric.
+    """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
         self._rows: dict[tuple[str, int], dict[str, str]] = {}
         if storage.exists("metrics.csv"):
-            for row in csv.DictReader(io.StringIO(storage.read("metrics.csv").decode())):
-                self._rows[row["run"], int(row["step"])] = {name: text for name, text in row.items() if text}
+            for row in csv.DictReader(
+                io.StringIO(storage.read("metrics.csv").decode())
+            ):
+                self._rows[row["run"], int(row["step"])] = {
+                    name: text for name, text in row.items() if text
+                }
 
     def start(self, run: TrackedRun) -> str:
         """Rows have the trial's id."""
@@ -213,7 +255,11 @@ class CsvSink(Sink):
             place = {"run": run, "step": str(row.step), "time": f"{row.time_s:.3f}"}
             known = self._rows.setdefault((run, row.step), place)
             known |= {name: repr(value) for name, value in row.values.items()}
-        names = dict.fromkeys(name for known in self._rows.values() for name in ("run", "step", "time", *known))
+        names = dict.fromkeys(
+            name
+            for known in self._rows.values()
+            for name in ("run", "step", "time", *known)
+        )
         text = io.StringIO()
         writer = csv.DictWriter(text, list(names), lineterminator="\n")
         writer.writeheader()
@@ -222,7 +268,9 @@ class CsvSink(Sink):
 
 
 class EventsSink(Sink):
-    """`tensorboard/<trial>/` of a sweep: a directory for each trial, as TensorBoard shows runs side by side."""
+    """`tensorboard/<trial>/` of a sweep: a directory for each trial, as TensorBoard
+    shows runs side by side.
+    """
 
     def start(self, run: TrackedRun) -> str:
         """The sweep itself has a directory, too."""
@@ -231,7 +279,9 @@ class EventsSink(Sink):
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """One file for all that is sent at once."""
         records = [(row.time_s, {"step": row.step, **row.values}) for row in rows]
-        self.storage.child("tensorboard", run).write(events_name(rows[-1].step), encode_events(records))
+        self.storage.child("tensorboard", run).write(
+            events_name(rows[-1].step), encode_events(records)
+        )
 
 
 _SINKS: Mapping[str, type[Sink]] = {
@@ -243,8 +293,11 @@ _SINKS: Mapping[str, type[Sink]] = {
 }
 
 
-def check_trackers(trackers: Sequence[TrackerConfig], path: Sequence[str], source: str) -> None:
-    """Raise ConfigError where a tracker's package is not installed, or a sink of the user's own cannot be used.
+def check_trackers(
+    trackers: Sequence[TrackerConfig], path: Sequence[str], source: str
+) -> None:
+    """Raise ConfigError where a tracker's package is not installed, or a sink of the
+    user's own cannot be used.
 
     `path` has the directories of the user's modules.
     """
@@ -253,10 +306,8 @@ def check_trackers(trackers: Sequence[TrackerConfig], path: Sequence[str], sourc
         if tracker.tracker not in PACKAGES:
             _own_sink(tracker.tracker, path, source)
         elif package and importlib.util.find_spec(package) is None:
-            rule, fix = (
-                f"needs the package {package}, which is not here",
-                f"`pip install 'paceline[{tracker.tracker}]'`",
-            )
+            rule = f"needs the package {package}, which is not here"
+            fix = f"`pip install 'paceline[{tracker.tracker}]'`"
             raise ConfigError("tracking", tracker.tracker, rule, fix, source)
 
 
@@ -271,5 +322,11 @@ def _own_sink(named: str, path: Sequence[str], source: str) -> type[Sink]:
         add_to_path(list(path))
         found = load_named("tracking", named, "class", source)
     if not (isinstance(found, type) and issubclass(found, Sink)):
-        raise ConfigError("tracking", named, "is no trainers.tracking.sink.Sink", "derive the class from Sink", source)
+        raise ConfigError(
+            "tracking",
+            named,
+            "is no trainers.tracking.sink.Sink",
+            "derive the class from Sink",
+            source,
+        )
     return found

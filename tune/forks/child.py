@@ -1,6 +1,7 @@
 """A trial's process: what it is told to do, and how it asks the process that wanted it.
 
-Run as: python -m tune.forks.child CHANNEL STDOUT STDERR [FILE...], numbers of open files, where it is no fork.
+Run as: python -m tune.forks.child CHANNEL STDOUT STDERR [FILE...], numbers of open
+files, where it is no fork.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ END = "end"
 
 
 class TrialStopped(SystemExit):
-    """Ends a training function at its report, and the function of its trial, once the search has stopped the trial."""
+    """Ends a training function at its report, and the function of its trial, once the
+    search has stopped the trial.
+    """
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Work:
     """What a process is to do."""
 
     target: str
-    """`module:function`: called with the Channel and the arguments; what it returns is the outcome."""
+    """`module:function`: called with the Channel and the arguments; what it returns is
+    the outcome.
+    """
     arguments: tuple[Any, ...]
     environment: dict[str, str]
     directory: str
@@ -66,7 +71,9 @@ class Channel:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes; objects of modules that the other side cannot import go by value, where Ray is there."""
+    """Return a value as bytes; objects of modules that the other side cannot import go
+    by value, where Ray is there.
+    """
     of_ray: Any = sys.modules.get("ray.cloudpickle")
     return pickle.dumps(value) if of_ray is None else bytes(of_ray.dumps(value))
 
@@ -77,7 +84,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def become(files: Sequence[int]) -> None:
-    """Do the work that comes over the channel, the first of some open files; does not return."""
+    """Do the work that comes over the channel, the first of some open files; does not
+    return.
+    """
     code = 1
     try:
         os.setsid()
@@ -97,10 +106,14 @@ def become(files: Sequence[int]) -> None:
                 os.chdir(work.directory)
             asks = Channel(connection, others)
             module, _, name = work.target.partition(":")
-            asks.end(getattr(importlib.import_module(module), name)(asks, *work.arguments))
+            asks.end(
+                getattr(importlib.import_module(module), name)(asks, *work.arguments)
+            )
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = (
+            error.code if isinstance(error.code, int) else int(error.code is not None)
+        )
     except BaseException:
         traceback.print_exc()
     finally:

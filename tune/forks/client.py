@@ -40,15 +40,23 @@ class NoOutcomeError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        return f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+        return (
+            f"exit code {self.code}"
+            if self.code >= 0
+            else signal.Signals(-self.code).name
+        )
 
 
 class Zygote:
     """This node's zygote of a sweep. It lives for as long as anybody is connected."""
 
     def __init__(self, name: str, preload: Preload) -> None:
-        """Start it where it does not run; returns at once. `name` is the sweep's, the same on all nodes."""
-        self.name, self.preload = name, preload
+        """Start it where it does not run; returns at once.
+
+        `name` is the sweep's, the same on all nodes.
+        """
+        self.name = name
+        self.preload = preload
         self._directory = _directory(name)
         self._path = self._directory / "zygote"
         self._connection: socket.socket | None = None
@@ -58,7 +66,10 @@ class Zygote:
     @classmethod
     def of_functions(cls, name: str) -> Zygote:
         """The zygote of a sweep of training functions of Ray Train's."""
-        return cls(name, Preload(modules=("tune.forks.function", "ray.tune", "tune.ray.trainer")))
+        return cls(
+            name,
+            Preload(modules=("tune.forks.function", "ray.tune", "tune.ray.trainer")),
+        )
 
     def _start(self) -> None:
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -71,9 +82,19 @@ class Zygote:
                 return
             self._path.unlink(missing_ok=True)
             places = [*self.preload.path, *sys.path]
-            # Else torch asks CUDA itself how many devices there are, and no fork could use it.
-            own = {"PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            command = [sys.executable, "-m", "tune.forks.zygote", str(self._path), self.preload.to_json()]
+            # Else torch asks CUDA itself how many devices there are, and no fork could
+            # use it.
+            own = {
+                "PYTHONPATH": os.pathsep.join(filter(None, places)),
+                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            }
+            command = [
+                sys.executable,
+                "-m",
+                "tune.forks.zygote",
+                str(self._path),
+                self.preload.to_json(),
+            ]
             self._connection, theirs = socket.socketpair()
             with theirs:
                 command.append(str(theirs.fileno()))
@@ -94,7 +115,9 @@ class Zygote:
                 connection.connect(str(self._path))
                 return connection
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the parent of trials did not start within {_START_S:g} s")
+                raise TimeoutError(
+                    f"the parent of trials did not start within {_START_S:g} s"
+                )
             self._start()  # where the one that did has ended
             time.sleep(_LOOK_S)
 
@@ -104,11 +127,15 @@ class Zygote:
             self._connection = self._connect()
 
     def fork(self, target: str, *arguments: Any, files: Sequence[int] = ()) -> Fork:
-        """Start a process that calls a function (`Work.target`); `files` are handed over to it."""
+        """Start a process that calls a function (`Work.target`); `files` are handed
+        over to it.
+        """
         work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
         for _ in range(_MOST_STARTS):
             self.hold()
-            with contextlib.suppress(ConnectionError):  # it was about to end, for want of work
+            with contextlib.suppress(
+                ConnectionError
+            ):  # it was about to end, for want of work
                 return Fork(self._connect(), work, files)
             self._forget()
         raise ConnectionError("the parent of trials ends before it forks one")
@@ -141,15 +168,22 @@ class Zygote:
 
 
 def _directory(name: str) -> Path:
-    """Where a sweep's zygote of this node listens. Nodes in network namespaces of one machine have one each."""
-    namespace = Path("/proc/self/ns/net").stat().st_ino if sys.platform == "linux" else 0
+    """Where a sweep's zygote of this node listens.
+
+    Nodes in network namespaces of one machine have one each.
+    """
+    namespace = (
+        Path("/proc/self/ns/net").stat().st_ino if sys.platform == "linux" else 0
+    )
     return Path(tempfile.gettempdir(), f"paceline-forks-{name}-{namespace}")
 
 
 class Fork:
     """A process that does one thing."""
 
-    def __init__(self, control: socket.socket, work: Work, files: Sequence[int]) -> None:
+    def __init__(
+        self, control: socket.socket, work: Work, files: Sequence[int]
+    ) -> None:
         self._control = control
         ours, theirs = socket.socketpair()
         with theirs:
@@ -170,15 +204,19 @@ class Fork:
     ) -> Any:
         """Answer the process's calls by the methods of `asked`; returns its outcome.
 
-        Raises NoOutcomeError where it ends without one, or was stopped (SIGSTOP) for `most_stopped_s`; InterruptedError
-        where `goes_on`, which is called every `look_s`, says that nobody wants it any more; TrialStopped where a method
-        has raised it, which the process gets first. All but the first kill it.
+        Raises NoOutcomeError where it ends without one, or was stopped (SIGSTOP) for
+        `most_stopped_s`; InterruptedError where `goes_on`, which is called every
+        `look_s`, says that nobody wants it any more; TrialStopped where a method has
+        raised it, which the process gets first. All but the first kill it.
         """
         stopped_at: float | None = None
         ran_at = time.monotonic()
         while True:
             # A process of its own may hold the channel open after its end.
-            ready = wait([self._channel, self._control], look_s if stopped_at is None else _LOOK_S)
+            ready = wait(
+                [self._channel, self._control],
+                look_s if stopped_at is None else _LOOK_S,
+            )
             if self._channel in ready:
                 try:
                     method, args, given = pickle.loads(self._channel.recv_bytes())  # noqa: S301 (a fork of our own)
@@ -191,7 +229,9 @@ class Fork:
                     break
                 stopped = self._answer(asked, method, args, given)
                 stopped_at = time.monotonic() if stopped else stopped_at
-            elif ready or (stopped_at is not None and time.monotonic() > stopped_at + _STOP_S):
+            elif ready or (
+                stopped_at is not None and time.monotonic() > stopped_at + _STOP_S
+            ):
                 break
             elif stopped_at is None and not goes_on():
                 self.kill()
@@ -206,7 +246,9 @@ class Fork:
             raise TrialStopped(0)
         raise NoOutcomeError(self.wait())
 
-    def _answer(self, asked: Any, method: str, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    def _answer(
+        self, asked: Any, method: str, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> bool:
         """Answer a call; returns whether the answer is that the process should stop."""
         try:
             answer = (False, getattr(asked, method)(*args, **given))
@@ -217,7 +259,9 @@ class Fork:
         return isinstance(answer[1], TrialStopped)
 
     def wait(self) -> int:
-        """Wait for the process to end; returns its exit code, negative where a signal has ended it."""
+        """Wait for the process to end; returns its exit code, negative where a signal
+        has ended it.
+        """
         code = self._number()
         self.kill()
         return -signal.SIGKILL if code is None else code
@@ -230,7 +274,12 @@ class Fork:
     def _is_stopped(self) -> bool:
         """Whether the process was stopped by a signal, and not continued."""
         with contextlib.suppress(OSError):
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith(("T", "t"))
+            return (
+                Path(f"/proc/{self.pid}/stat")
+                .read_text()
+                .rpartition(") ")[2]
+                .startswith(("T", "t"))
+            )
         return False
 
     def kill(self) -> None:

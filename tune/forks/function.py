@@ -1,8 +1,10 @@
-"""A training function of Ray Train's, or the driver of a trial, in a process of its own (Ray).
+"""A training function of Ray Train's, or the driver of a trial, in a process of its own
+(Ray).
 
-The function finds Ray Train's interface (`ray.train.report`, `get_context`, ...) as a worker has it. Each call goes
-over the channel to the worker that has started this process, where Ray's own implementation answers it. The process
-itself joins the cluster only when its code calls Ray (`ray.get`, `ray.data`, actors).
+The function finds Ray Train's interface (`ray.train.report`, `get_context`, ...) as a
+worker has it. Each call goes over the channel to the worker that has started this
+process, where Ray's own implementation answers it. The process itself joins the cluster
+only when its code calls Ray (`ray.get`, `ray.data`, actors).
 """
 
 from __future__ import annotations
@@ -26,14 +28,22 @@ from trainers.launch.spec import FunctionSpec
 from tune.forks.child import Channel, TrialStopped
 from tune.forks.place import Place
 from tune.forks.task import form_group, imported_libraries
-from tune.ray_internals import PublicContext, TrainFnUtils, set_device, set_session, set_train_fn_utils
+from tune.ray_internals import (
+    PublicContext,
+    TrainFnUtils,
+    set_device,
+    set_session,
+    set_train_fn_utils,
+)
 
 
 class ForkContext(PublicContext):
     """What `ray.train.get_context()` gives."""
 
     def __init__(self, place: Place, experiment: str, storage: Any) -> None:
-        self._place, self._experiment, self._storage = place, experiment, storage
+        self._place = place
+        self._experiment = experiment
+        self._storage = storage
 
     def get_experiment_name(self) -> str:
         """As Ray\'s."""
@@ -68,7 +78,8 @@ class ForkUtils(TrainFnUtils):
     """What the functions of `ray.train` call."""
 
     def __init__(self, channel: Channel, context: ForkContext) -> None:
-        self._channel, self._context = channel, context
+        self._channel = channel
+        self._context = context
 
     def report(self, *args: Any, **given: Any) -> None:
         """As Ray\'s."""
@@ -133,9 +144,13 @@ def connect() -> None:
 
 
 def as_new_process(gpu_ids: list[str]) -> None:
-    """Have what a new process of Ray's draws or reads at its start; `gpu_ids`: of the worker."""
+    """Have what a new process of Ray's draws or reads at its start; `gpu_ids`: of the
+    worker.
+    """
     np.random.seed()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
+    torch.set_num_threads(
+        int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads()
+    )
     # By which Ray Train finds the device; it would join the cluster to ask.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
@@ -143,14 +158,19 @@ def as_new_process(gpu_ids: list[str]) -> None:
 
 
 def run_function(
-    channel: Channel, function: FunctionSpec | bytes, place: Place, gpu_ids: list[str], experiment: str, storage: Any
+    channel: Channel,
+    function: FunctionSpec | bytes,
+    place: Place,
+    gpu_ids: list[str],
+    experiment: str,
+    storage: Any,
 ) -> Any:
     """Call a training function, which is named or pickled.
 
-    Returns:
-        What it returned (`returned`), or what it raised: the exception and its traceback (`raised`) and, as plain data,
-        its `status` and `message`. TrialStopped ends it as `stopped`. Also its `peak_memory_bytes` and the installed
-        modules that it has `imported`.
+    Returns: What it returned (`returned`), or what it raised: the exception and its
+        traceback (`raised`) and, as plain data, its `status` and `message`.
+        TrialStopped ends it as `stopped`. Also its `peak_memory_bytes` and the
+        installed modules that it has `imported`.
     """
     modules = set(sys.modules)
     as_new_process(gpu_ids)
@@ -161,7 +181,11 @@ def run_function(
     try:
         form_group(place, channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
-        call = cloudpickle.loads(function) if isinstance(function, bytes) else function.load()
+        call = (
+            cloudpickle.loads(function)
+            if isinstance(function, bytes)
+            else function.load()
+        )
         channel.call("begins")
         returned = call()
     except TrialStopped:
@@ -170,9 +194,16 @@ def run_function(
         return _raised(error, place.rank)
     finally:
         _leave_group()
-    peak = peak_memory_bytes(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+    peak = peak_memory_bytes(
+        torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    )
     imported = imported_libraries(modules)
-    return {"status": "done", "returned": returned, "peak_memory_bytes": peak, "imported": imported}
+    return {
+        "status": "done",
+        "returned": returned,
+        "peak_memory_bytes": peak,
+        "imported": imported,
+    }
 
 
 def _raised(error: BaseException, rank: int) -> dict[str, Any]:
@@ -182,10 +213,17 @@ def _raised(error: BaseException, rank: int) -> dict[str, Any]:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    outcome = {"status": failure.status, "message": failure.message, "follows": failure.follows, "traceback": text}
+    outcome = {
+        "status": failure.status,
+        "message": failure.message,
+        "follows": failure.follows,
+        "traceback": text,
+    }
     return outcome | {"raised": error}
 
 
 def _leave_group() -> None:
-    if dist.is_initialized() and dist.get_backend() != "nccl":  # NCCL's waits for kernels of ranks that are gone
+    if (
+        dist.is_initialized() and dist.get_backend() != "nccl"
+    ):  # NCCL's waits for kernels of ranks that are gone
         dist.destroy_process_group()

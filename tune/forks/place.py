@@ -16,7 +16,10 @@ class Place:
     node_rank: int
     device_index: int
     address: str = ""
-    """Where the ranks meet: rank 0 gets the listening socket as an open file. Empty: they form no process group."""
+    """Where the ranks meet: rank 0 gets the listening socket as an open file.
+
+    Empty: they form no process group.
+    """
     port: int = 0
     backend: str = ""
     """Of the process group; empty: NCCL where there is a GPU, else gloo."""

@@ -17,8 +17,19 @@ import torch
 import trainers.loop.fit  # noqa: F401 (before the fork: all that a run imports)
 from trainers.causes import failure_of
 from trainers.context import RunContext
-from trainers.devices.device import device_name, grow_segments, total_memory_bytes, with_gpu_memory
-from trainers.errors import ConfigError, PacelineError, PreemptedError, RunFailedError, TooLargeError
+from trainers.devices.device import (
+    device_name,
+    grow_segments,
+    total_memory_bytes,
+    with_gpu_memory,
+)
+from trainers.errors import (
+    ConfigError,
+    PacelineError,
+    PreemptedError,
+    RunFailedError,
+    TooLargeError,
+)
 from trainers.launch.log import setup_logging
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.storage import Storage
@@ -26,7 +37,13 @@ from tune.forks.child import Channel
 from tune.forks.place import Given, Place
 from tune.objective import check_reported
 
-_NAMES = ("objective.metric", "objective.target", "checkpoint.best", "early_stopping.metric", "schedule()")
+_NAMES = (
+    "objective.metric",
+    "objective.target",
+    "checkpoint.best",
+    "early_stopping.metric",
+    "schedule()",
+)
 """What names a metric: one that no trial reports ends the sweep."""
 
 
@@ -35,15 +52,25 @@ class TrialContext(RunContext):
 
     def __init__(self, channel: Channel, place: Place, given: Given) -> None:
         of_all = place.rank, place.world_size
-        super().__init__(None, "lane", *of_all, place.local_rank, place.local_world_size, place.device_index)
+        super().__init__(
+            None,
+            "lane",
+            *of_all,
+            place.local_rank,
+            place.local_world_size,
+            place.device_index,
+        )
         self._channel = channel
-        self.microbatch_ceiling, self.microbatch_bounds = given.microbatch_ceiling, given.microbatch_bounds
+        self.microbatch_ceiling = given.microbatch_ceiling
+        self.microbatch_bounds = given.microbatch_bounds
         self.source = None if given.source is None else Storage(given.source)
         self.refuge = None if given.refuge is None else Storage(given.refuge)
         self.watches = given.watches
         self._goes_on = True
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+    def report(
+        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
+    ) -> None:
         """Rank 0 tells of an evaluation, and hears whether the trial should go on."""
         if checkpoint is None:
             check_reported(self.watches, metrics)
@@ -66,11 +93,16 @@ class TrialContext(RunContext):
         """All other trials shall know it."""
         low, high = self.microbatch_bounds
         if not fits:
-            self.microbatch_bounds = (low, min(microbatch_size, high or microbatch_size))
+            self.microbatch_bounds = (
+                low,
+                min(microbatch_size, high or microbatch_size),
+            )
         self._channel.call("fits", microbatch_size, fits)
 
     def too_large(self, microbatch_size: int) -> None:
-        """Of several ranks one ran out of memory: all start again with a smaller microbatch."""
+        """Of several ranks one ran out of memory: all start again with a smaller
+        microbatch.
+        """
         self._channel.call("too_large", microbatch_size)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
@@ -88,22 +120,38 @@ def form_group(place: Place, files: Sequence[int]) -> None:
         keep_on_this_machine()
     server = socket.socket(fileno=files[0]).detach() if place.rank == 0 else None
     timeout = timedelta(seconds=place.timeout_s)
-    store = TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout, master_listen_fd=server)
+    store = TCPStore(
+        place.address,
+        place.port,
+        place.world_size,
+        place.rank == 0,
+        timeout,
+        master_listen_fd=server,
+    )
     backend = place.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    join_group(backend, store, place.rank, place.world_size, place.device_index, timeout)
+    join_group(
+        backend, store, place.rank, place.world_size, place.device_index, timeout
+    )
 
 
 def check(
-    channel: Channel, spec: RunSpec | FunctionSpec, precisions: Sequence[Any], device_type: str
+    channel: Channel,
+    spec: RunSpec | FunctionSpec,
+    precisions: Sequence[Any],
+    device_type: str,
 ) -> PacelineError | None:
-    """Load the task or function, and check that devices of a type have the precisions; returns what is wrong."""
+    """Load the task or function, and check that devices of a type have the precisions;
+    returns what is wrong.
+    """
     try:
         if isinstance(spec, FunctionSpec):
             spec.load()
             return None
         spec.load_task()
         for precision in precisions:
-            check_precision(replace(spec, tree={**spec.tree, "precision": precision}), device_type)
+            check_precision(
+                replace(spec, tree={**spec.tree, "precision": precision}), device_type
+            )
     except PacelineError as error:
         return error
     return None
@@ -111,15 +159,25 @@ def check(
 
 def device_label(channel: Channel, device_index: int) -> str:
     """Return what decides how much fits: the GPU's model and memory."""
-    device = torch.device("cuda", device_index) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", device_index)
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     return f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
 
 
 def run_trial(
-    channel: Channel, name: str, tree: dict[str, Any], path: tuple[str, ...], place: Place, given: Given
+    channel: Channel,
+    name: str,
+    tree: dict[str, Any],
+    path: tuple[str, ...],
+    place: Place,
+    given: Given,
 ) -> Any:
     """Train; returns the outcome as plain data."""
-    began, clock = time.time(), time.monotonic()
+    began = time.time()
+    clock = time.monotonic()
     modules = set(sys.modules)
     setup_logging(1)  # trials of many lanes would talk at once: warnings only
     logging.getLogger("ray.train").setLevel(logging.WARNING)
@@ -147,7 +205,12 @@ def run_trial(
         "first_step_s": result.first_step_s,
         "phases_s": phases_s | {"closing": max(0.0, total_s - sum(phases_s.values()))},
     }
-    return {"status": result.status, "result": asdict(result), "spent": spent, "imported": imported_libraries(modules)}
+    return {
+        "status": result.status,
+        "result": asdict(result),
+        "spent": spent,
+        "imported": imported_libraries(modules),
+    }
 
 
 def _failed(error: Exception, context: RunContext) -> dict[str, Any]:
@@ -155,7 +218,11 @@ def _failed(error: Exception, context: RunContext) -> dict[str, Any]:
     if isinstance(error, PreemptedError):
         return {"status": error.status, "message": str(error)}
     failure = failure_of(error, context.rank)
-    outcome: dict[str, Any] = {"status": failure.status, "message": failure.message, "follows": failure.follows}
+    outcome: dict[str, Any] = {
+        "status": failure.status,
+        "message": failure.message,
+        "follows": failure.follows,
+    }
     if isinstance(error, ConfigError) and error.field in _NAMES:
         outcome["misnamed"] = error
     if isinstance(error, TooLargeError) and context.world_size > 1:
@@ -170,5 +237,10 @@ def imported_libraries(before: set[str]) -> list[str]:
     new = [name for name in sys.modules if name not in before]
     places = ("site-packages", "dist-packages")
     return [
-        name for name in new if any(place in (getattr(sys.modules[name], "__file__", None) or "") for place in places)
+        name
+        for name in new
+        if any(
+            place in (getattr(sys.modules[name], "__file__", None) or "")
+            for place in places
+        )
     ]

@@ -1,15 +1,19 @@
-"""The parent of a node's trials: a process without Ray, CUDA or a second thread, forked for each of them.
+"""The parent of a node's trials: a process without Ray, CUDA or a second thread, forked
+for each of them.
 
-Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is JSON (`Preload`) and CLIENT an open socket,
-of its first client; the Zygote of client.py does so. It is no child of that process: Ray kills a worker's children.
+Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is JSON
+(`Preload`) and CLIENT an open socket, of its first client; the Zygote of client.py does
+so. It is no child of that process: Ray kills a worker's children.
 
-It imports torch, the loop and the user's module, and listens. Whoever wants a trial connects and hands over open files:
-the trial's end of a channel, its standard output and its standard error. The forked process reads from the channel what
-to do (child.py); the zygote knows nothing of it. Where its own state does not survive a fork (threads, CUDA), it starts
-a new interpreter in place of a fork.
+It imports torch, the loop and the user's module, and listens. Whoever wants a trial
+connects and hands over open files: the trial's end of a channel, its standard output
+and its standard error. The forked process reads from the channel what to do (child.py);
+the zygote knows nothing of it. Where its own state does not survive a fork (threads,
+CUDA), it starts a new interpreter in place of a fork.
 
-A connection stays open while its trial lives: the trial's end is answered with the exit code, and a connection that is
-closed before ends the trial. What a trial leaves running ends with it. Without a connection the zygote ends, too.
+A connection stays open while its trial lives: the trial's end is answered with the exit
+code, and a connection that is closed before ends the trial. What a trial leaves running
+ends with it. Without a connection the zygote ends, too.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ from tune.forks.child import PR_SET_CHILD_SUBREAPER, become, prctl
 NUMBER = struct.Struct("i")
 """What comes back: the number of a trial's process, and at its end its exit code."""
 FORK = b"fork"
-"""The message that comes with a trial's files; any other names modules to import, a line each."""
+"""The message that comes with a trial's files; any other names modules to import, a
+line each.
+"""
 END_ALL = "."
 """The line that ends the zygote, and all trials with it."""
 LONGEST_MESSAGE = 2**18
@@ -55,7 +61,9 @@ class Preload:
     path: tuple[str, ...] = ()
     """Directories that come first on sys.path."""
     modules: tuple[str, ...] = ()
-    """Modules that are imported where they can be; a trial says what is wrong with them."""
+    """Modules that are imported where they can be; a trial says what is wrong with
+    them.
+    """
     forks: bool = True
     """False: each trial is a new interpreter."""
 
@@ -68,7 +76,9 @@ class Zygote:
     """Serves a socket."""
 
     def __init__(self, path: Path, first: socket.socket, why_not: str | None) -> None:
-        """`first`: the client that has started it; `why_not`: why trials cannot be forks of this process."""
+        """`first`: the client that has started it; `why_not`: why trials cannot be
+        forks of this process.
+        """
         self._why_not = why_not
         self._clients = {first}
         self._trials: dict[int, socket.socket] = {}
@@ -107,7 +117,8 @@ class Zygote:
         try:
             message, files, _, _ = socket.recv_fds(client, LONGEST_MESSAGE, _MOST_FILES)
         except OSError:
-            message, files = b"", []
+            message = b""
+            files = []
         if message == FORK:
             pid = self._start(files)
             self._trials[pid] = client
@@ -195,7 +206,9 @@ def end_group(pid: int) -> None:
 
 def _children() -> list[int]:
     try:
-        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+        return [
+            int(pid) for pid in Path("/proc/thread-self/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -210,17 +223,27 @@ def import_all(modules: Sequence[str]) -> None:
 
 def why_not_fork() -> str | None:
     """Why this process cannot be forked; None where it can."""
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    threads = [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+    ]
     if threads:
         return f"its import has started a thread ({', '.join(threads)})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "its import has initialised CUDA"
-    return None if _canary_sings() else "its import has left torch's threads in a state in which forks hang"
+    return (
+        None
+        if _canary_sings()
+        else "its import has left torch's threads in a state in which forks hang"
+    )
 
 
 def _canary_sings() -> bool:
-    """Whether a fork can run torch's parallel code, which hangs after this process has run some itself (libgomp)."""
+    """Whether a fork can run torch's parallel code, which hangs after this process has
+    run some itself (libgomp).
+    """
     pid = os.fork()
     if pid == 0:
         import torch
@@ -244,10 +267,12 @@ def main() -> None:
     """Import, and serve."""
     if os.fork():
         os._exit(0)
-    path, preload = Path(sys.argv[1]), Preload(**json.loads(sys.argv[2]))
+    path = Path(sys.argv[1])
+    preload = Preload(**json.loads(sys.argv[2]))
     first = socket.socket(fileno=int(sys.argv[3]))
     first.set_inheritable(False)
-    # Until it listens, SIGIO ends it: when its first client has died or ends it, whatever a module's import waits for.
+    # Until it listens, SIGIO ends it: when its first client has died or ends it,
+    # whatever a module's import waits for.
     fcntl.fcntl(first, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR | os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
@@ -257,13 +282,23 @@ def main() -> None:
     why_not: str | None = "each trial is to have a new interpreter"
     if preload.forks:
         gc.disable()
-        import_all(["torch._dynamo", "torch.distributed.nn.functional", "trainers.loop.fit", "tune.forks.task"])
+        import_all(
+            [
+                "torch._dynamo",
+                "torch.distributed.nn.functional",
+                "trainers.loop.fit",
+                "tune.forks.task",
+            ]
+        )
         import_all(preload.modules)
         gc.enable()
         gc.freeze()
         why_not = why_not_fork()
         if why_not is not None:
-            print(f"trials are no forks but new interpreters, which is slower: {why_not}", flush=True)
+            print(
+                f"trials are no forks but new interpreters, which is slower: {why_not}",
+                flush=True,
+            )
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
         Zygote(path, first, why_not).serve()

@@ -1,10 +1,13 @@
-"""Lanes: long-lived TorchTrainers whose workers run trial after trial from the mailbox (Ray).
+"""Lanes: long-lived TorchTrainers whose workers run trial after trial from the mailbox
+(Ray).
 
-A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker group serves trials until the mailbox
-closes; after a crash Ray starts the group again and the trial that was lost is queued again.
+A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker group
+serves trials until the mailbox closes; after a crash Ray starts the group again and the
+trial that was lost is queued again.
 
-Ray imports this file in the controller of each lane, which does not need torch: importing it costs two seconds of
-processor time at every start. So torch, and whatever imports it, is imported in the functions that run elsewhere.
+Ray imports this file in the controller of each lane, which does not need torch:
+importing it costs two seconds of processor time at every start. So torch, and whatever
+imports it, is imported in the functions that run elsewhere.
 """
 
 import contextlib
@@ -18,7 +21,11 @@ from typing import Any
 import ray
 import ray.train
 from ray import cloudpickle
-from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config.sections import ScalingConfig
@@ -36,11 +43,15 @@ from tune.lanes.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
-_START_S, _LOOK_S = 60.0, 0.2
+_START_S = 60.0
+_LOOK_S = 0.2
 _FIRST_S = 20.0
-"""How long a lane's workers are waited for before the first trial begins: they may wait for a node."""
+"""How long a lane's workers are waited for before the first trial begins: they may wait
+for a node.
+"""
 _MAKE_S = 10.0
-"""Within which Ray makes a group, also on a busy machine, unless that waits for a node."""
+"""Within which Ray makes a group, also on a busy machine, unless that waits for a node.
+"""
 _SAY_AFTER_S = 2.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
@@ -51,11 +62,15 @@ def start_mailbox(sweep: Storage, path: tuple[str, ...] = ()) -> Any:
 
 
 def beside_driver() -> dict[str, Any]:
-    """Options of an actor that serves the whole sweep: without a CPU, on the driver's node.
+    """Options of an actor that serves the whole sweep: without a CPU, on the driver's
+    node.
 
-    Ray would put it on any node, one that may be taken back included, and the sweep would end with that node.
+    Ray would put it on any node, one that may be taken back included, and the sweep
+    would end with that node.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
     return {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
 
 
@@ -81,7 +96,8 @@ class Lanes:
     """Whether trials are runs of a training function, not of a task."""
 
     def __post_init__(self) -> None:
-        self._closing, self._settled = threading.Event(), threading.Event()
+        self._closing = threading.Event()
+        self._settled = threading.Event()
         self._begun: set[int] = set()
         self._threads: list[threading.Thread] = []
 
@@ -91,9 +107,13 @@ class Lanes:
         return len(self._threads)
 
     def grow(self, count: int) -> None:
-        """Start lanes until there are `count`; returns at once, while their workers come up."""
+        """Start lanes until there are `count`; returns at once, while their workers
+        come up.
+        """
         for lane in range(self.count, count):
-            thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
+            thread = threading.Thread(
+                target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True
+            )
             thread.start()
             self._threads.append(thread)
 
@@ -106,64 +126,99 @@ class Lanes:
         return starting if starting and self._may_come_up(len(up)) else []
 
     def close(self, timeout_s: float = 45.0) -> None:
-        """Let the lanes end. One that is still starting comes up first and finds nothing to do, since killing it would
-        leave its reservation with Ray; one for which there is no room, or that is not up after `timeout_s`, is killed.
+        """Let the lanes end.
+
+        One that is still starting comes up first and finds nothing to do, since killing
+        it would leave its reservation with Ray; one for which there is no room, or that
+        is not up after `timeout_s`, is killed.
         """
         self._closing.set()
         self._settled.set()
         up = set(ray.get(self.mailbox.watch.remote())["lanes"])
-        if any(thread.is_alive() for lane, thread in enumerate(self._threads) if lane not in up):
+        if any(
+            thread.is_alive()
+            for lane, thread in enumerate(self._threads)
+            if lane not in up
+        ):
             self._end_waiting(up)
         ray.get(self.mailbox.close.remote())
         began = time.monotonic()
         is_said = False
-        while alive := [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]:
+        while alive := [
+            lane for lane, thread in enumerate(self._threads) if thread.is_alive()
+        ]:
             waited_s = time.monotonic() - began
-            if waited_s > timeout_s or (waited_s > _SAY_AFTER_S and not self._may_come_up(0)):
+            if waited_s > timeout_s or (
+                waited_s > _SAY_AFTER_S and not self._may_come_up(0)
+            ):
                 self.end()
                 return
             if waited_s > _SAY_AFTER_S and not is_said:
                 is_said = True
-                logger.info("waiting for lanes %s to end, %.0f s at most", alive, timeout_s)
+                logger.info(
+                    "waiting for lanes %s to end, %.0f s at most", alive, timeout_s
+                )
             self._threads[alive[0]].join(_LOOK_S)
 
     def _end_waiting(self, up: set[int]) -> None:
-        """End the lanes that have no place yet, before those that are up leave them theirs."""
+        """End the lanes that have no place yet, before those that are up leave them
+        theirs.
+        """
         if self._may_come_up(len(up)):
             return
-        for lane, controller in ray.get(self.mailbox.starts.remote("controller")).items():
+        for lane, controller in ray.get(
+            self.mailbox.starts.remote("controller")
+        ).items():
             if lane not in up and self._threads[lane].is_alive():
                 ray.kill(cloudpickle.loads(controller))
         for name, state in self._reserved().items():
             if state != "CREATED":
-                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
+                remove_placement_group(
+                    PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name)))
+                )
 
     def _may_come_up(self, num_up: int) -> bool:
-        """Whether a lane beside those that are up has its place, or finds room for a worker on some node."""
+        """Whether a lane beside those that are up has its place, or finds room for a
+        worker on some node.
+        """
         if sum(state == "CREATED" for state in self._reserved().values()) > num_up:
             return True
         worker = {"CPU": float(self.scaling.cpus_per_worker)}
         if self.use_gpu:
             worker["GPU"] = self.scaling.gpus_per_worker
         nodes = available_resources_per_node().values()
-        return any(all(node.get(name, 0.0) >= amount for name, amount in worker.items()) for node in nodes)
+        return any(
+            all(node.get(name, 0.0) >= amount for name, amount in worker.items())
+            for node in nodes
+        )
 
     def end(self, timeout_s: float = 20.0) -> None:
-        """Kill the controllers of all lanes that still run, and free what they had reserved. After this no thread calls
-        Ray, which would end the process once the connection is closed.
+        """Kill the controllers of all lanes that still run, and free what they had
+        reserved.
 
-        Where the mailbox has died, a lane may have ended by itself, and have left what it had reserved.
+        After this no thread calls Ray, which would end the process once the connection
+        is closed.
+
+        Where the mailbox has died, a lane may have ended by itself, and have left what
+        it had reserved.
         """
         self._closing.set()
         self._settled.set()
         deadline = time.monotonic() + timeout_s
         while any(alive := [thread.is_alive() for thread in self._threads]):
             if time.monotonic() > deadline:
-                logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
+                logger.warning(
+                    "lanes %s do not end",
+                    [lane for lane, is_alive in enumerate(alive) if is_alive],
+                )
                 break
             try:
-                controllers = ray.get(self.mailbox.starts.remote("controller"), timeout=timeout_s)
-            except ray.exceptions.RayError:  # the mailbox has died, or all of the cluster
+                controllers = ray.get(
+                    self.mailbox.starts.remote("controller"), timeout=timeout_s
+                )
+            except (
+                ray.exceptions.RayError
+            ):  # the mailbox has died, or all of the cluster
                 controllers = {}
                 end_actors()
             for lane, controller in controllers.items():
@@ -173,26 +228,38 @@ class Lanes:
         self._free()
 
     def _free(self) -> None:
-        """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on.
+        """Free what killed controllers had reserved: Ray does so when the job ends, and
+        this one may go on.
 
-        A group that Ray is just making is freed once it is made: removed before, it would keep its node's processors
-        from everybody for as long as the node lives (ray issue 64693).
+        A group that Ray is just making is freed once it is made: removed before, it
+        would keep its node's processors from everybody for as long as the node lives
+        (ray issue 64693).
         """
         try:
             deadline = time.monotonic() + _MAKE_S
-            while any(state in _IN_THE_MAKING for state in self._reserved().values()) and time.monotonic() < deadline:
+            while (
+                any(state in _IN_THE_MAKING for state in self._reserved().values())
+                and time.monotonic() < deadline
+            ):
                 if not self._may_come_up(0):
                     break  # Ray makes none of them
                 time.sleep(_LOOK_S)
             for name in self._reserved():
-                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
-        except Exception as error:  # the cluster is gone: the sweep is over all the same
-            logger.warning("what lanes had reserved is free when this process ends: %s", error)
+                remove_placement_group(
+                    PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name)))
+                )
+        except (
+            Exception
+        ) as error:  # the cluster is gone: the sweep is over all the same
+            logger.warning(
+                "what lanes had reserved is free when this process ends: %s", error
+            )
 
     def _reserved(self) -> dict[str, str]:
         """The states of the groups that lanes have reserved, by their ids.
 
-        The GCS has all that there ever was; the state API of Ray's dashboard lists any hundred of them.
+        The GCS has all that there ever was; the state API of Ray's dashboard lists any
+        hundred of them.
         """
         job = ray.get_runtime_context().get_job_id()
         own = {"CPU": float(self.scaling.cpus_per_worker)}
@@ -204,8 +271,12 @@ class Lanes:
         }
 
     def _keep(self, lane: int) -> None:
-        """Keep one worker group alive until the sweep closes; the body of a lane's thread."""
-        with contextlib.suppress(ray.exceptions.ActorDiedError):  # the mailbox is gone, and the driver says so
+        """Keep one worker group alive until the sweep closes; the body of a lane's
+        thread.
+        """
+        with contextlib.suppress(
+            ray.exceptions.ActorDiedError
+        ):  # the mailbox is gone, and the driver says so
             self._keep_up(lane)
 
     def _keep_up(self, lane: int) -> None:
@@ -226,39 +297,59 @@ class Lanes:
                 logger.warning("lane %d ended: %s", lane, last_line(error))
                 ray.get(self.mailbox.lost.remote(lane))
                 reservations = ray.get(self.mailbox.starts.remote("reservation"))
-                if lane in reservations:  # of a controller that died; any other has given it back
+                if (
+                    lane in reservations
+                ):  # of a controller that died; any other has given it back
                     remove_placement_group(reservations[lane])
                 if failed == _MAX_FAILED_STARTS:
                     if not ray.get(self.mailbox.watch.remote())["lanes"]:
-                        ray.get(self.mailbox.close.remote(f"lane {lane} failed {failed} times: {error}"))
+                        ray.get(
+                            self.mailbox.close.remote(
+                                f"lane {lane} failed {failed} times: {error}"
+                            )
+                        )
                     return
 
     def _wait_for_turn(self, lane: int) -> None:
-        """Wait until fewer than `num_at_once` of the lanes before it are still starting; if patient, as long again.
+        """Wait until fewer than `num_at_once` of the lanes before it are still
+        starting; if patient, as long again.
 
-        A start costs as much as many short trials. A lane that waits for as long as a start takes loses at most half of
-        the time, and costs nothing where the sweep is over by then. No lane waits forever for those before it.
+        A start costs as much as many short trials. A lane that waits for as long as a
+        start takes loses at most half of the time, and costs nothing where the sweep is
+        over by then. No lane waits forever for those before it.
         """
         began = time.monotonic()
         deadline = began + _START_S * (lane // self.num_at_once)
-        while lane >= self.num_at_once and time.monotonic() < deadline and not self._settled.wait(_LOOK_S):
+        while (
+            lane >= self.num_at_once
+            and time.monotonic() < deadline
+            and not self._settled.wait(_LOOK_S)
+        ):
             up = ray.get(self.mailbox.watch.remote())["lanes"]
             if lane < self.num_at_once + sum(one < lane for one in up):
                 if self.is_patient:
-                    self._settled.wait(min(time.monotonic() - began, deadline - time.monotonic()))
+                    self._settled.wait(
+                        min(time.monotonic() - began, deadline - time.monotonic())
+                    )
                 return
 
     def _fit(self, lane: int) -> None:
         """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        # A training function asks by itself, and its ranks may have asked Ray unequally often.
+        # A training function asks by itself, and its ranks may have asked Ray unequally
+        # often.
         may_drain = not (embedded() or self.of_function)
         of_sweep = {"of_function": self.of_function, "may_drain": may_drain}
         forks = {"zygote": self.zygote, "preload": asdict(self.preload)}
         LaneTrainer(
             serve,
-            train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep, **forks},
+            train_loop_config={
+                "lane": lane,
+                "mailbox": self.mailbox,
+                **of_sweep,
+                **forks,
+            },
             torch_config=NoGroup(),  # type: ignore[arg-type]
             scaling_config=ray_scaling(self.scaling, self.use_gpu),
             run_config=ray.train.RunConfig(

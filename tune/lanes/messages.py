@@ -34,7 +34,9 @@ class Report:
     """Rank 0's metrics."""
     checkpoint: str | None = None
     """The path of what any of them has stored."""
-    goes_on: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    goes_on: asyncio.Future[bool] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     """Done once all have come."""
 
 
@@ -43,14 +45,18 @@ class Assignment:
     """A trial as a lane gets it."""
 
     ticket: str
-    """Names this submission: Tune may start two actors for one trial, and drop one of them."""
+    """Names this submission: Tune may start two actors for one trial, and drop one of
+    them.
+    """
     trial: str
     tree: dict[str, Any]
     """Its whole configuration: a TrainConfig, or a FunctionConfig."""
     microbatch_ceiling: int | None = None
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
+    """The largest microbatch that fitted in other trials like it, and the smallest that
+    did not.
+    """
     target: Target | None = None
     """What ends it before its last step; None where nothing does."""
     watches: tuple[str, ...] = ()
@@ -58,9 +64,12 @@ class Assignment:
     storage: Storage | None = None
     """Directory of what a training function stores; None: it stores nothing."""
     source: str | None = None
-    """Where it has kept its state when its node was taken away, and goes on from; None: it begins at its start."""
+    """Where it has kept its state when its node was taken away, and goes on from; None:
+    it begins at its start.
+    """
     refuge: Storage | None = None
-    """Where it keeps its state when its node is taken away, if it keeps nothing else."""
+    """Where it keeps its state when its node is taken away, if it keeps nothing else.
+    """
     sweep: str = ""
     """The sweep's name."""
     path: tuple[str, ...] = ()
@@ -72,7 +81,9 @@ class Assignment:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its checkpoints are kept: where its configuration says when to write them."""
+        """Whether its checkpoints are kept: where its configuration says when to write
+        them.
+        """
         chosen = self.tree.get("checkpoint", {})
         return any(value and key.startswith("every_") for key, value in chosen.items())
 
@@ -84,7 +95,9 @@ def new_ticket(name: str) -> str:
 
 @dataclass(frozen=True)
 class Event:
-    """What a trial's Tune actor is told: a report while it runs, or (when `outcome` is set) its end."""
+    """What a trial's Tune actor is told: a report while it runs, or (when `outcome` is
+    set) its end.
+    """
 
     metrics: dict[str, Any] = field(default_factory=dict)
     outcome: dict[str, Any] | None = None
@@ -119,7 +132,8 @@ class Submission:
     """Whether its state lies in its refuge, because its node was taken away."""
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)
-    """Its keys in the boundary by model of device: slow to make, and asked for often."""
+    """Its keys in the boundary by model of device: slow to make, and asked for often.
+    """
 
     @property
     def ended(self) -> bool:

@@ -1,4 +1,6 @@
-"""What the trials of a sweep have found to fit, and why another is not worth a try; kept in the sweep's directory."""
+"""What the trials of a sweep have found to fit, and why another is not worth a try;
+kept in the sweep's directory.
+"""
 
 import asyncio
 
@@ -14,7 +16,9 @@ Bounds = tuple[int | None, int | None]
 
 
 class Microbatches:
-    """One for each sweep; `device` is the model of the lane's devices, empty where that is not known yet."""
+    """One for each sweep; `device` is the model of the lane's devices, empty where that
+    is not known yet.
+    """
 
     def __init__(self, sweep: Storage | None) -> None:
         """`sweep` None: nothing is kept."""
@@ -36,22 +40,32 @@ class Microbatches:
 
     def shown(self) -> dict[str, Bounds]:
         """All that is known, by precision and device in words."""
-        known = {label: self._of(key) for key, label in sorted(self._labels.items(), key=lambda item: item[1])}
-        return {label: bounds for label, bounds in known.items() if bounds != (None, None)}
+        known = {
+            label: self._of(key)
+            for key, label in sorted(self._labels.items(), key=lambda item: item[1])
+        }
+        return {
+            label: bounds for label, bounds in known.items() if bounds != (None, None)
+        }
 
     def why_not(self, trial: Submission, device: str) -> str | None:
         """Why a trial cannot fit on a device; None when it may."""
         if not device:
             return None
-        size, key = trial.smallest, self._key(trial, device)
+        size = trial.smallest
+        key = self._key(trial, device)
         if self._boundary.fits(key, size) is not False:
             return None
         failed = self._boundary.smallest_misfit(key)
         what = "microbatch" if trial.function is None else "batch"
         return f"a {what} of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
 
-    def observe(self, trial: Submission, device: str, size: int, fits: bool) -> tuple[bool, str | None]:
-        """Note whether a microbatch fits; returns whether that is news, and what it contradicts, in words."""
+    def observe(
+        self, trial: Submission, device: str, size: int, fits: bool
+    ) -> tuple[bool, str | None]:
+        """Note whether a microbatch fits; returns whether that is news, and what it
+        contradicts, in words.
+        """
         key = self._key(trial, device)
         is_news = self._boundary.fits(key, size) is not fits
         contradiction = self._boundary.observe(key, size, fits)

@@ -1,7 +1,8 @@
 """Ray's TorchTrainer without the helper actors that a lane does not need (Ray).
 
-Each is a Python process of its own that imports Ray (2.5 s of processor time on the way to the first trial), and the
-controller waits for most of them. Source: DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
+Each is a Python process of its own that imports Ray (2.5 s of processor time on the way
+to the first trial), and the controller waits for most of them. Source:
+DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
 """
 
 from typing import Any
@@ -20,10 +21,14 @@ from tune.ray_internals import (
 )
 
 _NOWHERE = (
-    DatasetsCallback,  # an actor that manages the Ray datasets of the run; a lane is given none
-    PlacementGroupCleanerCallback,  # gives back what a dead controller had reserved: tune/lanes/lanes.py does
+    # an actor that manages the Ray datasets of the run; a lane is given none
+    DatasetsCallback,
+    # gives back what a dead controller had reserved: tune/lanes/lanes.py does
+    PlacementGroupCleanerCallback,
 )
-_NOT_EMBEDDED = (StateManagerCallback,)  # for `/api/train/v2/runs`, where the cluster outlives the sweep
+_NOT_EMBEDDED = (
+    StateManagerCallback,
+)  # for `/api/train/v2/runs`, where the cluster outlives the sweep
 
 
 class LaneTrainer(TorchTrainer):
@@ -39,7 +44,8 @@ class LaneTrainer(TorchTrainer):
             return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
         if type(given["scaling_policy"]) is FixedScalingPolicy:
             given["scaling_policy"] = Unannounced(self.scaling_config)  # type: ignore[arg-type]
-        # Without the runtime environment that Ray would start a process for: on this machine all share the driver's.
+        # Without the runtime environment that Ray would start a process for: on this
+        # machine all share the driver's.
         controller: Any = ray.remote(num_cpus=0)(TrainController).remote(**given)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())

@@ -1,4 +1,6 @@
-"""Ray's Tuner and TorchTrainer over lanes: the same names, arguments and results, from another import (Ray)."""
+"""Ray's Tuner and TorchTrainer over lanes: the same names, arguments and results, from
+another import (Ray).
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -13,5 +15,10 @@ __all__ = ["TorchTrainer", "Tuner"]
 def __getattr__(name: str) -> Any:
     """Import the names when they are used: the pool's process needs no torch."""
     if name in __all__:
-        return getattr(importlib.import_module(f"tune.ray.{'trainer' if name == 'TorchTrainer' else 'tuner'}"), name)
+        return getattr(
+            importlib.import_module(
+                f"tune.ray.{'trainer' if name == 'TorchTrainer' else 'tuner'}"
+            ),
+            name,
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

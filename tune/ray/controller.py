@@ -1,9 +1,10 @@
 """Ray Train's controller over workers that stay.
 
-A trial's actor runs Ray's own TrainController in its process, with every callback, policy and file that Ray has. Only
-its worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them
-back, where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool: a trial
-starts no actor, and its function runs in a fork.
+A trial's actor runs Ray's own TrainController in its process, with every callback,
+policy and file that Ray has. Only its worker group differs: it borrows the workers of a
+lane, where Ray would start an actor for each, and gives them back, where Ray would kill
+them. What ranks meet at, and what they ask their controller, goes through the pool: a
+trial starts no actor, and its function runs in a fork.
 """
 
 import asyncio
@@ -68,11 +69,15 @@ _ANSWER_S = 5.0
 
 @dataclass
 class LaneContext(TrainContext):
-    """Ray's context of a worker, in which a trial may be stopped: by all ranks at the same report."""
+    """Ray's context of a worker, in which a trial may be stopped: by all ranks at the
+    same report.
+    """
 
     stopped: threading.Event = field(default_factory=threading.Event)
 
-    def _sync_checkpoint_dir_name_across_ranks(self, checkpoint_dir_name: str | None = None) -> str:
+    def _sync_checkpoint_dir_name_across_ranks(
+        self, checkpoint_dir_name: str | None = None
+    ) -> str:
         name: Any = super()._sync_checkpoint_dir_name_across_ranks(checkpoint_dir_name)
         if name is None:
             raise TrialStopped(0)
@@ -80,7 +85,9 @@ class LaneContext(TrainContext):
 
 
 class LaneWorker(RayTrainWorker):
-    """Ray's worker, for trial after trial, of which it holds nothing: each runs in a fork of the node's zygote."""
+    """Ray's worker, for trial after trial, of which it holds nothing: each runs in a
+    fork of the node's zygote.
+    """
 
     def __init__(self, zygote: str, shown: str) -> None:
         """`shown`: what Ray shows for this actor."""
@@ -99,26 +106,39 @@ class LaneWorker(RayTrainWorker):
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         ray_context = get_train_context()
         own = {one.name: getattr(ray_context, one.name) for one in fields(TrainContext)}
-        own["report_order_condition"] = threading.Condition()  # Ray's are of the process, and end with the first trial
+        own["report_order_condition"] = (
+            threading.Condition()
+        )  # Ray's are of the process, and end with the first trial
         own["checkpoint_upload_threadpool"] = ThreadPoolExecutor(max_workers=1)
         set_train_context(LaneContext(**own))
 
     def poll_status(self) -> WorkerStatus:
-        """Called by Ray again and again: returns once there is something to tell, soon even so."""
+        """Called by Ray again and again: returns once there is something to tell, soon
+        even so.
+        """
         deadline = time.monotonic() + _HEAR_S
         execution = get_train_context().execution_context
         runner: ThreadRunner = execution.training_thread_runner
-        while execution.result_queue.empty() and runner.is_running() and time.monotonic() < deadline:
+        while (
+            execution.result_queue.empty()
+            and runner.is_running()
+            and time.monotonic() < deadline
+        ):
             time.sleep(_LOOK_S)
         return super().poll_status()
 
     def settle(self, within_s: float) -> None:
-        """End the trial's process, if it still runs; TimeoutError where that takes longer than `within_s`."""
+        """End the trial's process, if it still runs; TimeoutError where that takes
+        longer than `within_s`.
+        """
         context: Any = get_train_context()
         context.stopped.set()
         execution = context.execution_context
         deadline = time.monotonic() + within_s
-        while execution.training_thread_runner.is_running() and time.monotonic() < deadline:
+        while (
+            execution.training_thread_runner.is_running()
+            and time.monotonic() < deadline
+        ):
             with contextlib.suppress(queue.Empty):  # so that a report can end
                 execution.result_queue.get(timeout=_LOOK_S)
         if execution.training_thread_runner.is_running():
@@ -129,7 +149,9 @@ class LaneWorker(RayTrainWorker):
 
 
 class Answers:
-    """What the process of a training function asks: Ray's own implementation answers, in the worker."""
+    """What the process of a training function asks: Ray's own implementation answers,
+    in the worker.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(get_train_fn_utils(), name)
@@ -145,7 +167,9 @@ def stops() -> bool:
 
 
 def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket]]:
-    """Return this worker's place among the ranks of its trial, and on rank 0 the socket that they meet at."""
+    """Return this worker's place among the ranks of its trial, and on rank 0 the socket
+    that they meet at.
+    """
     context = ray.train.get_context()
     files: list[socket.socket] = []
     address = ("", 0)
@@ -155,29 +179,50 @@ def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket
         address = host, port
     host, port = ray.train.collective.broadcast_from_rank_zero(address)
     ranks = context.get_world_rank(), context.get_world_size()
-    of_node = context.get_local_rank(), context.get_local_world_size(), context.get_node_rank()
+    of_node = (
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+    )
     return Place(*ranks, *of_node, own_gpu(), host, port, backend, timeout_s), files
 
 
-def shape_of(scaling: Any, runtime_env: Any = None, num_workers: int | None = None, labels: Any = None) -> Shape:
+def shape_of(
+    scaling: Any,
+    runtime_env: Any = None,
+    num_workers: int | None = None,
+    labels: Any = None,
+) -> Shape:
     """Return the shape of the lanes on which a TorchTrainer with this scaling runs.
 
-    `num_workers`: how many there are now; where it is not given, the least that the scaling allows.
+    `num_workers`: how many there are now; where it is not given, the least that the
+    scaling allows.
     """
     if num_workers is None:
-        num_workers = min(scaling.num_workers) if isinstance(scaling.num_workers, tuple) else scaling.num_workers
+        num_workers = (
+            min(scaling.num_workers)
+            if isinstance(scaling.num_workers, tuple)
+            else scaling.num_workers
+        )
     return Shape(
         int(num_workers),
         tuple(sorted(scaling._resources_per_worker_not_none.items())),
         scaling.placement_strategy,
         tuple(tuple(sorted(one.items())) for one in labels or []),
-        json.dumps(dict(WorkerGroup._get_worker_runtime_env(runtime_env or {})), sort_keys=True),
+        json.dumps(
+            dict(WorkerGroup._get_worker_runtime_env(runtime_env or {})), sort_keys=True
+        ),
     )
 
 
-def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> dict[str, Any]:
+def worker_options(
+    resources: Sequence[tuple[str, float]], runtime_env: str
+) -> dict[str, Any]:
     """Return how Ray starts a worker's actor."""
-    return {"runtime_env": json.loads(runtime_env), **bundle_to_remote_args(dict(resources))}
+    return {
+        "runtime_env": json.loads(runtime_env),
+        **bundle_to_remote_args(dict(resources)),
+    }
 
 
 def is_dead(actor: str) -> bool:
@@ -202,7 +247,8 @@ class Barrier:
     """Stands for Ray's SynchronizationActor in a worker; the pool keeps it."""
 
     def __init__(self, pool: Any, lane: int) -> None:
-        self._pool, self._lane = pool, lane
+        self._pool = pool
+        self._lane = lane
 
     @property
     def broadcast_from_rank_zero(self) -> _Call:
@@ -216,7 +262,11 @@ class Barrier:
     @property
     def set_required_ranks(self) -> _Call:
         """Ranks that are about to be taken away are waited for no more."""
-        return _Call(lambda ranks: self._pool.of_barrier.remote(self._lane, "set_required_ranks", ranks))
+        return _Call(
+            lambda ranks: self._pool.of_barrier.remote(
+                self._lane, "set_required_ranks", ranks
+            )
+        )
 
     @property
     def reset(self) -> _Call:
@@ -225,10 +275,13 @@ class Barrier:
 
 
 class Controller:
-    """Stands for the actor of Ray's controller in a worker, which asks it through the pool."""
+    """Stands for the actor of Ray's controller in a worker, which asks it through the
+    pool.
+    """
 
     def __init__(self, pool: Any, lane: int) -> None:
-        self._pool, self._lane = pool, lane
+        self._pool = pool
+        self._lane = lane
 
     @property
     def get_all_reported_checkpoints(self) -> _Call:
@@ -265,9 +318,13 @@ class LaneGroup(WorkerGroup):
     """Set by the class that a trial makes of this one."""
 
     def _start(self) -> None:
-        wanted, run = self._worker_group_context, self._train_run_context
+        wanted = self._worker_group_context
+        run = self._train_run_context
         shape = shape_of(
-            run.scaling_config, run.run_config.worker_runtime_env, wanted.num_workers, wanted.label_selector
+            run.scaling_config,
+            run.run_config.worker_runtime_env,
+            wanted.num_workers,
+            wanted.label_selector,
         )
         borrower = ray.get_runtime_context().get_actor_id()
         self.loan = ray.get(self.pool.borrow.remote(shape, borrower))
@@ -295,19 +352,28 @@ class LaneGroup(WorkerGroup):
         finally:
             module.SynchronizationActor = SynchronizationActor
 
-    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _BorrowedGroup:
+    def _create_placement_group(
+        self, scaling_config: Any, worker_group_context: Any
+    ) -> _BorrowedGroup:
         return _BorrowedGroup(self.loan.group)
 
     def _create_workers(  # type: ignore[override]
         self, num_workers: int, placement_group: Any, resources: Any, **given: Any
     ) -> list[Worker]:
         workers = [
-            Worker(actor, place, resources, **accepted(Worker, placement_group_bundle_index=index))
+            Worker(
+                actor,
+                place,
+                resources,
+                **accepted(Worker, placement_group_bundle_index=index),
+            )
             for index, (actor, place) in enumerate(self.loan.workers)
         ]
         return list(self._assign_worker_ranks(workers))
 
-    def _init_train_context_on_workers(self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]) -> None:
+    def _init_train_context_on_workers(
+        self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]
+    ) -> None:
         context = {
             "train_run_context": self._train_run_context,
             "synchronization_actor": sync_actor,
@@ -333,7 +399,9 @@ class LaneGroup(WorkerGroup):
 
     def _clear_state(self) -> None:
         status = self._latest_poll_status
-        runs = status is None or any(one.running for one in status.worker_statuses.values())
+        runs = status is None or any(
+            one.running for one in status.worker_statuses.values()
+        )
         super()._clear_state()  # type: ignore[no-untyped-call]
         self._give_back(stop=runs)
 
@@ -352,17 +420,26 @@ class LaneController(TrainController):
         self.worker_group_cls = TrialGroup
         self._answering: set[asyncio.Task[None]] = set()
         if isinstance(policy := given["scaling_policy"], FixedScalingPolicy):
-            given["scaling_policy"] = Unannounced(policy.scaling_config)  # the lane's placement group has asked
+            given["scaling_policy"] = Unannounced(
+                policy.scaling_config
+            )  # the lane's placement group has asked
         super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
-            watching_in_thread(callback) for callback in self._worker_group_callbacks_to_propagate
+            watching_in_thread(callback)
+            for callback in self._worker_group_callbacks_to_propagate
         ]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
-        """Workers answer when they have something to say: there is no need to wait between two polls."""
+        """Workers answer when they have something to say: there is no need to wait
+        between two polls.
+        """
         group: Any = self.get_worker_group()
-        for number, question in (await group.pool.questions.remote(group.loan.lane)).items():
-            task = asyncio.create_task(self._answer(group, number, question))  # it may wait for what a poll brings
+        for number, question in (
+            await group.pool.questions.remote(group.loan.lane)
+        ).items():
+            task = asyncio.create_task(
+                self._answer(group, number, question)
+            )  # it may wait for what a poll brings
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         if is_stopped():
@@ -371,7 +448,9 @@ class LaneController(TrainController):
         status: WorkerGroupPollStatus = group.poll_status()
         return status
 
-    async def _answer(self, group: LaneGroup, number: int, question: tuple[Any, ...]) -> None:
+    async def _answer(
+        self, group: LaneGroup, number: int, question: tuple[Any, ...]
+    ) -> None:
         answer = await self.get_all_reported_checkpoints(*question)
         await group.pool.answer.remote(group.loan.lane, number, answer)
 
@@ -388,8 +467,15 @@ class LaneController(TrainController):
 
 def ran_out_of_memory(error: Exception | None) -> bool:
     """Whether a rank's failure, in Ray's error of a run, was memory of its device."""
-    failures = error.worker_failures.values() if isinstance(error, ray.train.WorkerGroupError) else ()
-    return any(classify(getattr(failure, "_base_exc", failure)) == "out_of_memory" for failure in failures)
+    failures = (
+        error.worker_failures.values()
+        if isinstance(error, ray.train.WorkerGroupError)
+        else ()
+    )
+    return any(
+        classify(getattr(failure, "_base_exc", failure)) == "out_of_memory"
+        for failure in failures
+    )
 
 
 def is_stopped() -> bool:
@@ -404,18 +490,23 @@ def _session() -> Any:
 
 
 class _Reports(queue.Queue[Any]):
-    """Takes the place of the actor through which Ray's TuneReportCallback hands metrics to the trial's main thread."""
+    """Takes the place of the actor through which Ray's TuneReportCallback hands metrics
+    to the trial's main thread.
+    """
 
     def __init__(self) -> None:
         super().__init__(1)
         self._num_taken = self._num_passed_on = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Reports, ()  # a copy of the callback goes to every worker, where nothing calls it
+        return (
+            _Reports,
+            (),
+        )  # a copy of the callback goes to every worker, where nothing calls it
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Wait until Tune has the report, or the next one would overtake it, as the trial's end would; raises
-        TrialStopped where that will not be.
+        """Wait until Tune has the report, or the next one would overtake it, as the
+        trial's end would; raises TrialStopped where that will not be.
         """
         number = self._num_taken + 1
         super().put(item)
@@ -428,7 +519,9 @@ class _Reports(queue.Queue[Any]):
         """As Ray's own queue; called again only when Tune has what it gave before."""
         self._num_passed_on = self._num_taken
         deadline = time.monotonic() + (timeout or 0.0)
-        while _session().result_queue.empty():  # what the trial itself has reported is to be fetched first
+        while (
+            _session().result_queue.empty()
+        ):  # what the trial itself has reported is to be fetched first
             with contextlib.suppress(queue.Empty):
                 item = super().get(block, _LOOK_S)
                 self._num_taken += 1
@@ -445,14 +538,21 @@ def reports_of_trial() -> Any:
 
 
 def report_in_process() -> None:
-    """Let Ray's TuneReportCallback report to the trial of this process without an actor between the two."""
+    """Let Ray's TuneReportCallback report to the trial of this process without an actor
+    between the two.
+    """
     _session()._inter_actor_queue = _Reports()
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:
-    """Return Ray's callbacks without those that start an actor for what a lane does not need.
+    """Return Ray's callbacks without those that start an actor for what a lane does not
+    need.
 
-    The one of Ray datasets stays where the trial has any; the pool gives back what a dead trial had reserved.
+    The one of Ray datasets stays where the trial has any; the pool gives back what a
+    dead trial had reserved.
     """
-    needless = (PlacementGroupCleanerCallback, *([] if datasets else [DatasetsCallback]))
+    needless = (
+        PlacementGroupCleanerCallback,
+        *([] if datasets else [DatasetsCallback]),
+    )
     return [callback for callback in callbacks if not isinstance(callback, needless)]

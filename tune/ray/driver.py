@@ -1,6 +1,8 @@
-"""A trial's driver, in a process of its own: a function that makes a TorchTrainer and calls `fit` (Ray).
+"""A trial's driver, in a process of its own: a function that makes a TorchTrainer and
+calls `fit` (Ray).
 
-Trials' actors and the workers of lanes import this file, and no torch: that takes seconds, and their forks have it.
+Trials' actors and the workers of lanes import this file, and no torch: that takes
+seconds, and their forks have it.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,9 @@ class Run:
     """A TorchTrainer that a trial's process hands to the worker that has started it."""
 
     function: bytes
-    """Pickled: the training function with its configuration, a callable without arguments."""
+    """Pickled: the training function with its configuration, a callable without
+    arguments.
+    """
     name: str
     config: dict[str, Any]
     given: dict[str, Any]
@@ -59,7 +63,9 @@ class DriverSession:
 
 
 class Reports:
-    """Stands for the queue of the trial's actor, by which a TuneReportCallback reports, until the callback is there."""
+    """Stands for the queue of the trial's actor, by which a TuneReportCallback reports,
+    until the callback is there.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reports_of_trial, ()
@@ -81,7 +87,9 @@ class Asked:
     """What a driver's process asks of its trial's actor."""
 
     def __init__(self, pool: Any, zygote: str, batch_key: str | None) -> None:
-        self._pool, self._zygote, self._batch_key = pool, zygote, batch_key
+        self._pool = pool
+        self._zygote = zygote
+        self._batch_key = batch_key
 
     def fit(self, run: Run) -> Any:
         """Train in a lane."""
@@ -92,7 +100,9 @@ class Asked:
         return getattr(get_session(), name)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
-        """As Tune's; raises TrialStopped where the search has stopped the trial, or lets it pause."""
+        """As Tune's; raises TrialStopped where the search has stopped the trial, or
+        lets it pause.
+        """
         found = get_session()
         assert found is not None
         try:
@@ -102,7 +112,9 @@ class Asked:
 
 
 class _InLane(DataParallelTrainer):
-    """Ray's TorchTrainer, but for the import of torch, in the process of a trial's actor, on the workers of a lane."""
+    """Ray's TorchTrainer, but for the import of torch, in the process of a trial's
+    actor, on the workers of a lane.
+    """
 
     pool: Any
 
@@ -112,7 +124,9 @@ class _InLane(DataParallelTrainer):
 
 
 def _fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
-    """Train as the TorchTrainer of a trial's process would; returns Ray's result, or raises its error."""
+    """Train as the TorchTrainer of a trial's process would; returns Ray's result, or
+    raises its error.
+    """
     size = sized(f"{run.name} on {run.given['scaling_config']}", run.config, batch_key)
     if size is not None and (why := ray.get(pool.why_not.remote(size))) is not None:
         raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
@@ -129,7 +143,9 @@ def _fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
 
 @dataclass(frozen=True)
 class ForkedFunction:
-    """A training function that runs in a fork of its node's zygote; the worker that calls it answers what it asks."""
+    """A training function that runs in a fork of its node's zygote; the worker that
+    calls it answers what it asks.
+    """
 
     function: bytes
     zygote: str
@@ -139,7 +155,10 @@ class ForkedFunction:
     def __call__(self) -> Any:
         """Called by Ray in each worker."""
         place, files = own_place(self.backend, self.timeout_s)
-        of_ray = [str(gpu) for gpu in ray.get_gpu_ids()], ray.train.get_context().get_experiment_name()
+        of_ray = (
+            [str(gpu) for gpu in ray.get_gpu_ids()],
+            ray.train.get_context().get_experiment_name(),
+        )
         storage = ray.train.get_context().get_storage()
         fork = Zygote.of_functions(self.zygote).fork(
             "tune.forks.function:run_function",

@@ -1,4 +1,6 @@
-"""A lane: a placement group and the workers in it, where they are, and who has them (Ray)."""
+"""A lane: a placement group and the workers in it, where they are, and who has them
+(Ray).
+"""
 
 import asyncio
 import math
@@ -55,7 +57,8 @@ class Lane:
     answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     is_up: bool = False
     borrower: str | None = None
-    """The actor that has it; empty while it settles; None: it is free, or not up yet."""
+    """The actor that has it; empty while it settles; None: it is free, or not up yet.
+    """
     stopping: bool = False
     since: float = 0.0
     """When it began to start, or was free last."""
@@ -65,21 +68,38 @@ def reserve(shape: Shape) -> PlacementGroup:
     """Ask Ray for the room of a lane."""
     bundles = [dict(shape.resources)] * shape.num_workers
     labels = [dict(one) for one in shape.labels] or None
-    group: PlacementGroup = placement_group(bundles, strategy=shape.strategy, bundle_label_selector=labels)
+    group: PlacementGroup = placement_group(
+        bundles, strategy=shape.strategy, bundle_label_selector=labels
+    )
     return group
 
 
-def start_workers(shape: Shape, group: PlacementGroup, zygote: str, shown: str) -> list[Any]:
-    """Start the workers of a lane, each once the group has its place; returns the handles of their actors.
+def start_workers(
+    shape: Shape, group: PlacementGroup, zygote: str, shown: str
+) -> list[Any]:
+    """Start the workers of a lane, each once the group has its place; returns the
+    handles of their actors.
 
     `shown`: what Ray shows for the lane.
     """
-    make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(LaneWorker)
-    places = [PlacementGroupSchedulingStrategy(group, index) for index in range(shape.num_workers)]
-    return [make.options(scheduling_strategy=place).remote(zygote, f"{shown}, worker") for place in places]
+    make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(
+        LaneWorker
+    )
+    places = [
+        PlacementGroupSchedulingStrategy(group, index)
+        for index in range(shape.num_workers)
+    ]
+    return [
+        make.options(scheduling_strategy=place).remote(zygote, f"{shown}, worker")
+        for place in places
+    ]
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
     """How many lanes of a shape the resources of a cluster hold at most."""
-    fits = [resources.get(name, 0.0) / (each * shape.num_workers) for name, each in shape.resources if each]
+    fits = [
+        resources.get(name, 0.0) / (each * shape.num_workers)
+        for name, each in shape.resources
+        if each
+    ]
     return max(1, math.floor(min(fits, default=1.0)))

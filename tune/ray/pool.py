@@ -1,7 +1,9 @@
-"""The pool of lanes: an actor that starts groups of warm workers, lends them to trials, and takes them back (Ray).
+"""The pool of lanes: an actor that starts groups of warm workers, lends them to trials,
+and takes them back (Ray).
 
-A lane is a placement group and the worker processes in it, which hold nothing of a trial. A trial borrows one of its
-shape, and gives it back; one whose worker does not answer then is ended.
+A lane is a placement group and the worker processes in it, which hold nothing of a
+trial. A trial borrows one of its shape, and gives it back; one whose worker does not
+answer then is ended.
 """
 
 import asyncio
@@ -24,15 +26,20 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """Within which a function that was stopped reports once more, and so ends."""
-_PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
+_PLACE_S = 0.5
+_WATCH_S = 1.0
+_MAKE_S = 1.0
 
 
 class Pool:
     """One for each driver; every call is short or waits without holding a thread."""
 
     def __init__(self, zygote: str, sweep: str) -> None:
-        """`zygote`: the name of the sweep's zygotes, one a node; `sweep`: what Ray shows for it."""
-        self._zygote, self._sweep = zygote, sweep
+        """`zygote`: the name of the sweep's zygotes, one a node; `sweep`: what Ray
+        shows for it.
+        """
+        self._zygote = zygote
+        self._sweep = sweep
         self._lanes: dict[int, Lane] = {}
         self._count = 0
         self._waiting: list[Wish] = []
@@ -52,7 +59,9 @@ class Pool:
         return f"{self._sweep}, pool"
 
     async def borrow(self, shape: Shape, borrower: str) -> Loan:
-        """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
+        """Lend a lane of a shape to the actor with an id: one that is free, else the
+        next that comes up.
+        """
         if not self._watching:
             self._watching = True
             self._do(self._watch())
@@ -63,20 +72,30 @@ class Pool:
         self._start_wanted()
         return await wish.loan
 
-    async def prepare(self, shape: Shape, group: PlacementGroup, actors: list[Any]) -> None:
+    async def prepare(
+        self, shape: Shape, group: PlacementGroup, actors: list[Any]
+    ) -> None:
         """Take over a lane that was begun before this process was up."""
         self._begin(shape, group, actors)
 
     async def give_back(self, number: int, stop: bool) -> None:
-        """Take a lane back; `stop`: its function still runs, and ends at its next report."""
+        """Take a lane back; `stop`: its function still runs, and ends at its next
+        report.
+        """
         self._take_back(self._lanes[number], stop)
 
     async def broadcast(self, number: int, rank: int, data: Any, **given: Any) -> Any:
-        """Let a lane's ranks meet, and return what rank 0 brought; None to a report where their trial stops."""
+        """Let a lane's ranks meet, and return what rank 0 brought; None to a report
+        where their trial stops.
+        """
         lane = self._lanes[number]
         meet = lane.barrier.broadcast_from_rank_zero
         data, stops = await meet(world_rank=rank, data=(data, lane.stopping), **given)
-        return None if stops and given["caller_method_name"] == "ray.train.report" else data
+        return (
+            None
+            if stops and given["caller_method_name"] == "ray.train.report"
+            else data
+        )
 
     async def of_barrier(self, number: int, method: str, *args: Any) -> Any:
         """Call another method of a lane's barrier."""
@@ -94,7 +113,8 @@ class Pool:
     async def questions(self, number: int) -> dict[int, tuple[Any, ...]]:
         """What the workers of a lane have asked since the last call, by number."""
         lane = self._lanes[number]
-        asked, lane.questions = lane.questions, {}
+        asked = lane.questions
+        lane.questions = {}
         return asked
 
     async def answer(self, number: int, question: int, answer: Any) -> None:
@@ -116,8 +136,9 @@ class Pool:
     async def may_leave(self, actor: str) -> bool:
         """Whether a trial may end whose driver has ended.
 
-        Tune gives its actor to a trial whose own still starts, and drops that one: with trials shorter than a start
-        it would start actor after actor and never have more of them. So the first ones wait for the others.
+        Tune gives its actor to a trial whose own still starts, and drops that one: with
+        trials shorter than a start it would start actor after actor and never have more
+        of them. So the first ones wait for the others.
         """
         if len(self._inside) < self._expected:
             return False
@@ -129,8 +150,9 @@ class Pool:
         self._expected = count
 
     async def state(self) -> dict[str, Any]:
-        """How many lanes are up, how many the cluster holds at `most`, how long the last one took to start (`start_s`),
-        for how long trials have had lanes (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
+        """How many lanes are up, how many the cluster holds at `most`, how long the
+        last one took to start (`start_s`), for how long trials have had lanes
+        (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
@@ -138,12 +160,19 @@ class Pool:
         now = time.monotonic()
         serving_s = 0.0 if self._first_lent is None else now - self._first_lent
         last_up_s = now - self._last_up
-        return {"up": up, "most": most, "start_s": self._start_s, "serving_s": serving_s, "last_up_s": last_up_s}
+        return {
+            "up": up,
+            "most": most,
+            "start_s": self._start_s,
+            "serving_s": serving_s,
+            "last_up_s": last_up_s,
+        }
 
     async def close(self) -> list[str]:
         """End all lanes; returns why some were ended before.
 
-        First those without a place: Ray would make one of them as soon as another leaves it room.
+        First those without a place: Ray would make one of them as soon as another
+        leaves it room.
         """
         for lane in sorted(self._lanes.values(), key=lambda lane: lane.placed.done()):
             await self._end(lane)
@@ -155,7 +184,9 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
     def _free(self, wish: Wish) -> Lane | None:
-        return next((lane for lane in self._all_free() if lane.shape == wish.shape), None)
+        return next(
+            (lane for lane in self._all_free() if lane.shape == wish.shape), None
+        )
 
     def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
         """Whether a lane that nobody has takes the room of one that is waited for."""
@@ -163,33 +194,56 @@ class Pool:
         if not waiting or other.borrower is not None:
             return False
         if other.shape != lane.shape:
-            return other.is_up or all(wish.shape != other.shape for wish in self._waiting)
+            return other.is_up or all(
+                wish.shape != other.shape for wish in self._waiting
+            )
         return False
 
     def _all_free(self) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if lane.is_up and lane.borrower is None]
+        return [
+            lane
+            for lane in self._lanes.values()
+            if lane.is_up and lane.borrower is None
+        ]
 
     def _lend(self, lane: Lane, wish: Wish) -> Loan:
         self._first_lent = self._first_lent or time.monotonic()
-        lane.borrower, lane.stopping, lane.barrier = wish.borrower, False, make_barrier()
+        lane.borrower = wish.borrower
+        lane.stopping = False
+        lane.barrier = make_barrier()
         return Loan(lane.number, lane.group, lane.workers)
 
     def _start_wanted(self) -> None:
-        """Start lanes for trials that wait for more of a shape than start, or are given back, already."""
+        """Start lanes for trials that wait for more of a shape than start, or are given
+        back, already.
+        """
         coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
-        settling = [lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""]
+        settling = [
+            lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""
+        ]
         for wish in self._waiting:
-            if (lane := next((lane for lane in settling if lane.shape == wish.shape), None)) is not None:
+            if (
+                lane := next(
+                    (lane for lane in settling if lane.shape == wish.shape), None
+                )
+            ) is not None:
                 settling.remove(lane)
             elif coming[wish.shape] > 0:
                 coming[wish.shape] -= 1
             else:
                 self._begin(wish.shape)
 
-    def _begin(self, shape: Shape, group: PlacementGroup | None = None, actors: Sequence[Any] = ()) -> None:
+    def _begin(
+        self,
+        shape: Shape,
+        group: PlacementGroup | None = None,
+        actors: Sequence[Any] = (),
+    ) -> None:
         group = group or reserve(shape)
         placed = asyncio.ensure_future(group.ready())
-        lane = Lane(self._count, shape, group, placed, list(actors), since=time.monotonic())
+        lane = Lane(
+            self._count, shape, group, placed, list(actors), since=time.monotonic()
+        )
         self._count += 1
         self._lanes[lane.number] = lane
         self._do(self._start(lane))
@@ -201,9 +255,14 @@ class Pool:
             if lane.number not in self._lanes:
                 return
             lane.actors = lane.actors or start_workers(
-                lane.shape, lane.group, self._zygote, f"{self._sweep}, lane {lane.number}"
+                lane.shape,
+                lane.group,
+                self._zygote,
+                f"{self._sweep}, lane {lane.number}",
             )
-            places = await asyncio.gather(*(actor.get_metadata.remote() for actor in lane.actors))
+            places = await asyncio.gather(
+                *(actor.get_metadata.remote() for actor in lane.actors)
+            )
         except Exception as error:
             if lane.number in self._lanes:
                 await self._end(lane)
@@ -212,11 +271,14 @@ class Pool:
         lane.workers = list(zip(lane.actors, places, strict=True))
         now = self._last_up = time.monotonic()
         self._start_s = now - lane.since
-        lane.is_up, lane.since = True, now
+        lane.is_up = True
+        lane.since = now
         self._serve()
 
     async def _placed(self, lane: Lane) -> None:
-        """Wait until a lane has its place; where there is no room, lanes that nobody has make it."""
+        """Wait until a lane has its place; where there is no room, lanes that nobody
+        has make it.
+        """
         while not (await asyncio.wait([lane.placed], timeout=_PLACE_S))[0]:
             for other in list(self._lanes.values()):
                 if self._is_in_the_way(other, lane):
@@ -230,14 +292,19 @@ class Pool:
             for lane in list(self._lanes.values()):
                 if not (borrower := lane.borrower):
                     continue
-                if await asyncio.to_thread(is_dead, borrower) and lane.borrower == borrower:
+                if (
+                    await asyncio.to_thread(is_dead, borrower)
+                    and lane.borrower == borrower
+                ):
                     self._take_back(lane, stop=True)
             for actor in list(self._inside):
                 if await asyncio.to_thread(is_dead, actor):
                     self._inside.discard(actor)
 
     def _serve(self) -> None:
-        """Lend free lanes to trials that wait for their shapes, in the order in which they came."""
+        """Lend free lanes to trials that wait for their shapes, in the order in which
+        they came.
+        """
         for wish in list(self._waiting):
             if (lane := self._free(wish)) is not None:
                 self._waiting.remove(wish)
@@ -249,20 +316,28 @@ class Pool:
             wish.loan.set_exception(error)
 
     def _take_back(self, lane: Lane, stop: bool) -> None:
-        lane.borrower, lane.stopping = "", stop
+        lane.borrower = ""
+        lane.stopping = stop
         self._do(self._settle(lane))
 
     async def _settle(self, lane: Lane) -> None:
-        """Have each worker end what runs of the trial; a lane on which one cannot is ended."""
+        """Have each worker end what runs of the trial; a lane on which one cannot is
+        ended.
+        """
         try:
             calls = [actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers]
             await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
-            if lane.number in self._lanes:  # else it was ended meanwhile, with all others
-                self._say(lane, f"a worker died or did not answer: {type(error).__name__}")
+            if (
+                lane.number in self._lanes
+            ):  # else it was ended meanwhile, with all others
+                self._say(
+                    lane, f"a worker died or did not answer: {type(error).__name__}"
+                )
                 await self._end(lane)
         if lane.number in self._lanes:
-            lane.borrower, lane.since = None, time.monotonic()
+            lane.borrower = None
+            lane.since = time.monotonic()
         self._serve()
         self._start_wanted()
 
@@ -278,6 +353,7 @@ class Pool:
         for actor in lane.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        # Removed while Ray makes it, a group would keep its processors for as long as the node lives (ray issue 64693).
+        # Removed while Ray makes it, a group would keep its processors for as long as
+        # the node lives (ray issue 64693).
         await asyncio.wait([lane.placed], timeout=_MAKE_S)
         remove_placement_group(lane.group)

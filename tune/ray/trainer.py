@@ -20,9 +20,10 @@ _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
 class TorchTrainer(ray.train.torch.TorchTrainer):
     """Takes the place of `ray.train.torch.TorchTrainer`.
 
-    Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on workers that are up; anywhere else it is
-    Ray's own. A batch size that ran out of memory in another trial with the same configuration is not tried, nor is a
-    larger one: `fit` raises the error that Ray would, with the reason.
+    Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on workers that
+    are up; anywhere else it is Ray's own. A batch size that ran out of memory in
+    another trial with the same configuration is not tried, nor is a larger one: `fit`
+    raises the error that Ray would, with the reason.
     """
 
     def fit(self) -> Any:
@@ -45,12 +46,19 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         }
         group = own.backend_config
         packed = cloudpickle.dumps(own._get_train_func())
-        return Run(packed, name, own.train_loop_config or {}, given, group.backend, group.timeout_s)
+        return Run(
+            packed,
+            name,
+            own.train_loop_config or {},
+            given,
+            group.backend,
+            group.timeout_s,
+        )
 
 
 def with_own_name(run_config: Any) -> Any:
-    """Return a RunConfig whose run nobody else has: it would go on from the checkpoints of another trial that began in
-    the same second.
+    """Return a RunConfig whose run nobody else has: it would go on from the checkpoints
+    of another trial that began in the same second.
     """
     if _NAME_BY_RAY.fullmatch(run_config.name):
         run_config = copy.copy(run_config)

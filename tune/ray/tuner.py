@@ -13,7 +13,11 @@ from typing import Any, Self
 import ray
 import ray.train
 from ray import cloudpickle, tune
-from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    MedianStoppingRule,
+)
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from tune.forks.child import TrialStopped
@@ -28,38 +32,58 @@ from tune.ray.shape import Shape, likely_scaling, makes_trainer
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_HOLD_S, _WAIT_S = 60.0, 0.02
+_HOLD_S = 60.0
+_WAIT_S = 0.02
 """How long a trial that has ended waits for others to begin, and between two looks."""
 _END_S = "60"
-"""How many seconds Tune waits for the end of a stopped trial, whose actor it gives to another; then it fails the other.
-Its own 2 s are what a busy machine may need."""
+"""How many seconds Tune waits for the end of a stopped trial, whose actor it gives to
+another; then it fails the other.
+
+Its own 2 s are what a busy machine may need.
+"""
 _PAYS = 4.0
-"""Another lane starts where the trials that are left take this many times its start: it slows them, and saves half."""
+"""Another lane starts where the trials that are left take this many times its start: it
+slows them, and saves half.
+"""
 _PAUSES_NONE = FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule
-"""Schedulers that need no two trials at a time. Those that derive from them (PBT, HyperBand) compare what runs."""
+"""Schedulers that need no two trials at a time.
+
+Those that derive from them (PBT, HyperBand) compare what runs.
+"""
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
-"""What Tune reserves for a trial, which only waits for its lane; it refuses one that takes nothing."""
+"""What Tune reserves for a trial, which only waits for its lane; it refuses one that
+takes nothing.
+"""
 
 
 def in_lanes(
     driver: Callable[[dict[str, Any]], Any], pool: str, batch_key: str | None
 ) -> Callable[[dict[str, Any]], Any]:
-    """Return a trial's function that runs a driver in a fork; its TorchTrainers run in the lanes of the pool of a name,
-    which is that of the zygotes, too.
+    """Return a trial's function that runs a driver in a fork; its TorchTrainers run in
+    the lanes of the pool of a name, which is that of the zygotes, too.
     """
     packed = cloudpickle.dumps(driver)
 
     def run(config: dict[str, Any]) -> Any:
         lanes: Any = ray.get_actor(pool)
         actor = str(ray.get_runtime_context().get_actor_id())
-        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)  # where the driver calls Ray
+        os.environ.setdefault(
+            "RAY_ADDRESS", ray.get_runtime_context().gcs_address
+        )  # where the driver calls Ray
         os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", _END_S)
         report_in_process()
         ray.get(lanes.enter.remote(actor))
         try:
-            fork = Zygote.of_functions(pool).fork("tune.ray.driver:run_driver", packed, config)
-            has_failed, returned = fork.serve(Asked(lanes, pool, batch_key), lambda: not is_stopped(), look_s=0.1)
-        except (TrialStopped, InterruptedError):  # what returns is reported, and Tune takes no report of it any more
+            fork = Zygote.of_functions(pool).fork(
+                "tune.ray.driver:run_driver", packed, config
+            )
+            has_failed, returned = fork.serve(
+                Asked(lanes, pool, batch_key), lambda: not is_stopped(), look_s=0.1
+            )
+        except (
+            TrialStopped,
+            InterruptedError,
+        ):  # what returns is reported, and Tune takes no report of it any more
             raise TrialStopped(0) from None
         except BaseException:
             _wait_for_others(lanes, actor)
@@ -90,8 +114,9 @@ def _new_name() -> str:
 class Tuner(tune.Tuner):
     """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
-    `batch_key` names the batch size among the keys of `train_loop_config`, where none of the usual names does: a size
-    that ran out of memory is not tried again. A function without a TorchTrainer runs as Ray runs it.
+    `batch_key` names the batch size among the keys of `train_loop_config`, where none
+    of the usual names does: a size that ran out of memory is not tried again. A
+    function without a TorchTrainer runs as Ray runs it.
     """
 
     def __init__(
@@ -109,30 +134,55 @@ class Tuner(tune.Tuner):
         self._driver: Any = None
         self.restarts: list[str] = []
         """Why lanes had to start again."""
-        if callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable):
+        if (
+            callable(trainable)
+            and not isinstance(trainable, type)
+            and makes_trainer(trainable)
+        ):
             self._driver = trainable
-            trainable = tune.with_resources(in_lanes(trainable, self._pool_name, batch_key), _TOKEN)
+            trainable = tune.with_resources(
+                in_lanes(trainable, self._pool_name, batch_key), _TOKEN
+            )
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
             run_config = copy.copy(run_config) or tune.RunConfig()
             tune_config.reuse_actors = True
             self._pace.limit(tune_config)
             run_config.callbacks = [*(run_config.callbacks or []), self._pace]
-        super().__init__(trainable, param_space=param_space, tune_config=tune_config, run_config=run_config, **given)
+        super().__init__(
+            trainable,
+            param_space=param_space,
+            tune_config=tune_config,
+            run_config=run_config,
+            **given,
+        )
 
     @classmethod
     def restore(  # type: ignore[override]
         cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any
     ) -> Self:
         """As Ray's: go on with the trials of a sweep that was cut off."""
-        if not (callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable)):
-            return cls(_tuner_internal=tune.Tuner.restore(path, trainable, **given)._local_tuner)
+        if not (
+            callable(trainable)
+            and not isinstance(trainable, type)
+            and makes_trainer(trainable)
+        ):
+            return cls(
+                _tuner_internal=tune.Tuner.restore(
+                    path, trainable, **given
+                )._local_tuner
+            )
         name = _new_name()
         wrapped = tune.with_resources(in_lanes(trainable, name, batch_key), _TOKEN)
         internal: Any = tune.Tuner.restore(path, wrapped, **given)._local_tuner
         restored = cls(_tuner_internal=internal)
-        restored._pool_name, restored._driver, restored._pace = name, trainable, _Pace(name)
+        restored._pool_name = name
+        restored._driver = trainable
+        restored._pace = _Pace(name)
         restored._pace.limit(internal._tune_config)
-        internal._run_config.callbacks = [*(internal._run_config.callbacks or []), restored._pace]
+        internal._run_config.callbacks = [
+            *(internal._run_config.callbacks or []),
+            restored._pace,
+        ]
         return restored
 
     def fit(self) -> tune.ResultGrid:
@@ -147,10 +197,16 @@ class Tuner(tune.Tuner):
             ray.init()
         sweep = str(self._local_tuner.get_run_config().name)  # type: ignore[union-attr]
         shape = likely_shape(self._driver)
-        if shape is not None:  # what the first trial needs starts at once: its own process takes as long
+        if (
+            shape is not None
+        ):  # what the first trial needs starts at once: its own process takes as long
             group = reserve(shape)
             actors = start_workers(shape, group, self._pool_name, f"{sweep}, lane 0")
-        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._pool_name, sweep)
+        pool: Any = (
+            ray.remote(Pool)
+            .options(name=self._pool_name, **beside_driver())
+            .remote(self._pool_name, sweep)
+        )
         if shape is not None:
             pool.prepare.remote(shape, group, actors)
         try:
@@ -161,7 +217,9 @@ class Tuner(tune.Tuner):
 
 
 def likely_shape(driver: Callable[[dict[str, Any]], Any]) -> Shape | None:
-    """Guess the workers of a driver's first trial; None where the trial itself has to say."""
+    """Guess the workers of a driver's first trial; None where the trial itself has to
+    say.
+    """
     try:
         return shape_of(ray.train.ScalingConfig(**likely_scaling(driver)))
     except Exception:  # a guess fails no run, whatever it met
@@ -170,12 +228,15 @@ def likely_shape(driver: Callable[[dict[str, Any]], Any]) -> Shape | None:
 
 
 class _Pace(tune.Callback):
-    """Lets more trials run at a time as lanes come up: the process of each costs as much as the start of a lane."""
+    """Lets more trials run at a time as lanes come up: the process of each costs as
+    much as the start of a lane.
+    """
 
     def __init__(self, pool: str) -> None:
         self._pool_name = pool
         self._search: Any = None
-        self._most, self._num_samples = 0, 0
+        self._most = 0
+        self._num_samples = 0
         self._looked = time.monotonic()
         self._first_ended = self._looked
 
@@ -183,19 +244,29 @@ class _Pace(tune.Callback):
         return (tune.Callback, ())  # Tune pickles its callbacks
 
     def limit(self, config: tune.TuneConfig) -> None:
-        """Take over how many trials of a sweep run at a time, where its scheduler lets none pause."""
+        """Take over how many trials of a sweep run at a time, where its scheduler lets
+        none pause.
+        """
         if type(config.scheduler or FIFOScheduler()) not in _PAUSES_NONE:
             return
         search: Any = config.search_alg or BasicVariantGenerator()
-        most = int(config.max_concurrent_trials or getattr(search, "max_concurrent", None) or 0)
+        most = int(
+            config.max_concurrent_trials or getattr(search, "max_concurrent", None) or 0
+        )
         if isinstance(search, Searcher) and not isinstance(search, ConcurrencyLimiter):
             search = ConcurrencyLimiter(search, max_concurrent=1)
         if not hasattr(search, "max_concurrent"):
             return
-        self._most = search.most_at_once = getattr(search, "most_at_once", most)  # kept for a restore
+        self._most = search.most_at_once = getattr(
+            search, "most_at_once", most
+        )  # kept for a restore
         search.max_concurrent = 1
-        config.search_alg, config.max_concurrent_trials = search, None
-        self._search, self._num_samples = search, sys.maxsize if config.num_samples == -1 else config.num_samples
+        config.search_alg = search
+        config.max_concurrent_trials = None
+        self._search = search
+        self._num_samples = (
+            sys.maxsize if config.num_samples == -1 else config.num_samples
+        )
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Called by Tune in its loop."""
@@ -205,13 +276,20 @@ class _Pace(tune.Callback):
         self._looked = now
         pool: Any = ray.get_actor(self._pool_name)
         state = ray.get(pool.state.remote())
-        count, ended = self._search.max_concurrent, sum(trial.is_finished() for trial in trials)
+        count = self._search.max_concurrent
+        ended = sum(trial.is_finished() for trial in trials)
         if not ended:
             self._first_ended = now
-        # The first trials' processes are new: only after as long as a lane's start does their time say something.
-        if state["up"] < count or min(state["serving_s"], state["last_up_s"]) < state["start_s"]:
+        # The first trials' processes are new: only after as long as a lane's start does
+        # their time say something.
+        if (
+            state["up"] < count
+            or min(state["serving_s"], state["last_up_s"]) < state["start_s"]
+        ):
             return
-        left_s = state["serving_s"]  # the first takes longer than any other: how long those take is not known yet
+        left_s = state[
+            "serving_s"
+        ]  # the first takes longer than any other: how long those take is not known yet
         if ended > 1:
             left_s = (self._total() - ended) * (now - self._first_ended) / (ended - 1)
         more = min(2 * count, self._most or state["most"], state["most"])
@@ -219,7 +297,9 @@ class _Pace(tune.Callback):
             self._search.max_concurrent = more
             self._expect(len(trials))
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_start(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
         """Called by Tune when a trial has its actor."""
         if self._search is not None and self._search.max_concurrent > 1:
             self._expect(len(trials))
@@ -231,4 +311,6 @@ class _Pace(tune.Callback):
     def _expect(self, num_trials: int) -> None:
         """Have trials wait for each other's actors, while there are more to come."""
         pool: Any = ray.get_actor(self._pool_name)
-        pool.expect.remote(self._search.max_concurrent if num_trials < self._total() else 0)
+        pool.expect.remote(
+            self._search.max_concurrent if num_trials < self._total() else 0
+        )

@@ -1,4 +1,6 @@
-"""What a sweep says: its trials ranked by the objective, the answer in one line, and what is in doubt."""
+"""What a sweep says: its trials ranked by the objective, the answer in one line, and
+what is in doubt.
+"""
 
 import itertools
 import math
@@ -31,7 +33,11 @@ from tune.trials.interval import EQUAL, Interval
 from tune.trials.record import TrialRecord, value_of
 
 _EQUAL_SCORE = 0.01
-_UNITS = {"peak_memory_bytes": " of peak memory", "energy_j": " of energy", "step_time_s": " a step"}
+_UNITS = {
+    "peak_memory_bytes": " of peak memory",
+    "energy_j": " of energy",
+    "step_time_s": " a step",
+}
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,23 @@ class Answer:
     equal: list[TrialRecord]
     """Those that cannot be told apart from the best."""
     line: str
-    """The answer: which configuration is best, at what and by how much, and which are as good; or why none is."""
+    """The answer: which configuration is best, at what and by how much, and which are
+    as good; or why none is.
+    """
     fastest: str
-    """Which configuration has the highest throughput; empty where the best has, or is about as fast."""
+    """Which configuration has the highest throughput; empty where the best has, or is
+    about as fast.
+    """
     largest: str
-    """Whether the largest batch size lost to its learning rate or to itself, where that was searched around."""
+    """Whether the largest batch size lost to its learning rate or to itself, where that
+    was searched around.
+    """
     doubts: list[Doubt]
     """What the sweep does not know, with what would settle it."""
     most_ahead: float | None
-    """How many times as fast as the best any other trial is at most, with 95 % confidence; None: nothing tells."""
+    """How many times as fast as the best any other trial is at most, with 95 %
+    confidence; None: nothing tells.
+    """
 
     @property
     def best(self) -> TrialRecord | None:
@@ -66,7 +80,11 @@ class Answer:
     def text(self) -> str:
         """All that there is to say, a line each."""
         return "\n".join(
-            [self.line, *filter(None, [self.fastest, self.largest]), *(f"- {doubt.text}" for doubt in self.doubts)]
+            [
+                self.line,
+                *filter(None, [self.fastest, self.largest]),
+                *(f"- {doubt.text}" for doubt in self.doubts),
+            ]
         )
 
 
@@ -82,23 +100,30 @@ class _Place:
     is_equal: bool
     """Whether it cannot be told apart from the first."""
     margin: str = ""
-    """How the first compares with it, where the two are told apart: "1.2 times faster than"."""
+    """How the first compares with it, where the two are told apart: "1.2 times faster
+    than".
+    """
 
 
 def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
-    """Rank the trials by the objective and say the outcome: by repeats where finalists were repeated, by the mean over
-    its seeds where the space has a `seed`, else by one run each.
+    """Rank the trials by the objective and say the outcome: by repeats where finalists
+    were repeated, by the mean over its seeds where the space has a `seed`, else by one
+    run each.
     """
     objective = config.objective
     ranked = _ranked(objective, records)
     found = finals(config, records)
     if "seed" in config.space:
         configurations = by_configuration(objective, ranked, records)
-        ranked = [pair for configuration in configurations for pair in configuration.runs]
+        ranked = [
+            pair for configuration in configurations for pair in configuration.runs
+        ]
         places = _places_of_seeds(objective, configurations)
     elif found:
         ids = [final.record.id for final in found]
-        ranked.sort(key=lambda pair: ids.index(pair[1].id) if pair[1].id in ids else len(ids))
+        ranked.sort(
+            key=lambda pair: ids.index(pair[1].id) if pair[1].id in ids else len(ids)
+        )
         places = _places_of_finals(found)
     else:
         places = _places_of_runs(objective, ranked)
@@ -117,7 +142,9 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
     fastest = _fastest(config, records, best.record if best else None, found)
     equal = [place.record for place in _tied(places)]
     repeated = {final.record.id for final in found}
-    unclear = [record for record in rivals(config, records) if record.id not in repeated]
+    unclear = [
+        record for record in rivals(config, records) if record.id not in repeated
+    ]
     as_good = {record.id for record in [*ranking[:1], *equal, *unclear]}
     return Answer(
         ranking,
@@ -133,42 +160,64 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
 
 
 def objective_value(objective: Objective, record: TrialRecord) -> float | None:
-    """Return the figure that ranks a trial; None where it failed, or has none that is finite."""
+    """Return the figure that ranks a trial; None where it failed, or has none that is
+    finite.
+    """
     return value_of(objective.metric, record)
 
 
-def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
-    pairs = [(objective_value(objective, record), record) for record in records if record.purpose != "repeat"]
+def _ranked(
+    objective: Objective, records: list[TrialRecord]
+) -> list[tuple[float, TrialRecord]]:
+    pairs = [
+        (objective_value(objective, record), record)
+        for record in records
+        if record.purpose != "repeat"
+    ]
     values = [(value, record) for value, record in pairs if value is not None]
-    return sorted(values, key=lambda pair: pair[0], reverse=objective.direction == "max")
+    return sorted(
+        values, key=lambda pair: pair[0], reverse=objective.direction == "max"
+    )
 
 
-def _places_of_runs(objective: Objective, ranked: Sequence[tuple[float, TrialRecord]]) -> list[_Place]:
+def _places_of_runs(
+    objective: Objective, ranked: Sequence[tuple[float, TrialRecord]]
+) -> list[_Place]:
     """Return the places by one run each."""
     if not ranked:
         return []
     best_value, best = ranked[0]
     places = []
     for value, record in ranked:
-        is_clear = record is not best and _is_clear(objective.metric, best, record, best_value, value)
+        is_clear = record is not best and _is_clear(
+            objective.metric, best, record, best_value, value
+        )
         margin = _margin(objective.metric, best_value, value) or ""
         places.append(_Place(record, value, "one run", not is_clear, margin))
     return places
 
 
-def _places_of_seeds(objective: Objective, configurations: Sequence[Configuration]) -> list[_Place]:
+def _places_of_seeds(
+    objective: Objective, configurations: Sequence[Configuration]
+) -> list[_Place]:
     """Return the places by the means over seeds."""
     places = []
     for configuration in configurations:
         mean = configuration.mean
-        runs = f"{configuration.num_seeds} seeds" if configuration.num_seeds > 1 else "one seed"
+        runs = (
+            f"{configuration.num_seeds} seeds"
+            if configuration.num_seeds > 1
+            else "one seed"
+        )
         if configuration.num_missed:
             runs += f", {configuration.num_missed} more without a value"
         if mean.low < mean.high:
             runs = f"{_between(objective.metric, mean)}, {runs}"
         margin = _margin(objective.metric, configurations[0].mean.value, mean.value)
         is_equal = configuration.is_equal or margin is None
-        places.append(_Place(configuration.record, mean.value, runs, is_equal, margin or ""))
+        places.append(
+            _Place(configuration.record, mean.value, runs, is_equal, margin or "")
+        )
     return places
 
 
@@ -179,14 +228,21 @@ def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
         runs = f"{span(final.time_s.low, final.time_s.high)}, {final.repeats} repeats"
         if final.num_missed:
             runs += f", {final.num_missed} of which missed it"
-        low, high = number(final.ratio.low, 2), number(final.ratio.high, 2)
-        interval = f"{low} to {high}" if math.isfinite(final.ratio.high) else f"at least {low}"
+        low = number(final.ratio.low, 2)
+        high = number(final.ratio.high, 2)
+        interval = (
+            f"{low} to {high}" if math.isfinite(final.ratio.high) else f"at least {low}"
+        )
         margin = f"{number(final.ratio.value, 3)} times ({interval}) faster than"
-        places.append(_Place(final.record, final.time_s.value, runs, final.equal, margin))
+        places.append(
+            _Place(final.record, final.time_s.value, runs, final.equal, margin)
+        )
     return places
 
 
-def _line(config: SweepConfig, records: Sequence[TrialRecord], places: Sequence[_Place]) -> str:
+def _line(
+    config: SweepConfig, records: Sequence[TrialRecord], places: Sequence[_Place]
+) -> str:
     """Return the answer."""
     names = telling(config, records)
     names.pop("seed", None)
@@ -194,9 +250,15 @@ def _line(config: SweepConfig, records: Sequence[TrialRecord], places: Sequence[
     name = capitalized(in_words(names, first.record))
     head = f"{name}: {_achieved(config.objective, first)} ({first.runs})"
     if not others:
-        only = "it is the only trial" if len(records) == 1 else "nothing else has a value to compare"
+        only = (
+            "it is the only trial"
+            if len(records) == 1
+            else "nothing else has a value to compare"
+        )
         return f"{head}; {only}."
-    equal = [in_words(names, place.record).removeprefix("batch ") for place in _tied(places)]
+    equal = [
+        in_words(names, place.record).removeprefix("batch ") for place in _tied(places)
+    ]
     if equal:
         return f"{head}; {listed(equal)} {'is' if len(equal) == 1 else 'are'} as good."
     return f"{head}, {others[0].margin} the next, {in_words(names, others[0].record)}."
@@ -208,15 +270,26 @@ def _tied(places: Sequence[_Place]) -> list[_Place]:
 
 
 def _achieved(objective: Objective, place: _Place) -> str:
-    """Return what a configuration is best at: "3.12 s to val_accuracy 0.97", "val_loss 0.0432"."""
-    metric, record = objective.metric, place.record
+    """Return what a configuration is best at: "3.12 s to val_accuracy 0.97", "val_loss
+    0.0432".
+    """
+    metric = objective.metric
+    record = place.record
     if metric not in TO_TARGET:
         is_named = metric not in _UNITS and metric != "samples_per_s"
-        return f"{metric} " * is_named + amount(metric, place.value) + _UNITS.get(metric, "")
+        return (
+            f"{metric} " * is_named
+            + amount(metric, place.value)
+            + _UNITS.get(metric, "")
+        )
     is_repeated = place.runs != "one run"
     if metric == "usd_to_target" and not is_repeated:
         return f"{amount(metric, place.value)} to {target(objective)}"
-    time = duration(place.value) if is_repeated else span(record.missed_target_s, place.value)
+    time = (
+        duration(place.value)
+        if is_repeated
+        else span(record.missed_target_s, place.value)
+    )
     usd = _usd(record, place.value)
     price = f" and {amount('usd_to_target', usd)}" if usd is not None else ""
     return f"{time}{price} to {target(objective)}"
@@ -237,29 +310,43 @@ def _usd(record: TrialRecord, time_s: float) -> float | None:
     return usd / record.time_to_target_s * time_s
 
 
-def _is_clear(metric: str, best: TrialRecord, other: TrialRecord, value: float, second: float) -> bool:
+def _is_clear(
+    metric: str, best: TrialRecord, other: TrialRecord, value: float, second: float
+) -> bool:
     """Whether one run each shows which of two trials is better."""
     if metric in TO_TARGET:
         return told_apart(best, other)
-    return _margin(metric, value, second) is not None and (metric != "samples_per_s" or _is_faster(best, other))
+    return _margin(metric, value, second) is not None and (
+        metric != "samples_per_s" or _is_faster(best, other)
+    )
 
 
 def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
-    """Whether one run each shows that a trial's throughput is higher, whatever `other` has lost to work beside it."""
+    """Whether one run each shows that a trial's throughput is higher, whatever `other`
+    has lost to work beside it.
+    """
     low = (first.samples_per_s or 0.0) * (1 - _half_width(first))
     high = (other.samples_per_s or 0.0) * (1 + _half_width(other))
     return low * (1 - (other.cpu_pressure or 0.0)) > (1 + EQUAL) * high
 
 
 def _half_width(record: TrialRecord) -> float:
-    """Return the relative half width of the 95 % confidence interval of a trial's throughput; 0 where not known."""
-    return (record.step_time_ci95_s or 0.0) / record.step_time_s if record.step_time_s else 0.0
+    """Return the relative half width of the 95 % confidence interval of a trial's
+    throughput; 0 where not known.
+    """
+    return (
+        (record.step_time_ci95_s or 0.0) / record.step_time_s
+        if record.step_time_s
+        else 0.0
+    )
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
-    """Return how much better `value` is than `other`, in words; None when the two are about equal.
+    """Return how much better `value` is than `other`, in words; None when the two are
+    about equal.
 
-    A ratio; but a difference between scores of at most 1, and where a sign makes a ratio meaningless.
+    A ratio; but a difference between scores of at most 1, and where a sign makes a
+    ratio meaningless.
     """
     direction = "lower" if value < other else "higher"
     gap = abs(value - other)
@@ -297,12 +384,20 @@ def _none_finished(records: Sequence[TrialRecord]) -> str:
     return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
 
 
-def _none_reached(config: SweepConfig, records: Sequence[TrialRecord], finished: Sequence[TrialRecord]) -> str:
+def _none_reached(
+    config: SweepConfig, records: Sequence[TrialRecord], finished: Sequence[TrialRecord]
+) -> str:
     goal = config.objective.goal
     assert goal is not None  # of a time to target
     text = f"There is no best trial: no finished one reached {target(config.objective)}"
-    rows = [(row, record) for record in finished for row in (*record.curve, record.metrics)]
-    values = [(row[goal.metric], record) for row, record in rows if math.isfinite(row.get(goal.metric, math.nan))]
+    rows = [
+        (row, record) for record in finished for row in (*record.curve, record.metrics)
+    ]
+    values = [
+        (row[goal.metric], record)
+        for row, record in rows
+        if math.isfinite(row.get(goal.metric, math.nan))
+    ]
     if not values:
         return f"{text}, and none reported {goal.metric}."
     pick = min if goal.mode == "min" else max
@@ -310,8 +405,15 @@ def _none_reached(config: SweepConfig, records: Sequence[TrialRecord], finished:
     return f"{text}; the closest, {in_words(telling(config, records), closest)}, came to {number(value, 4)}."
 
 
-def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
-    """Return a sentence on the highest throughput; empty where the best trial is about as fast."""
+def _fastest(
+    config: SweepConfig,
+    records: list[TrialRecord],
+    best: TrialRecord | None,
+    found: list[Final],
+) -> str:
+    """Return a sentence on the highest throughput; empty where the best trial is about
+    as fast.
+    """
     objective = config.objective
     ranked = _ranked(Objective(metric="samples_per_s"), records)
     if not ranked or objective.metric == "samples_per_s":

@@ -1,4 +1,6 @@
-"""Charts as inline SVG: matplotlib's style, and colours that are CSS variables, so that they follow light and dark."""
+"""Charts as inline SVG: matplotlib's style, and colours that are CSS variables, so that
+they follow light and dark.
+"""
 
 import html
 import io
@@ -12,17 +14,29 @@ from typing import Any, Self
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
 FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
-_COLORS = {FG: "var(--fg)", MUTED: "var(--muted)", BAD: "var(--bad)", _GRID: "var(--grid)", _CARD: "var(--card)"} | {
-    color: f"var(--s{number})" for number, color in enumerate(SERIES, 1)
-}
+_COLORS = {
+    FG: "var(--fg)",
+    MUTED: "var(--muted)",
+    BAD: "var(--bad)",
+    _GRID: "var(--grid)",
+    _CARD: "var(--card)",
+} | {color: f"var(--s{number})" for number, color in enumerate(SERIES, 1)}
 
 _SIZE_IN = (4.2, 2.7)
 _LEGEND_CHARS = 52  # as many as there is room for in one row
 _STYLE = {
-    **dict.fromkeys(["axes.facecolor", "figure.facecolor", "savefig.facecolor", "svg.fonttype"], "none"),
-    **dict.fromkeys(["axes.edgecolor", "grid.color", "xtick.color", "ytick.color"], _GRID),
+    **dict.fromkeys(
+        ["axes.facecolor", "figure.facecolor", "savefig.facecolor", "svg.fonttype"],
+        "none",
+    ),
+    **dict.fromkeys(
+        ["axes.edgecolor", "grid.color", "xtick.color", "ytick.color"], _GRID
+    ),
     **dict.fromkeys(["axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"], MUTED),
-    **dict.fromkeys(["axes.spines.left", "axes.spines.right", "axes.spines.top", "legend.frameon"], False),
+    **dict.fromkeys(
+        ["axes.spines.left", "axes.spines.right", "axes.spines.top", "legend.frameon"],
+        False,
+    ),
     "axes.formatter.useoffset": False,
     "axes.grid": True,
     "font.size": 9,
@@ -33,7 +47,8 @@ _STYLE = {
     "lines.markersize": 5.5,
     "svg.hashsalt": "paceline",
     "text.color": FG,
-    "text.parse_math": False,  # names come from the user's configuration: a `$` is a dollar
+    # names come from the user's configuration: a `$` is a dollar
+    "text.parse_math": False,
     "ytick.major.size": 0,
 }
 
@@ -45,13 +60,18 @@ class Figure:
     title: str
     caption: str
     svg: str
-    """An `<svg>` element; its ids are unique in the page. Of small multiples, one for each panel."""
+    """An `<svg>` element; its ids are unique in the page.
+
+    Of small multiples, one for each panel.
+    """
     num_panels: int = 1
 
     @classmethod
     def of_panels(cls, title: str, caption: str, panels: Sequence[Self]) -> Self:
         """Return one figure of small multiples."""
-        return cls(title, caption, "\n".join(panel.svg for panel in panels), len(panels))
+        return cls(
+            title, caption, "\n".join(panel.svg for panel in panels), len(panels)
+        )
 
 
 @contextmanager
@@ -60,7 +80,8 @@ def styled() -> Iterator[None]:
     from matplotlib import style
 
     with style.context(["default", _STYLE]), warnings.catch_warnings():
-        # Text stays text, in the reader's fonts: it does not matter what matplotlib's own lacks.
+        # Text stays text, in the reader's fonts: it does not matter what matplotlib's
+        # own lacks.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
@@ -68,7 +89,9 @@ def styled() -> Iterator[None]:
 class Canvas:
     """One set of axes, and the hover text of its marks."""
 
-    def __init__(self, name: str, height_in: float = _SIZE_IN[1], title: str = "") -> None:
+    def __init__(
+        self, name: str, height_in: float = _SIZE_IN[1], title: str = ""
+    ) -> None:
         from matplotlib.figure import Figure as Sheet
 
         self.name = name
@@ -76,7 +99,9 @@ class Canvas:
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
         self.axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
-        self.axes.locator_params(axis="x", nbins=5)  # as many as have room for six digits each
+        self.axes.locator_params(
+            axis="x", nbins=5
+        )  # as many as have room for six digits each
         self._tips: dict[str, str] = {}
 
     def tip(self, text: str) -> str:
@@ -86,10 +111,14 @@ class Canvas:
         return gid
 
     def move(self, lines: Iterable[Any], steps: float) -> None:
-        """Move what was drawn so many small steps to the right, beside what would cover it."""
+        """Move what was drawn so many small steps to the right, beside what would cover
+        it.
+        """
         from matplotlib.transforms import ScaledTranslation
 
-        place = self.axes.transData + ScaledTranslation(5 * steps / 72, 0, self.sheet.dpi_scale_trans)
+        place = self.axes.transData + ScaledTranslation(
+            5 * steps / 72, 0, self.sheet.dpi_scale_trans
+        )
         for line in lines:
             line.set_transform(place)
 
@@ -98,30 +127,46 @@ class Canvas:
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
     def legend(self, series: Iterable[tuple[str, str]] = ()) -> None:
-        """Write the names of what was drawn, and of further colours, above the axes in as many columns as fit."""
+        """Write the names of what was drawn, and of further colours, above the axes in
+        as many columns as fit.
+        """
         for color, name in series:
             self.axes.plot([], [], color=color, linewidth=2.5, label=name)
         handles, names = self.axes.get_legend_handles_labels()
         if names:
             in_one_row = sum(map(len, names)) + 6 * len(names) <= _LEGEND_CHARS
-            columns = len(names) if in_one_row else max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
+            columns = (
+                len(names)
+                if in_one_row
+                else max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
+            )
             self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:
         """Render what was drawn."""
         stream = io.StringIO()
         self.sheet.savefig(stream, format="svg", metadata={"Date": None})
-        svg = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>", "", stream.getvalue(), flags=re.DOTALL)
+        svg = re.sub(
+            r"<metadata>.*?</metadata>|<style .*?</style>",
+            "",
+            stream.getvalue(),
+            flags=re.DOTALL,
+        )
         svg = svg[svg.index("<svg") :]
         head = svg[: svg.index(">")]
         box = re.search(r'viewBox="[^"]*"', head)
         assert box is not None
         body = re.sub(r"<[^>]*>", self._inlined, svg.removeprefix(head))
         label = html.escape(f"{title}. {caption}")
-        return Figure(title, caption, f'<svg role="img" aria-label="{label}" {box[0]}{body}'.strip())
+        return Figure(
+            title,
+            caption,
+            f'<svg role="img" aria-label="{label}" {box[0]}{body}'.strip(),
+        )
 
     def _inlined(self, found: re.Match[str]) -> str:
-        """Return a tag of the SVG as the page needs it: ids begin with the canvas's name, colours are variables.
+        """Return a tag of the SVG as the page needs it: ids begin with the canvas's
+        name, colours are variables.
 
         Texts are no tags and stay what they are, whatever they look like.
         """

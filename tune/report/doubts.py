@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from trainers.errors import counted
 from tune.config import SweepConfig
 from tune.objective import MEASURED
-from tune.report.words import capitalized, duration, in_words, listed, number, printable, telling
+from tune.report.words import (
+    capitalized,
+    duration,
+    in_words,
+    listed,
+    number,
+    printable,
+    telling,
+)
 from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
 from tune.trials.interval import EQUAL
 from tune.trials.journal import trial_id
@@ -33,9 +41,14 @@ class Doubt:
 
 
 def doubts(
-    config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final], most_ahead: float | None
+    config: SweepConfig,
+    records: Sequence[TrialRecord],
+    found: Sequence[Final],
+    most_ahead: float | None,
 ) -> list[Doubt]:
-    """Return what is in doubt: the order first, then how the machine was while this was measured."""
+    """Return what is in doubt: the order first, then how the machine was while this was
+    measured.
+    """
     kinds = (
         _once(config, records, found, most_ahead),
         _one_seed(config, records),
@@ -48,23 +61,37 @@ def doubts(
 
 
 def _once(
-    config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final], most_ahead: float | None
+    config: SweepConfig,
+    records: Sequence[TrialRecord],
+    found: Sequence[Final],
+    most_ahead: float | None,
 ) -> Doubt | None:
     """Configurations that ran once and may be faster than the best."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
         return None
     bound = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
-    how_much = bound if most_ahead <= _TELLING else "faster by an amount that nothing limits"
+    how_much = (
+        bound if most_ahead <= _TELLING else "faster by an amount that nothing limits"
+    )
     repeated = [final.record.id for final in found]
     rest = [record for record in rivals(config, records) if record.id not in repeated]
     if not found:
-        return Doubt(f"One run each: another trial may be {how_much}", "repeats (`finalists: 2` or more)")
+        return Doubt(
+            f"One run each: another trial may be {how_much}",
+            "repeats (`finalists: 2` or more)",
+        )
     if not rest:
-        return Doubt(f"Another trial may be {how_much}", "more repeats, for which a longer search leaves time")
+        return Doubt(
+            f"Another trial may be {how_much}",
+            "more repeats, for which a longer search leaves time",
+        )
     names = telling(config, records)
     who = listed([in_words(names, record) for record in rest])
     wanted = min(MOST_FINALISTS, len(repeated) + len(rest))
-    return Doubt(f"{printable(capitalized(who))} ran once: another trial may be {how_much}", f"`finalists: {wanted}`")
+    return Doubt(
+        f"{printable(capitalized(who))} ran once: another trial may be {how_much}",
+        f"`finalists: {wanted}`",
+    )
 
 
 def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
@@ -73,14 +100,20 @@ def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | No
     is_compared = sum(record.finished for record in records) > 1
     if is_measured or "seed" in config.space or not is_compared:
         return None
-    return Doubt("One seed each: another may change the order", "`seed: [0, 1, 2]` in the space")
+    return Doubt(
+        "One seed each: another may change the order", "`seed: [0, 1, 2]` in the space"
+    )
 
 
 def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
     """Trials that a user has stopped, and that no clone was trained in place of."""
     ended = {trial_id(record.config) for record in records if not record.is_censored}
     names = telling(config, records)
-    stopped = [in_words(names, one) for one in records if one.is_censored and trial_id(one.config) not in ended]
+    stopped = [
+        in_words(names, one)
+        for one in records
+        if one.is_censored and trial_id(one.config) not in ended
+    ]
     if not stopped:
         return None
     who = printable(capitalized(listed(stopped)))
@@ -95,7 +128,10 @@ def _crowded(records: Sequence[TrialRecord]) -> Doubt | None:
     ratio = crowding(records)
     if ratio is None or ratio <= 1 + EQUAL:
         return None
-    return Doubt(f"The finalists ran {number(ratio, 2)} times as fast alone as beside other trials", "`lanes: 1`")
+    return Doubt(
+        f"The finalists ran {number(ratio, 2)} times as fast alone as beside other trials",
+        "`lanes: 1`",
+    )
 
 
 def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
@@ -111,8 +147,17 @@ def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | N
 
 def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
     waits = {"trials": pressure(records), "repeats": pressure(records, repeats=True)}
-    shares = [f"{who} {share:.0%}" for who, share in waits.items() if share is not None and share > _CROWDED]
+    shares = [
+        f"{who} {share:.0%}"
+        for who, share in waits.items()
+        if share is not None and share > _CROWDED
+    ]
     if not shares:
         return None
-    what = f"Work on the nodes waited for a processor ({', '.join(shares)} of their time)"
-    return Doubt(f"{what}: times are those of a busy machine", "`lanes: 1`, or a machine without other work")
+    what = (
+        f"Work on the nodes waited for a processor ({', '.join(shares)} of their time)"
+    )
+    return Doubt(
+        f"{what}: times are those of a busy machine",
+        "`lanes: 1`, or a machine without other work",
+    )

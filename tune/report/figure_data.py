@@ -1,7 +1,8 @@
-"""What the figures share, gathered from the records: which key is the x axis, which the colour, and their values.
+"""What the figures share, gathered from the records: which key is the x axis, which the
+colour, and their values.
 
-Of the keys that vary, batch size or the first number is the x axis, and precision or the first key of few values the
-colour.
+Of the keys that vary, batch size or the first number is the x axis, and precision or
+the first key of few values the colour.
 """
 
 import functools
@@ -42,11 +43,15 @@ class Axis:
     @functools.cached_property
     def positions(self) -> list[float]:
         """Their places on the axis."""
-        return [float(value if self.is_numeric else at) for at, value in enumerate(self.values)]
+        return [
+            float(value if self.is_numeric else at)
+            for at, value in enumerate(self.values)
+        ]
 
     def index(self, record: TrialRecord) -> int:
         """Return which of the values a trial has."""
-        # By their text: a NaN does not equal itself, True equals 1, and lists and mappings have no hash.
+        # By their text: a NaN does not equal itself, True equals 1, and lists and
+        # mappings have no hash.
         return self._places[repr(record.config.get(self.key))]
 
     @functools.cached_property
@@ -65,21 +70,39 @@ class Axis:
 class FigureData:
     """The trials of a sweep, with a place on the x axis and a series each."""
 
-    def __init__(self, config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> None:
-        self.config, self.records, self.best = config, records, best
+    def __init__(
+        self, config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None
+    ) -> None:
+        self.config = config
+        self.records = records
+        self.best = best
         self.finished = [record for record in records if record.finished]
-        self.out_of_memory = [record for record in records if record.status == "out_of_memory"]
+        self.out_of_memory = [
+            record for record in records if record.status == "out_of_memory"
+        ]
         names = telling(config, records)
         self._words = {record.id: in_words(names, record) for record in records}
-        axes = {key: Axis(key, label, _tried(config, key, records)) for key, label in labels(config, records).items()}
-        self.varied = [axis for axis in axes.values() if len(axis.values) > 1 and axis.key != "seed"]
+        axes = {
+            key: Axis(key, label, _tried(config, key, records))
+            for key, label in labels(config, records).items()
+        }
+        self.varied = [
+            axis
+            for axis in axes.values()
+            if len(axis.values) > 1 and axis.key != "seed"
+        ]
         """The keys of which more than one value was tried; a seed is a repeat."""
         self.x = _choose_x(list(axes.values()))
-        # More values than colours would be a legend larger than its figure, or nothing to compare.
+        # More values than colours would be a legend larger than its figure, or nothing
+        # to compare.
         rest = [axis for axis in self.varied if axis != self.x]
         few = [axis for axis in rest if len(axis.values) <= len(SERIES)]
-        self.by = next((axis for axis in few if axis.key == "precision"), few[0] if few else None)
-        self.names = [self.by.name(value) for value in self.by.values] if self.by else [""]
+        self.by = next(
+            (axis for axis in few if axis.key == "precision"), few[0] if few else None
+        )
+        self.names = (
+            [self.by.name(value) for value in self.by.values] if self.by else [""]
+        )
 
     def series(self, record: TrialRecord) -> int:
         """Return which series a trial belongs to."""
@@ -91,7 +114,10 @@ class FigureData:
 
     def legend(self, records: Iterable[TrialRecord]) -> list[tuple[str, str]]:
         """Return colours and names of the series that these trials belong to."""
-        return [(SERIES[at], self.names[at]) for at in sorted({self.series(record) for record in records})]
+        return [
+            (SERIES[at], self.names[at])
+            for at in sorted({self.series(record) for record in records})
+        ]
 
     def each(self) -> str:
         """Return the series in words."""
@@ -108,20 +134,36 @@ class FigureData:
 
 def _tried(config: SweepConfig, key: str, records: list[TrialRecord]) -> list[Any]:
     """Return the values of a key that were tried."""
-    tried = list({repr(record.config.get(key)): record.config.get(key) for record in records}.values())
+    tried = list(
+        {
+            repr(record.config.get(key)): record.config.get(key) for record in records
+        }.values()
+    )
     if all(map(is_number, tried)):
         return sorted(tried)
     space = config.space.get(key)
-    listed = {repr(value): at for at, value in enumerate(space)} if isinstance(space, list) else {}
-    return sorted(tried, key=lambda value: (listed.get(repr(value), math.inf), str(value)))
+    listed = (
+        {repr(value): at for at, value in enumerate(space)}
+        if isinstance(space, list)
+        else {}
+    )
+    return sorted(
+        tried, key=lambda value: (listed.get(repr(value), math.inf), str(value))
+    )
 
 
 def _choose_x(axes: list[Axis]) -> Axis:
-    """Return the key of the x axis: a batch size or the first number, one that varies where there is one."""
+    """Return the key of the x axis: a batch size or the first number, one that varies
+    where there is one.
+    """
     numeric = [axis for axis in axes if axis.is_numeric]
     varied = [axis for axis in numeric if len(axis.values) > 1] or numeric
     sizes = [axis for axis in varied if axis.key in SIZE_KEYS]
-    return next(iter([*sorted(sizes, key=lambda axis: SIZE_KEYS.index(axis.key)), *varied, *axes]))
+    return next(
+        iter(
+            [*sorted(sizes, key=lambda axis: SIZE_KEYS.index(axis.key)), *varied, *axes]
+        )
+    )
 
 
 def cut(text: str) -> str:

@@ -1,4 +1,6 @@
-"""The report's figures: the objective by key, throughput and memory by batch size, and learning curves."""
+"""The report's figures: the objective by key, throughput and memory by batch size, and
+learning curves.
+"""
 
 import math
 from collections.abc import Collection
@@ -11,7 +13,16 @@ from tune.objective import TO_TARGET
 from tune.report.answer import objective_value
 from tune.report.canvas import BAD, FG, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import Axis, FigureData, cut
-from tune.report.words import amount, duration, is_number, memory_unit, printable, shown, span, time_unit
+from tune.report.words import (
+    amount,
+    duration,
+    is_number,
+    memory_unit,
+    printable,
+    shown,
+    span,
+    time_unit,
+)
 from tune.search.finalists import finals
 from tune.trials.record import TrialRecord
 
@@ -20,10 +31,14 @@ _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memo
 _TICK_CHARS = 56  # as many as fit side by side below the axes
 _MOST_KEYS = 12
 
-Points = list[tuple[float, float]]  # a trial's evaluations: training time, s, and a metric
+Points = list[
+    tuple[float, float]
+]  # a trial's evaluations: training time, s, and a metric
 
 
-def figures(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> list[Figure]:
+def figures(
+    config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None
+) -> list[Figure]:
     """Draw the figures that the records have data for."""
     data = FigureData(config, records, best)
     with styled():
@@ -45,31 +60,42 @@ class Mark:
 
 
 def objective(data: FigureData) -> Figure | None:
-    """Draw the objective against each key that varied, a panel a key, with what is known of how sure it is."""
+    """Draw the objective against each key that varied, a panel a key, with what is
+    known of how sure it is.
+    """
     metric = data.config.objective.metric
     marks = _marks(data)
     if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
         return None
     trials = [record for record in data.records if record.purpose != "repeat"]
     axes = [data.x, *(axis for axis in data.varied if axis != data.x)]
-    drawn, left_out = axes[:_MOST_KEYS], axes[_MOST_KEYS:]
+    drawn = axes[:_MOST_KEYS]
+    left_out = axes[_MOST_KEYS:]
     notes = ["A mark a trial."]
     if data.best:
         notes.append("The largest is the best.")
     if metric in TO_TARGET and len(marks) < len(trials):
-        notes.append(f"{len(trials) - len(marks)} of {len(trials)} did not reach the target.")
+        notes.append(
+            f"{len(trials) - len(marks)} of {len(trials)} did not reach the target."
+        )
     if any(mark.repeated for mark in marks):
         notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
     if left_out:
         notes.append(f"Not drawn: {', '.join(axis.label for axis in left_out)}.")
-    panels = [_against_key(data, axis, marks, f"objective{at or ''}") for at, axis in enumerate(drawn)]
+    panels = [
+        _against_key(data, axis, marks, f"objective{at or ''}")
+        for at, axis in enumerate(drawn)
+    ]
     title = "Time to target" if metric == "time_to_target" else printable(metric)
     return Figure.of_panels(title, " ".join(notes), panels)
 
 
 def _marks(data: FigureData) -> list[Mark]:
-    """Return the trials that have a value of the objective, best first; of finalists it is that of their repeats."""
-    metric, marks = data.config.objective.metric, []
+    """Return the trials that have a value of the objective, best first; of finalists it
+    is that of their repeats.
+    """
+    metric = data.config.objective.metric
+    marks = []
     finalists = finals(data.config, data.records) if metric == "time_to_target" else []
     times = {final.record.id: final.time_s for final in finalists}
     for record in data.records:
@@ -78,38 +104,69 @@ def _marks(data: FigureData) -> list[Mark]:
             continue
         if record.id in times:
             time_s = times[record.id]
-            interval = f"95 % interval {duration(time_s.low)} to {duration(time_s.high)}"
+            interval = (
+                f"95 % interval {duration(time_s.low)} to {duration(time_s.high)}"
+            )
             text = f"{duration(time_s.value)}, {interval}"
-            marks.append(Mark(record, time_s.value, text, repeated=(time_s.low, time_s.high)))
+            marks.append(
+                Mark(record, time_s.value, text, repeated=(time_s.low, time_s.high))
+            )
         elif metric == "time_to_target" and record.missed_target_s is not None:
             low_s = record.missed_target_s
-            marks.append(Mark(record, value, span(low_s, value), between=(low_s, value)))
+            marks.append(
+                Mark(record, value, span(low_s, value), between=(low_s, value))
+            )
         else:
             marks.append(Mark(record, value, amount(metric, value)))
-    return sorted(marks, key=lambda mark: mark.value, reverse=data.config.objective.direction == "max")
+    return sorted(
+        marks,
+        key=lambda mark: mark.value,
+        reverse=data.config.objective.direction == "max",
+    )
 
 
 def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> Figure:
     """Draw one panel."""
     metric = data.config.objective.metric
-    label, size = printable(metric), 1.0
+    label = printable(metric)
+    size = 1.0
     if metric == "time_to_target":
         size, unit = time_unit(marks[-1].value)
         label = f"time to target, {unit}"
     canvas = Canvas(name)
     for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
-        x, color = axis.position(mark.record), data.color(mark.record)
+        x = axis.position(mark.record)
+        color = data.color(mark.record)
         before = len(canvas.axes.lines)
         if mark.between:
-            canvas.axes.plot([x, x], [end / size for end in mark.between], color=color, linewidth=1, alpha=0.5)
+            canvas.axes.plot(
+                [x, x],
+                [end / size for end in mark.between],
+                color=color,
+                linewidth=1,
+                alpha=0.5,
+            )
         if mark.repeated:
-            canvas.axes.plot([x, x], [end / size for end in mark.repeated], color=color, linewidth=2.4)
+            canvas.axes.plot(
+                [x, x],
+                [end / size for end in mark.repeated],
+                color=color,
+                linewidth=2.4,
+            )
         large = 8.5 if data.is_best(mark.record) else 5
         text = data.tip(mark.record, mark.text)
-        look: dict[str, Any] = {"marker": "o", "markersize": large, "zorder": 3, "linestyle": "none"}
+        look: dict[str, Any] = {
+            "marker": "o",
+            "markersize": large,
+            "zorder": 3,
+            "linestyle": "none",
+        }
         canvas.mark(x, mark.value / size, text, color, clip_on=False, **look)
         if axis != data.by:
-            canvas.move(canvas.axes.lines[before:], data.series(mark.record) - (len(data.names) - 1) / 2)
+            canvas.move(
+                canvas.axes.lines[before:],
+                data.series(mark.record) - (len(data.names) - 1) / 2,
+            )
     _set_axis(axis, canvas)
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     canvas.axes.set_ylabel(label)
@@ -119,21 +176,34 @@ def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> 
 
 def throughput(data: FigureData) -> Figure | None:
     """Draw samples/s against the batch size."""
-    rates = {one.id: rate for one in data.finished if (rate := one.samples_per_s) and is_number(rate)}
+    rates = {
+        one.id: rate
+        for one in data.finished
+        if (rate := one.samples_per_s) and is_number(rate)
+    }
     if not rates:
         return None
-    marks = [(one, rates[one.id], f"{rates[one.id]:,.0f} samples/s") for one in data.finished if one.id in rates]
+    marks = [
+        (one, rates[one.id], f"{rates[one.id]:,.0f} samples/s")
+        for one in data.finished
+        if one.id in rates
+    ]
     canvas = Canvas("throughput")
     _against_x(data, canvas, marks)
     canvas.axes.set(ylim=(0, None), ylabel="samples/s")
     canvas.legend()
     best = " The largest mark is the best trial." if data.best else ""
     boundary = " Beyond a dotted line memory runs out." if data.out_of_memory else ""
-    return canvas.figure("Throughput", f"After warm-up, evaluation left out{data.each()}.{best}{boundary}")
+    return canvas.figure(
+        "Throughput",
+        f"After warm-up, evaluation left out{data.each()}.{best}{boundary}",
+    )
 
 
 def memory(data: FigureData) -> Figure | None:
-    """Draw peak memory against the batch size, and trials that ran out of it in a strip on top."""
+    """Draw peak memory against the batch size, and trials that ran out of it in a strip
+    on top.
+    """
     peaks = [(one, peak) for one in data.finished if (peak := one.peak_memory_bytes)]
     if not peaks and not data.out_of_memory:
         return None
@@ -141,41 +211,80 @@ def memory(data: FigureData) -> Figure | None:
     size, unit = memory_unit(most)
     rows = sorted({data.series(record) for record in data.out_of_memory})
     canvas = Canvas("memory")
-    _against_x(data, canvas, [(one, peak / size, f"{peak / size:.4g} {unit}") for one, peak in peaks], rows)
+    _against_x(
+        data,
+        canvas,
+        [(one, peak / size, f"{peak / size:.4g} {unit}") for one, peak in peaks],
+        rows,
+    )
     top = canvas.axes.get_xaxis_transform()
     cross: dict[str, Any] = {"marker": "X", "markersize": 8}
     for record in data.out_of_memory:
         height = 0.96 - _ROW * rows.index(data.series(record))
         text = data.tip(record, "out of memory")
-        canvas.mark(data.x.position(record), height, text, data.color(record), transform=top, **cross)
+        canvas.mark(
+            data.x.position(record),
+            height,
+            text,
+            data.color(record),
+            transform=top,
+            **cross,
+        )
     if data.out_of_memory:
         canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
-    canvas.axes.set(ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1), ylabel=f"peak memory, {unit}")
+    canvas.axes.set(
+        ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1),
+        ylabel=f"peak memory, {unit}",
+    )
     canvas.axes.yaxis.set_visible(bool(peaks))
     canvas.legend()
     on_top = " Trials that ran out of memory are on top, beyond the dotted line of their colour."
-    caption = f"Largest over the workers{data.each()}.{on_top if data.out_of_memory else ''}"
+    caption = (
+        f"Largest over the workers{data.each()}.{on_top if data.out_of_memory else ''}"
+    )
     return canvas.figure("Peak memory", caption)
 
 
 def curves(data: FigureData) -> Figure | None:
     """Draw the evaluated metric against training time, a line a trial."""
     objective = data.config.objective
-    seen = list(dict.fromkeys(name for record in data.records for row in record.curve for name in row))
-    wanted = [*reversed(objective.watched), *(name for name in seen if name.startswith("val_"))]
+    seen = list(
+        dict.fromkeys(
+            name for record in data.records for row in record.curve for name in row
+        )
+    )
+    wanted = [
+        *reversed(objective.watched),
+        *(name for name in seen if name.startswith("val_")),
+    ]
     metric = next((name for name in wanted if name in seen), "")
-    lines = [(record, points) for record in data.records if (points := _points(record, metric))]
+    lines = [
+        (record, points)
+        for record in data.records
+        if (points := _points(record, metric))
+    ]
     if not lines:
         return None
     size, unit = time_unit(max(x for _, points in lines for x, _ in points))
     target = objective.goal
-    goal = target.value if target and target.metric == metric and is_number(target.value) else None
+    goal = (
+        target.value
+        if target and target.metric == metric and is_number(target.value)
+        else None
+    )
     low, high = _closer([points for _, points in lines], goal)
     canvas = Canvas("curves")
     _lines(data, canvas, lines, size)
-    canvas.axes.set(xlim=(0, None), ylim=(low, high), xlabel=f"training time, {unit}", ylabel=printable(metric))
+    canvas.axes.set(
+        xlim=(0, None),
+        ylim=(low, high),
+        xlabel=f"training time, {unit}",
+        ylabel=printable(metric),
+    )
     if goal is not None:
-        canvas.axes.axhline(goal, color=FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        canvas.axes.axhline(
+            goal, color=FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1
+        )
     canvas.legend(data.legend(record for record, _ in lines))
     is_cut = any(not low <= y <= high for _, points in lines for _, y in points)
     notes = [
@@ -183,12 +292,19 @@ def curves(data: FigureData) -> Figure | None:
         "The thick line is the best." if data.best else "",
         "The dashed line is the target." if goal is not None else "",
         "The worst evaluations are off the axis." if is_cut else "",
-        "A cross is where a trial failed." if not all(record.finished for record, _ in lines) else "",
+        "A cross is where a trial failed."
+        if not all(record.finished for record, _ in lines)
+        else "",
     ]
     return canvas.figure("Learning curves", " ".join(note for note in notes if note))
 
 
-def _lines(data: FigureData, canvas: Canvas, lines: list[tuple[TrialRecord, Points]], size: float) -> None:
+def _lines(
+    data: FigureData,
+    canvas: Canvas,
+    lines: list[tuple[TrialRecord, Points]],
+    size: float,
+) -> None:
     """Draw a line a trial, the best thick and on top; `size` is a unit of time, s."""
     for record, points in sorted(lines, key=lambda line: data.is_best(line[0])):
         best, (end_x, end_y) = data.is_best(record), points[-1]
@@ -204,16 +320,23 @@ def _lines(data: FigureData, canvas: Canvas, lines: list[tuple[TrialRecord, Poin
         )
         if not record.finished:
             text = data.tip(record, record.status)
-            canvas.mark(end_x / size, end_y, text, BAD, marker="X", markersize=7, zorder=4)
+            canvas.mark(
+                end_x / size, end_y, text, BAD, marker="X", markersize=7, zorder=4
+            )
 
 
 def _against_x(
-    data: FigureData, canvas: Canvas, marks: list[tuple[TrialRecord, float, str]], also: Collection[int] = ()
+    data: FigureData,
+    canvas: Canvas,
+    marks: list[tuple[TrialRecord, float, str]],
+    also: Collection[int] = (),
 ) -> None:
-    """Draw a mark a trial, and on a grid a line a series through the median of the trials at one x.
+    """Draw a mark a trial, and on a grid a line a series through the median of the
+    trials at one x.
 
-    The legend has the series with marks and those in `also`. A dotted line for each series lies between the largest
-    value that fitted and the smallest that ran out of memory.
+    The legend has the series with marks and those in `also`. A dotted line for each
+    series lies between the largest value that fitted and the smallest that ran out of
+    memory.
     """
     line = "-" if data.config.search == "grid" else "none"
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -225,20 +348,48 @@ def _against_x(
         for record, y, _ in own:
             found.setdefault(data.x.position(record), []).append(y)
         xs = sorted(found)
-        look: dict[str, Any] = {"linestyle": line, "linewidth": 1.6, "marker": _MARKERS[at], "markevery": []}
-        canvas.axes.plot(xs, [median(found[x]) for x in xs], color=SERIES[at], label=name, **look)
+        look: dict[str, Any] = {
+            "linestyle": line,
+            "linewidth": 1.6,
+            "marker": _MARKERS[at],
+            "markevery": [],
+        }
+        canvas.axes.plot(
+            xs, [median(found[x]) for x in xs], color=SERIES[at], label=name, **look
+        )
         for record, y, text in own:
             size = 8.5 if data.is_best(record) else 5.5
-            look = {"marker": _MARKERS[at], "markersize": size, "clip_on": False, "zorder": 3}
-            canvas.mark(data.x.position(record), y, data.tip(record, text), data.color(record), **look)
+            look = {
+                "marker": _MARKERS[at],
+                "markersize": size,
+                "clip_on": False,
+                "zorder": 3,
+            }
+            canvas.mark(
+                data.x.position(record),
+                y,
+                data.tip(record, text),
+                data.color(record),
+                **look,
+            )
     _set_axis(data.x, canvas)
     for at in range(len(data.names) if data.x.is_numeric else 0):
-        failed = [data.x.position(record) for record in data.out_of_memory if data.series(record) == at]
-        fitted = [data.x.position(record) for record in data.finished if data.series(record) == at]
+        failed = [
+            data.x.position(record)
+            for record in data.out_of_memory
+            if data.series(record) == at
+        ]
+        fitted = [
+            data.x.position(record)
+            for record in data.finished
+            if data.series(record) == at
+        ]
         below = [x for x in fitted if failed and x < min(failed)]
         if below and max(below) > 0:
             x = math.sqrt(max(below) * min(failed))
-            canvas.axes.axvline(x, color=SERIES[at], linewidth=1.1, linestyle=(0, (2, 2)), zorder=1)
+            canvas.axes.axvline(
+                x, color=SERIES[at], linewidth=1.1, linestyle=(0, (2, 2)), zorder=1
+            )
 
 
 def _points(record: TrialRecord, metric: str) -> Points:
@@ -247,7 +398,9 @@ def _points(record: TrialRecord, metric: str) -> Points:
 
 
 def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
-    """Return limits of a metric's axis without the fifth of the values that is worst, where all runs are alike."""
+    """Return limits of a metric's axis without the fifth of the values that is worst,
+    where all runs are alike.
+    """
     values = sorted(y for points in lines for _, y in points)
     fifth = len(values) // 5
     rises = sum(points[-1][1] - points[0][1] for points in lines) > 0
@@ -260,12 +413,16 @@ def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
 
 
 def _set_axis(axis: Axis, canvas: Canvas) -> None:
-    """Set ticks of the x axis at the values that were tried; logarithmic to base 2 for batch sizes."""
-    positions, log = axis.positions, axis.is_log
+    """Set ticks of the x axis at the values that were tried; logarithmic to base 2 for
+    batch sizes.
+    """
+    positions = axis.positions
+    log = axis.is_log
     if log:
         canvas.axes.set_xscale("log", base=2)
     scale = math.log2 if log else float
-    first, width = scale(positions[0]), scale(positions[-1]) - scale(positions[0])
+    first = scale(positions[0])
+    width = scale(positions[-1]) - scale(positions[0])
     margin = 0.06 * width or (0.5 if log else abs(first) / 2 or 0.5)
     limits = (first - margin, first + width + margin)
     canvas.axes.set_xlim(*(2**limit for limit in limits) if log else limits)
@@ -273,7 +430,9 @@ def _set_axis(axis: Axis, canvas: Canvas) -> None:
     for position, value in zip(positions, axis.values, strict=True):
         if not ticks or scale(position) - scale(ticks[-1][0]) >= width / 9:
             ticks.append((position, cut(shown(value))))
-    canvas.axes.set_xticks([position for position, _ in ticks], [text for _, text in ticks])
+    canvas.axes.set_xticks(
+        [position for position, _ in ticks], [text for _, text in ticks]
+    )
     if sum(len(text) + 2 for _, text in ticks) > _TICK_CHARS:
         canvas.axes.tick_params("x", labelrotation=25)
         for label in canvas.axes.get_xticklabels():

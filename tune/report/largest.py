@@ -1,4 +1,8 @@
-"""Whether the largest batch size lost to its learning rate or to itself, where that was searched around. Pure."""
+"""Whether the largest batch size lost to its learning rate or to itself, where that was
+searched around.
+
+Pure.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -8,16 +12,25 @@ from tune.search.around import is_inside, scores_of
 from tune.trials.record import TrialRecord, value_of
 
 
-def largest_size(config: SweepConfig, records: Sequence[TrialRecord], as_good: Collection[str]) -> str:
-    """Return a sentence on the largest batch size; empty where no rate was searched around, or it was not tried.
+def largest_size(
+    config: SweepConfig, records: Sequence[TrialRecord], as_good: Collection[str]
+) -> str:
+    """Return a sentence on the largest batch size; empty where no rate was searched
+    around, or it was not tried.
 
     `as_good`: ids of the best trial, and of those that cannot be told apart from it.
     """
-    key = next((key for key in BATCH_KEYS if isinstance(config.space.get(key), list)), None)
+    key = next(
+        (key for key in BATCH_KEYS if isinstance(config.space.get(key), list)), None
+    )
     if key is None or config.around is None or not as_good:
         return ""
     size = max(sample_values(config.space[key]))
-    tried = [record for record in records if record.purpose == "trial" and record.config.get(key) == size]
+    tried = [
+        record
+        for record in records
+        if record.purpose == "trial" and record.config.get(key) == size
+    ]
     if not tried:
         return ""
     scores = scores_of(config.objective, tried)
@@ -30,7 +43,14 @@ def largest_size(config: SweepConfig, records: Sequence[TrialRecord], as_good: C
     if best.id not in as_good:
         return f"The {who} lost to itself, not to its rate: with its best, {own}, it has {_value(config, best)}."
     start = sample_values(config.space[config.around])[0]
-    by_rule = next((record for record in tried if record.config == {**best.config, config.around: start}), best)
+    by_rule = next(
+        (
+            record
+            for record in tried
+            if record.config == {**best.config, config.around: start}
+        ),
+        best,
+    )
     if by_rule.id in as_good:
         return f"The {who} did not lose: it is as good as the best with {own}."
     at_rule = f"with the rule's, {shown(start)}, it has {_value(config, by_rule)}"

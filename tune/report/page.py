@@ -38,7 +38,11 @@ def source(name: str) -> str:
 def render(template: str, **shown: Any) -> str:
     """Return a page. Everything in it but the figures' markup is escaped."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(source)
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(source),
     )
     return escape_controls(environment.get_template(template).render(**shown))
 
@@ -58,7 +62,8 @@ def contents(
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
-    `resolved` is the run of the best trial, or where there is none the run that is varied.
+    `resolved` is the run of the best trial, or where there is none the run that is
+    varied.
     """
     shown = columns(config, records)
     same = constant(config, records, shown)
@@ -66,7 +71,11 @@ def contents(
     whole = summary(config, records, environment, found)
     beaten = {record.id for record in found.ranking[_MOST_DRAWN:]}
     drawn = [record for record in records if record.id not in beaten]
-    said = [f"{column.header} {cell}" for column in same if (cell := next(iter(column.cells.values()))) != "-"]
+    said = [
+        f"{column.header} {cell}"
+        for column in same
+        if (cell := next(iter(column.cells.values()))) != "-"
+    ]
     return {
         "best": found.best,
         "script": source("table.js"),
@@ -79,7 +88,9 @@ def contents(
         "records": best_first(config, records, found),
         "same": ", ".join(said),
         "spent": spent_in_all(records),
-        "stacked": next((width for most, width in _STACKED if len(table) + 1 <= most), "always"),
+        "stacked": next(
+            (width for most, width in _STACKED if len(table) + 1 <= most), "always"
+        ),
         "summary": whole,
         "tiles": _tiles(config, shown, found),
         "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
@@ -96,21 +107,31 @@ def _hash(script: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def _tiles(config: SweepConfig, shown: Sequence[Column], found: Answer) -> list[tuple[str, str]]:
+def _tiles(
+    config: SweepConfig, shown: Sequence[Column], found: Answer
+) -> list[tuple[str, str]]:
     """Return the best trial's figures; its objective is the answer's."""
     if found.best is None or found.value is None:
         return []
     metric = config.objective.metric
-    cells = {column.header: column.cells[found.best.id] for column in shown if column.is_figure}
+    cells = {
+        column.header: column.cells[found.best.id]
+        for column in shown
+        if column.is_figure
+    }
     headers = {"time_to_target": "time to target", "samples_per_s": "samples/s"}
     if len(found.finals) > 1 or "seed" in config.space:
         cells[headers.get(metric, metric)] = amount(metric, found.value)
-    return [(header, cell) for header, cell in cells.items() if cell != "-" and header not in ("starting", "training")]
+    return [
+        (header, cell)
+        for header, cell in cells.items()
+        if cell != "-" and header not in ("starting", "training")
+    ]
 
 
 def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
-    """Return the sums over trials of where their time on lanes went, from the first of them on; None where no record
-    tells.
+    """Return the sums over trials of where their time on lanes went, from the first of
+    them on; None where no record tells.
     """
     found = [record.spent for record in records if record.spent is not None]
     if not found:
@@ -124,12 +145,21 @@ def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
 
 
 def _breaks(text: str) -> str:
-    """Return the class of a cell whose words are too long for a column: they may break anywhere."""
-    return "long" if any(len(word) > _LONGEST_WORD for word in re.split(r"[\s_.]", text)) else ""
+    """Return the class of a cell whose words are too long for a column: they may break
+    anywhere.
+    """
+    return (
+        "long"
+        if any(len(word) > _LONGEST_WORD for word in re.split(r"[\s_.]", text))
+        else ""
+    )
 
 
 def summary(
-    config: SweepConfig, records: list[TrialRecord], environment: Mapping[str, str], found: Answer
+    config: SweepConfig,
+    records: list[TrialRecord],
+    environment: Mapping[str, str],
+    found: Answer,
 ) -> dict[str, Any]:
     """Return what summary.json holds, with numbers that may not be finite."""
     counts = Counter(record.status for record in records)
@@ -137,15 +167,22 @@ def summary(
     spent = spent_in_all(records)
     first = min((record.start_time for record in records), default=0.0)
     last = max((record.end_time for record in records), default=0.0)
-    between = {"time_to_target_low_s": best.missed_target_s} if best and best.missed_target_s is not None else {}
+    between = (
+        {"time_to_target_low_s": best.missed_target_s}
+        if best and best.missed_target_s is not None
+        else {}
+    )
     return {
         "name": config.name,
         "answer": found.line,
         "throughput": found.fastest,
         "largest_batch": found.largest,
         "doubts": [asdict(doubt) for doubt in found.doubts],
-        "objective": config.objective.model_dump(exclude_none=True) | {"mode": config.objective.direction},
-        "best": {"id": best.id, "config": best.config, "value": found.value} | between if best else None,
+        "objective": config.objective.model_dump(exclude_none=True)
+        | {"mode": config.objective.direction},
+        "best": {"id": best.id, "config": best.config, "value": found.value} | between
+        if best
+        else None,
         "finalists": [
             {
                 "id": final.record.id,
@@ -162,7 +199,9 @@ def summary(
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(last - first, 3),
-        "trial_time_s": round(sum(record.end_time - record.start_time for record in records), 3),
+        "trial_time_s": round(
+            sum(record.end_time - record.start_time for record in records), 3
+        ),
         "starting_s": round(spent.starting_s, 3) if spent else None,
         "training_s": round(spent.training_s, 3) if spent else None,
         "environment": dict(environment),
@@ -170,9 +209,13 @@ def summary(
 
 
 def strict(value: Any) -> Any:
-    """Return plain data as strict JSON can hold it: numbers that are not finite as text."""
+    """Return plain data as strict JSON can hold it: numbers that are not finite as
+    text.
+    """
     if isinstance(value, dict):
         return {key: strict(child) for key, child in value.items()}
     if isinstance(value, list):
         return [strict(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return (
+        str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    )

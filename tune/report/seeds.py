@@ -1,4 +1,8 @@
-"""Configurations that ran with several seeds of the space: a seed is a repeat, never a choice. Pure."""
+"""Configurations that ran with several seeds of the space: a seed is a repeat, never a
+choice.
+
+Pure.
+"""
 
 import math
 import statistics
@@ -22,7 +26,9 @@ class Configuration:
     runs: list[tuple[float, TrialRecord]]
     """Those with a value of the objective, best first."""
     mean: Interval
-    """Of the objective, with the 95 % interval; the spread is pooled over all configurations."""
+    """Of the objective, with the 95 % interval; the spread is pooled over all
+    configurations.
+    """
     num_missed: int
     """Seeds without a value: their runs failed, or did not reach the target."""
     is_equal: bool
@@ -36,30 +42,50 @@ class Configuration:
 
 def without_seed(record: TrialRecord) -> TrialRecord:
     """Return a record as one of its configuration, whatever its seed."""
-    return replace(record, config={key: value for key, value in record.config.items() if key != "seed"})
+    return replace(
+        record,
+        config={key: value for key, value in record.config.items() if key != "seed"},
+    )
 
 
 def by_configuration(
-    objective: Objective, ranked: Sequence[tuple[float, TrialRecord]], records: Sequence[TrialRecord]
+    objective: Objective,
+    ranked: Sequence[tuple[float, TrialRecord]],
+    records: Sequence[TrialRecord],
 ) -> list[Configuration]:
-    """Return the configurations, best mean first; those of which a seed has no value come last.
+    """Return the configurations, best mean first; those of which a seed has no value
+    come last.
 
     What a user has stopped tells nothing, nor does a second run of the very same.
 
-    `ranked`: the records that have a value of the objective, best first. Each configuration is compared with the best
-    by a t-test, at a level of 5 % over all pairs: the best is chosen by the same values (Bonferroni).
+    `ranked`: the records that have a value of the objective, best first. Each
+    configuration is compared with the best by a t-test, at a level of 5 % over all
+    pairs: the best is chosen by the same values (Bonferroni).
     """
-    searched = [record for record in reversed(records) if record.purpose != "repeat" and not record.is_censored]
+    searched = [
+        record
+        for record in reversed(records)
+        if record.purpose != "repeat" and not record.is_censored
+    ]
     first = {trial_id(record.config): record for record in searched}.values()
     ids = {record.id for record in first}
     ranked = [(value, record) for value, record in ranked if record.id in ids]
     groups: dict[str, list[tuple[float, TrialRecord]]] = {}
     for value, record in ranked:
         groups.setdefault(_key(record), []).append((value, record))
-    is_ratio = objective.metric in MEASURED and all(value > 0 for value, _ in ranked)  # means are geometric
-    samples = {key: [math.log(value) if is_ratio else value for value, _ in runs] for key, runs in groups.items()}
+    is_ratio = objective.metric in MEASURED and all(
+        value > 0 for value, _ in ranked
+    )  # means are geometric
+    samples = {
+        key: [math.log(value) if is_ratio else value for value, _ in runs]
+        for key, runs in groups.items()
+    }
     freedom = len(ranked) - len(groups)
-    squares = sum(statistics.variance(own) * (len(own) - 1) for own in samples.values() if len(own) > 1)
+    squares = sum(
+        statistics.variance(own) * (len(own) - 1)
+        for own in samples.values()
+        if len(own) > 1
+    )
     spread = math.sqrt(squares / freedom) if freedom else 0.0
     tried = {key: sum(_key(record) == key for record in first) for key in groups}
     missed = {key: tried[key] - len(runs) for key, runs in groups.items()}
@@ -69,15 +95,23 @@ def by_configuration(
     found = []
     for key in order:
         runs = groups[key]
-        half = student_t(freedom, 0.975) * spread / math.sqrt(len(runs)) if freedom else 0.0
+        half = (
+            student_t(freedom, 0.975) * spread / math.sqrt(len(runs))
+            if freedom
+            else 0.0
+        )
         ends = [means[key], means[key] - half, means[key] + half]
         mean = Interval(*(map(math.exp, ends) if is_ratio else ends))
         _, median = runs[(len(runs) - 1) // 2]
         gap = sign * (means[key] - means[order[0]])
         level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
         error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[order[0]]))
-        is_equal = not freedom or (gap <= student_t(freedom, level) * error and missed[key] == missed[order[0]])
-        found.append(Configuration(without_seed(median), runs, mean, missed[key], is_equal))
+        is_equal = not freedom or (
+            gap <= student_t(freedom, level) * error and missed[key] == missed[order[0]]
+        )
+        found.append(
+            Configuration(without_seed(median), runs, mean, missed[key], is_equal)
+        )
     return found
 
 

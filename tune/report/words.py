@@ -13,17 +13,35 @@ _MOST_NAMES = 3
 
 
 def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the column names of dotted keys: the last part, or the whole key where that names something else too."""
-    keys = dict.fromkeys([*config.space, *(key for record in records for key in record.config)])
-    count = Counter(["id", "status", *metric_names(records), *(key.rpartition(".")[2] for key in keys)])
-    return {key: printable(last if count[last := key.rpartition(".")[2]] == 1 else key) for key in keys}
+    """Return the column names of dotted keys: the last part, or the whole key where
+    that names something else too.
+    """
+    keys = dict.fromkeys(
+        [*config.space, *(key for record in records for key in record.config)]
+    )
+    count = Counter(
+        [
+            "id",
+            "status",
+            *metric_names(records),
+            *(key.rpartition(".")[2] for key in keys),
+        ]
+    )
+    return {
+        key: printable(last if count[last := key.rpartition(".")[2]] == 1 else key)
+        for key in keys
+    }
 
 
 def telling(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the labels of the keys that tell trials apart; of all keys where none does."""
+    """Return the labels of the keys that tell trials apart; of all keys where none
+    does.
+    """
     found = labels(config, records)
     varied = {
-        key: label for key, label in found.items() if len({repr(record.config.get(key)) for record in records}) > 1
+        key: label
+        for key, label in found.items()
+        if len({repr(record.config.get(key)) for record in records}) > 1
     }
     return varied or found
 
@@ -51,7 +69,9 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
 
 
 def capitalized(text: str) -> str:
-    """Return a sentence with a capital letter, unless it begins with a name of a key or a value."""
+    """Return a sentence with a capital letter, unless it begins with a name of a key or
+    a value.
+    """
     return text[0].upper() + text[1:] if text.startswith("batch ") else text
 
 
@@ -65,23 +85,37 @@ def listed(names: Sequence[str]) -> str:
 
 def in_a_line(config: Mapping[str, Any]) -> str:
     """Return a trial's configuration by the last parts of its keys."""
-    return "  ".join(f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items())
+    return "  ".join(
+        f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items()
+    )
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as YAML has it in one line, numbers to four digits."""
+    """Return a value of the configuration as YAML has it in one line, numbers to four
+    digits.
+    """
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{shown(key)}: {shown(child)}" for key, child in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{shown(key)}: {shown(child)}" for key, child in value.items())
+            + "}"
+        )
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else printable(str(value)) or "''"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value fits on an axis: a number that arithmetic does not take to infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+    """Whether a value fits on an axis: a number that arithmetic does not take to
+    infinity.
+    """
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) < 1e100
+    )
 
 
 def number(value: float, digits: int) -> str:
@@ -92,13 +126,18 @@ def number(value: float, digits: int) -> str:
 
 def duration(time_s: float) -> str:
     """Return seconds, minutes or hours, to three digits."""
-    size, unit = (1, "s") if time_s < 120 else (60, "min") if time_s < 7200 else (3600, "h")
+    size, unit = (
+        (1, "s") if time_s < 120 else (60, "min") if time_s < 7200 else (3600, "h")
+    )
     return f"{number(time_s / size, 3)} {unit}"
 
 
 def span(low_s: float | None, high_s: float) -> str:
-    """Return a time that lies between two: "2.9 to 3.1 s", "up to 3.1 s" from 0 on; `low_s` None: it is the second."""
-    first, last = duration(low_s if low_s is not None else high_s), duration(high_s)
+    """Return a time that lies between two: "2.9 to 3.1 s", "up to 3.1 s" from 0 on;
+    `low_s` None: it is the second.
+    """
+    first = duration(low_s if low_s is not None else high_s)
+    last = duration(high_s)
     if low_s is not None and low_s <= 0:
         return f"up to {last}"
     if first == last:
@@ -108,8 +147,16 @@ def span(low_s: float | None, high_s: float) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit that suits an axis up to `longest_s`, and its name."""
-    return (1.0, "s") if longest_s < 300 else (60.0, "min") if longest_s < 3 * 3600 else (3600.0, "h")
+    """Return the seconds of the unit that suits an axis up to `longest_s`, and its
+    name.
+    """
+    return (
+        (1.0, "s")
+        if longest_s < 300
+        else (60.0, "min")
+        if longest_s < 3 * 3600
+        else (3600.0, "h")
+    )
 
 
 def memory_unit(most_bytes: float) -> tuple[int, str]:
@@ -133,6 +180,16 @@ def amount(metric: str, value: float) -> str:
         size, unit = memory_unit(value)
         return f"{number(value / size, 3)} {unit}"
     if metric == "energy_j":
-        size, unit = (1, "J") if value < 1e3 else (1000, "kJ") if value < 3.6e6 else (3_600_000, "kWh")
+        size, unit = (
+            (1, "J")
+            if value < 1e3
+            else (1000, "kJ")
+            if value < 3.6e6
+            else (3_600_000, "kWh")
+        )
         return f"{number(value / size, 3)} {unit}"
-    return f"{number(value, 3)} samples/s" if metric == "samples_per_s" else number(value, 4)
+    return (
+        f"{number(value, 3)} samples/s"
+        if metric == "samples_per_s"
+        else number(value, 4)
+    )

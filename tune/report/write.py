@@ -31,27 +31,41 @@ def write_report(
     *,
     task_dir: str | None,
 ) -> Answer:
-    """Write results.parquet, best.yaml, summary.json and report.html into the sweep's storage.
+    """Write results.parquet, best.yaml, summary.json and report.html into the sweep's
+    storage.
 
-    `train` is the sweep's mapping of the run, `environment` the names and versions to show. Without a best
-    trial there is no best.yaml: one that an earlier report left is deleted.
+    `train` is the sweep's mapping of the run, `environment` the names and versions to
+    show. Without a best trial there is no best.yaml: one that an earlier report left is
+    deleted.
     """
     found = answer(config, records)
     sweep.write("results.parquet", to_parquet(config, records))
     tree = best_tree(config, train, found, sweep, task_dir)
     resolved = train if tree is None else build_run(tree, "best.yaml").tree()
     if tree is not None and found.best is not None:
-        sweep.write("best.yaml", (_header(best_command(sweep), config, found) + dump_yaml(tree)).encode())
+        sweep.write(
+            "best.yaml",
+            (_header(best_command(sweep), config, found) + dump_yaml(tree)).encode(),
+        )
     else:
         sweep.delete("best.yaml")
     shown = contents(sweep, config, resolved, records, environment, found)
-    sweep.write("summary.json", (json.dumps(strict(shown["summary"]), indent=2, allow_nan=False) + "\n").encode())
+    sweep.write(
+        "summary.json",
+        (
+            json.dumps(strict(shown["summary"]), indent=2, allow_nan=False) + "\n"
+        ).encode(),
+    )
     sweep.write("report.html", render("report.html", **shown).encode())
     return found
 
 
 def best_tree(
-    config: SweepConfig, train: dict[str, Any], found: Answer, sweep: Storage, task_dir: str | None
+    config: SweepConfig,
+    train: dict[str, Any],
+    found: Answer,
+    sweep: Storage,
+    task_dir: str | None,
 ) -> dict[str, Any] | None:
     """Return what best.yaml holds; None without a best trial."""
     if found.best is None:
@@ -62,9 +76,15 @@ def best_tree(
 
 
 def read_environment(sweep: Storage) -> dict[str, str]:
-    """Return what the report before this one says of versions and nodes; nothing where that cannot be read."""
+    """Return what the report before this one says of versions and nodes; nothing where
+    that cannot be read.
+    """
     try:
-        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
+        summary = (
+            sweep.read_json("summary.json", dict[str, Any])
+            if sweep.exists("summary.json")
+            else {}
+        )
         return validated(summary.get("environment", {}), dict[str, str])
     except CheckpointError as error:
         logger.warning("%s; versions and nodes are not shown", error)
@@ -75,32 +95,62 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
     """Return the comment that best.yaml begins with."""
     best = found.best
     assert best is not None
-    lines = [f"The best trial of the sweep {config.name}: {best.id}.", found.line, f"Run as: {command}"]
+    lines = [
+        f"The best trial of the sweep {config.name}: {best.id}.",
+        found.line,
+        f"Run as: {command}",
+    ]
     if config.objective.ends_at_target and best.time_to_target_s is not None:
-        lines.append(f"The trial ended at its target, {target(config.objective)}; this run trains to its last step.")
+        lines.append(
+            f"The trial ended at its target, {target(config.objective)}; this run trains to its last step."
+        )
     return "".join(f"# {printable(line)}\n" for line in lines)
 
 
 def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
-    """Return a row a trial, in the order given; a column's type does not depend on which trials have run."""
+    """Return a row a trial, in the order given; a column's type does not depend on
+    which trials have run.
+    """
     columns: dict[str, Any] = {}
 
     def add(kind: Any, *names: str) -> None:
         for name in names:
-            columns[name] = pa.array([getattr(record, name) for record in records], kind)
+            columns[name] = pa.array(
+                [getattr(record, name) for record in records], kind
+            )
 
     add(pa.string(), "id", "status")
     for key in labels(config, records):
-        columns[key] = _config_column(config, key, [record.config.get(key) for record in records])
+        columns[key] = _config_column(
+            config, key, [record.config.get(key) for record in records]
+        )
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
-    columns["time_to_target_low_s"] = pa.array([record.missed_target_s for record in records], pa.float64())
+    columns["time_to_target_low_s"] = pa.array(
+        [record.missed_target_s for record in records], pa.float64()
+    )
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
     add(pa.string(), "purpose")
-    add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure", "disturbed_s", "energy_j")
-    for name, time_name in (("starting_s", "starting_s"), ("training_s", "training_s"), ("on_lane_s", "total_s")):
-        spent = [record.spent and getattr(record.spent, time_name) for record in records]
+    add(
+        pa.float64(),
+        "step_time_ci95_s",
+        "samples",
+        "epochs",
+        "cpu_pressure",
+        "disturbed_s",
+        "energy_j",
+    )
+    for name, time_name in (
+        ("starting_s", "starting_s"),
+        ("training_s", "training_s"),
+        ("on_lane_s", "total_s"),
+    ):
+        spent = [
+            record.spent and getattr(record.spent, time_name) for record in records
+        ]
         columns[name] = pa.array(spent, pa.float64())
-    columns["message"] = pa.array([_encodable(record.message) for record in records], pa.string())
+    columns["message"] = pa.array(
+        [_encodable(record.message) for record in records], pa.string()
+    )
     for name in ("start_time", "end_time"):
         times = [round(getattr(record, name) * 1e6) for record in records]
         columns[name] = pa.array(times, pa.timestamp("us", tz="UTC"))
@@ -109,7 +159,9 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
         column = _encodable(name)
         while column in columns:
             column = f"metrics.{column}"
-        columns[column] = pa.array([None if value is None else float(value) for value in values], pa.float64())
+        columns[column] = pa.array(
+            [None if value is None else float(value) for value in values], pa.float64()
+        )
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
@@ -117,18 +169,35 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
 
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
     """Return one key's values as an array, typed by all that the space may give it."""
-    possible = [value for value in [*values, *sample_values(config.space.get(key, []))] if value is not None]
+    possible = [
+        value
+        for value in [*values, *sample_values(config.space.get(key, []))]
+        if value is not None
+    ]
     kinds = {type(value) for value in possible}
     if kinds == {bool}:
         return pa.array(values, pa.bool_())
-    if kinds and kinds <= {int, float} and all(-(2**63) <= value < 2**63 for value in possible if type(value) is int):
+    if (
+        kinds
+        and kinds <= {int, float}
+        and all(-(2**63) <= value < 2**63 for value in possible if type(value) is int)
+    ):
         if kinds == {int}:
             return pa.array(values, pa.int64())
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-    return pa.array([None if text is None else _encodable(text) for text in texts], pa.string())
+        return pa.array(
+            [None if value is None else float(value) for value in values], pa.float64()
+        )
+    texts = [
+        value if value is None or isinstance(value, str) else json.dumps(value)
+        for value in values
+    ]
+    return pa.array(
+        [None if text is None else _encodable(text) for text in texts], pa.string()
+    )
 
 
 def _encodable(text: str) -> str:
-    """Return text without lone surrogates, which stand for the bytes of file names that are not UTF-8."""
+    """Return text without lone surrogates, which stand for the bytes of file names that
+    are not UTF-8.
+    """
     return text.encode(errors="backslashreplace").decode()

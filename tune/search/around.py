@@ -1,8 +1,12 @@
-"""A rate that is searched for each combination of the space's other values: `optimizer.lr: around`. Pure.
+"""A rate that is searched for each combination of the space's other values:
+`optimizer.lr: around`.
 
-Each begins with the run's own value, of which `lr_scaling` makes the rule's rate for its batch size, and with the
-neighbours by 2. Where the best rate is the smallest or largest that was tried, the next one beyond it follows, until
-the best has a worse one on either side.
+Pure.
+
+Each begins with the run's own value, of which `lr_scaling` makes the rule's rate for
+its batch size, and with the neighbours by 2. Where the best rate is the smallest or
+largest that was tried, the next one beyond it follows, until the best has a worse one
+on either side.
 """
 
 import itertools
@@ -20,15 +24,25 @@ _MOST_STEPS = 6
 """Doublings on either side."""
 
 Score = tuple[float, float]
-"""The smaller the better: the objective, and what decides without it, how far the target's metric came."""
+"""The smaller the better: the objective, and what decides without it, how far the
+target's metric came.
+"""
 NO_SCORE: Score = (math.inf, math.inf)
 """Of a trial that failed."""
 
 
-def score(objective: Objective, value: float | None, metrics: Mapping[str, float]) -> Score:
-    """Return the score of a trial that did not fail, from its objective's value and from what it reported last."""
+def score(
+    objective: Objective, value: float | None, metrics: Mapping[str, float]
+) -> Score:
+    """Return the score of a trial that did not fail, from its objective's value and
+    from what it reported last.
+    """
     goal = objective.goal
-    far = math.inf if goal is None else _smaller_is_better(goal.mode, metrics.get(goal.metric))
+    far = (
+        math.inf
+        if goal is None
+        else _smaller_is_better(goal.mode, metrics.get(goal.metric))
+    )
     return _smaller_is_better(objective.direction, value), far
 
 
@@ -39,26 +53,39 @@ def _smaller_is_better(mode: str, value: float | None) -> float:
 
 
 def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str, Score]:
-    """Return the scores of trials that have ended, by id; one that a user has stopped has no value, as when it ran."""
+    """Return the scores of trials that have ended, by id; one that a user has stopped
+    has no value, as when it ran.
+    """
     found = {}
     for record in records:
         if record.purpose != "trial":
             continue
         value = None if record.is_censored else value_of(objective.metric, record)
-        found[record.id] = score(objective, value, record.metrics) if record.finished else NO_SCORE
+        found[record.id] = (
+            score(objective, value, record.metrics) if record.finished else NO_SCORE
+        )
     return found
 
 
-def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[dict[str, Any]]:
-    """Return the trials to run as far as `scores` tell, by id, of those that have ended; none where the search is over.
+def next_trials(
+    config: SweepConfig, scores: Mapping[str, Score]
+) -> list[dict[str, Any]]:
+    """Return the trials to run as far as `scores` tell, by id, of those that have
+    ended; none where the search is over.
 
-    Every combination's own rate comes first, then its neighbours: that tells early what is beaten.
+    Every combination's own rate comes first, then its neighbours: that tells early what
+    is beaten.
     """
     assert config.around is not None
-    others = {key: values for key, values in config.space.items() if key != config.around}
+    others = {
+        key: values for key, values in config.space.items() if key != config.around
+    }
     wanted: list[tuple[int, dict[str, Any]]] = []
     for values in itertools.product(*others.values()):
-        trials = {step: _trial(config, dict(zip(others, values, strict=True)), step) for step in _ALL_STEPS}
+        trials = {
+            step: _trial(config, dict(zip(others, values, strict=True)), step)
+            for step in _ALL_STEPS
+        }
         ids = {step: trial_id(trial) for step, trial in trials.items()}
         known = {step: scores[name] for step, name in ids.items() if name in scores}
         wanted += [(step, trials[step]) for step in _next_steps(known)]
@@ -84,8 +111,12 @@ def _next_steps(scores: Mapping[int, Score]) -> list[int]:
     return [] if beyond in scores or abs(beyond) > _MOST_STEPS else [beyond]
 
 
-def is_inside(config: SweepConfig, records: Iterable[TrialRecord], trial: Mapping[str, Any]) -> bool:
+def is_inside(
+    config: SweepConfig, records: Iterable[TrialRecord], trial: Mapping[str, Any]
+) -> bool:
     """Whether both neighbours of a trial's rate have been tried."""
     tried = {record.id for record in records}
     key = str(config.around)
-    return all(trial_id({**trial, key: trial[key] * factor}) in tried for factor in (0.5, 2.0))
+    return all(
+        trial_id({**trial, key: trial[key] * factor}) in tried for factor in (0.5, 2.0)
+    )

@@ -1,4 +1,7 @@
-"""Searches as Ray Tune takes them: spaces, searchers, a scheduler. The only file here with Ray."""
+"""Searches as Ray Tune takes them: spaces, searchers, a scheduler.
+
+The only file here with Ray.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,9 @@ _WORTH_S = 10.0
 
 
 def tune_space(config: SweepConfig) -> dict[str, Any]:
-    """Return the space for Tune: a grid as one list of whole trials, so that a budget can cut it."""
+    """Return the space for Tune: a grid as one list of whole trials, so that a budget
+    can cut it.
+    """
     if config.around is not None:
         return {}
     if config.search != "grid":
@@ -50,35 +55,48 @@ def num_samples(config: SweepConfig, before: int) -> int:
     return max(0, (config.budget.trials or 1) - before)
 
 
-def searcher(config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = (), seed: int = 0) -> Any:
+def searcher(
+    config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = (), seed: int = 0
+) -> Any:
     """Return what chooses the next trial, at most `lanes` at a time.
 
-    `before` are the trials of an earlier start, from which optuna goes on; the others choose the same again.
+    `before` are the trials of an earlier start, from which optuna goes on; the others
+    choose the same again.
     """
     if config.around is not None:
         return ConcurrencyLimiter(AroundSearch(config), max_concurrent=lanes)
     if config.search == "optuna":
-        return ConcurrencyLimiter(_optuna_search(config, before, seed), max_concurrent=lanes)
+        return ConcurrencyLimiter(
+            _optuna_search(config, before, seed), max_concurrent=lanes
+        )
     return BasicVariantGenerator(max_concurrent=lanes, random_state=seed)
 
 
-def _optuna_search(config: SweepConfig, before: Sequence[TrialRecord], seed: int) -> Any:
+def _optuna_search(
+    config: SweepConfig, before: Sequence[TrialRecord], seed: int
+) -> Any:
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
+    optuna.logging.set_verbosity(
+        optuna.logging.WARNING
+    )  # the sweep has a line of its own for each trial
     known = [record for record in before if not record.is_censored]
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
-        seed=seed + len(before),  # else a resumed search would draw its first random trials again
+        seed=seed
+        + len(before),  # else a resumed search would draw its first random trials again
         points_to_evaluate=[record.config for record in known],
-        evaluated_rewards=[reward(config.objective, record) for record in known] or None,
+        evaluated_rewards=[reward(config.objective, record) for record in known]
+        or None,
     )
 
 
 class AroundSearch(Searcher):
-    """Proposes what `next_trials` says; a resumed sweep proposes the same again, and hears of it from the journal."""
+    """Proposes what `next_trials` says; a resumed sweep proposes the same again, and
+    hears of it from the journal.
+    """
 
     def __init__(self, config: SweepConfig) -> None:
         super().__init__("objective", config.objective.direction)
@@ -96,7 +114,9 @@ class AroundSearch(Searcher):
                 return trial
         return None if running else Searcher.FINISHED
 
-    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+    def on_trial_complete(
+        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+    ) -> None:
         """Take in how a trial has ended; without a status it was stopped."""
         result = result or {"status": "error"}
         has_failed = result.get("status", "stopped") not in ("done", "stopped")
@@ -108,8 +128,8 @@ class AroundSearch(Searcher):
 
 
 def reward(objective: Objective, record: TrialRecord) -> float:
-    """Return a trial's objective; the worst where it has none, and NaN, which searches leave out, where a user has
-    stopped it.
+    """Return a trial's objective; the worst where it has none, and NaN, which searches
+    leave out, where a user has stopped it.
     """
     if record.is_censored:
         return math.nan
@@ -123,26 +143,46 @@ def worst(objective: Objective) -> float:
 
 
 class BeatenScheduler(FIFOScheduler):
-    """Stops a trial that has trained so much longer than another took to the target that it is certain to be beaten."""
+    """Stops a trial that has trained so much longer than another took to the target
+    that it is certain to be beaten.
+    """
 
-    def __init__(self, objective: Objective, records: Mapping[str, TrialRecord], why: dict[str, str]) -> None:
-        """`records` are those of all trials that have ended; `why` is given the reason for each trial that was stopped,
-        by Tune's id.
+    def __init__(
+        self,
+        objective: Objective,
+        records: Mapping[str, TrialRecord],
+        why: dict[str, str],
+    ) -> None:
+        """`records` are those of all trials that have ended; `why` is given the reason
+        for each trial that was stopped, by Tune's id.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._objective, self._records, self._why = objective, records, why
+        self._objective = objective
+        self._records = records
+        self._why = why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (FIFOScheduler, ())  # Tune pickles it for a restore that the journal replaces
+        return (
+            FIFOScheduler,
+            (),
+        )  # Tune pickles it for a restore that the journal replaces
 
-    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+    def on_trial_result(
+        self, tune_controller: Any, trial: Any, result: dict[str, Any]
+    ) -> str:
         """Called by Tune with each evaluation."""
         trained_s = result.get("train_time_s", 0.0) - result.get("disturbed_s", 0.0)
         if self._objective.reached(result) or trained_s < _WORTH_S:
             return str(TrialScheduler.CONTINUE)
         for record in self._records.values():
             is_whole = record.status == "done" and record.purpose == "trial"
-            if is_whole and record.time_to_target_s and record.time_to_target_s * FAR_APART <= trained_s:
-                self._why[trial.trial_id] = f"certain to be beaten in {self._objective.metric} by trial {record.id}"
+            if (
+                is_whole
+                and record.time_to_target_s
+                and record.time_to_target_s * FAR_APART <= trained_s
+            ):
+                self._why[trial.trial_id] = (
+                    f"certain to be beaten in {self._objective.metric} by trial {record.id}"
+                )
                 return str(TrialScheduler.STOP)
         return str(TrialScheduler.CONTINUE)

@@ -1,4 +1,8 @@
-"""The search space: dotted keys of a run and their values, their grid, and trials as Ray Tune holds them. Pure."""
+"""The search space: dotted keys of a run and their values, their grid, and trials as
+Ray Tune holds them.
+
+Pure.
+"""
 
 import importlib.util
 import itertools
@@ -20,13 +24,16 @@ WHOLE = "whole_trial"
 
 
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
-    """Check that every value of the space makes a configuration of the run, alone and (in a grid) in every combination.
+    """Check that every value of the space makes a configuration of the run, alone and
+    (in a grid) in every combination.
 
     Raises ConfigError for one that does not, and where the search is not installed.
     """
     if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
         fix = "run `pip install 'paceline[optuna]'`"
-        raise ConfigError("search", "optuna", "the package optuna is not installed", fix, source)
+        raise ConfigError(
+            "search", "optuna", "the package optuna is not installed", fix, source
+        )
     for key, values in config.space.items():
         for value in sample_values(values):
             check_trial(train, {key: value}, source)
@@ -37,54 +44,107 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
 def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
     """Raise ConfigError for what is no trial of a run."""
     for key in trial:
-        if key.split(".")[0] in ("scaling", "launcher", "name", "storage_path", "task_dir", "keys"):
+        if key.split(".")[0] in (
+            "scaling",
+            "launcher",
+            "name",
+            "storage_path",
+            "task_dir",
+            "keys",
+        ):
             rule = "cannot vary inside a sweep: lanes are set up once"
-            raise ConfigError(f"space.{key}", MISSING, rule, "set it under `train:` and run a sweep for each", source)
+            raise ConfigError(
+                f"space.{key}",
+                MISSING,
+                rule,
+                "set it under `train:` and run a sweep for each",
+                source,
+            )
     try:
         build_run(trial_tree(train, trial), "space")
     except ConfigError as error:
-        field, rule = f"space.{error.field}", error.rule
-        if not any(error.field == key or error.field.startswith(f"{key}.") for key in trial):
+        field = f"space.{error.field}"
+        rule = error.rule
+        if not any(
+            error.field == key or error.field.startswith(f"{key}.") for key in trial
+        ):
             keys = ", ".join(f"{key}: {value}" for key, value in trial.items())
-            field, rule = error.field, f"{error.rule} (in the trial {keys})"
+            field = error.field
+            rule = f"{error.rule} (in the trial {keys})"
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
 def grid(config: SweepConfig) -> list[dict[str, Any]]:
-    """Return all combinations of the lists, in order, with `around` the first ones; none for any other search."""
+    """Return all combinations of the lists, in order, with `around` the first ones;
+    none for any other search.
+    """
     if config.search != "grid":
         return []
     lists = map(sample_values, config.space.values())
-    return [dict(zip(config.space, values, strict=True)) for values in itertools.product(*lists)]
+    return [
+        dict(zip(config.space, values, strict=True))
+        for values in itertools.product(*lists)
+    ]
 
 
-def open_trials(config: SweepConfig, records: Sequence[TrialRecord]) -> list[dict[str, Any]]:
-    """Return the trials of a grid that have no record yet; with `around` those that are known to be needed."""
+def open_trials(
+    config: SweepConfig, records: Sequence[TrialRecord]
+) -> list[dict[str, Any]]:
+    """Return the trials of a grid that have no record yet; with `around` those that are
+    known to be needed.
+    """
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
-        return [trial for trial in grid(config)[: config.budget.trials] if trial_id(trial) not in ended]
-    left = MOST_TRIALS if config.budget.trials is None else max(0, config.budget.trials - len(ended))
+        return [
+            trial
+            for trial in grid(config)[: config.budget.trials]
+            if trial_id(trial) not in ended
+        ]
+    left = (
+        MOST_TRIALS
+        if config.budget.trials is None
+        else max(0, config.budget.trials - len(ended))
+    )
     return next_trials(config, scores_of(config.objective, records))[:left]
 
 
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
-    """Return the configuration of one trial as plain data; what `keys` of a function name lands where they say."""
+    """Return the configuration of one trial as plain data; what `keys` of a function
+    name lands where they say.
+    """
     keys = train.get("keys") or {}
-    return override(kind_of(train), train, {keys.get(key, key): value for key, value in trial.items()})
+    return override(
+        kind_of(train),
+        train,
+        {keys.get(key, key): value for key, value in trial.items()},
+    )
 
 
-def known_space(space: Mapping[str, list[Any] | Range], train: Tree, source: str) -> dict[str, list[Any] | Range]:
-    """Return a space with a function's own keys by the names that its `keys` give them, and with the run's own number
-    where one is `around`.
+def known_space(
+    space: Mapping[str, list[Any] | Range], train: Tree, source: str
+) -> dict[str, list[Any] | Range]:
+    """Return a space with a function's own keys by the names that its `keys` give them,
+    and with the run's own number where one is `around`.
     """
     names = {path: name for name, path in (train.get("keys") or {}).items()}
     for path, name in names.items():
         if path in space and name in space:
-            raise ConfigError(f"space.{path}", MISSING, f"is {name}, which is there too", "keep one of the two", source)
-    return {names.get(key, key): _from_run(key, values, train, source) for key, values in space.items()}
+            raise ConfigError(
+                f"space.{path}",
+                MISSING,
+                f"is {name}, which is there too",
+                "keep one of the two",
+                source,
+            )
+    return {
+        names.get(key, key): _from_run(key, values, train, source)
+        for key, values in space.items()
+    }
 
 
-def _from_run(key: str, values: list[Any] | Range, train: Tree, source: str) -> list[Any] | Range:
+def _from_run(
+    key: str, values: list[Any] | Range, train: Tree, source: str
+) -> list[Any] | Range:
     if isinstance(values, list) or values.around != "run":
         return values
     start: Any = train
@@ -92,7 +152,9 @@ def _from_run(key: str, values: list[Any] | Range, train: Tree, source: str) -> 
         start = start.get(part) if isinstance(start, dict) else None
     if isinstance(start, bool) or not isinstance(start, int | float) or not start > 0:
         rule = "begins with the run's own value, which is no number above 0"
-        raise ConfigError(f"space.{key}", "around", rule, f"give `{key}` below `train`", source)
+        raise ConfigError(
+            f"space.{key}", "around", rule, f"give `{key}` below `train`", source
+        )
     return Range(around=float(start))
 
 
@@ -103,12 +165,20 @@ def planned_trials(config: SweepConfig) -> int:
 
 
 def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same trials, fixed microbatches in the order in which the fewest of them run out of memory."""
-    order = bisection_order(size for trial in trials if type(size := trial.get("microbatch_size")) is int)
+    """Return the same trials, fixed microbatches in the order in which the fewest of
+    them run out of memory.
+    """
+    order = bisection_order(
+        size for trial in trials if type(size := trial.get("microbatch_size")) is int
+    )
     place = {size: index for index, size in enumerate(order)}
-    return sorted(trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1))
+    return sorted(
+        trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1)
+    )
 
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trial that Tune's configuration holds: whole, or as Tune drew it, key by key."""
+    """Return the trial that Tune's configuration holds: whole, or as Tune drew it, key
+    by key.
+    """
     return dict(config.get(WHOLE, config))

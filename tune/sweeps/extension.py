@@ -1,4 +1,6 @@
-"""A sweep as it goes on with another configuration: what is known stays, what is too short goes on."""
+"""A sweep as it goes on with another configuration: what is known stays, what is too
+short goes on.
+"""
 
 import logging
 import math
@@ -12,7 +14,14 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError, counted
 from tune.config import sample_values
 from tune.search.space import trial_tree
-from tune.sweeps.spec import SAVED, SweepSpec, prepare, read_kept, read_saved, with_defaults
+from tune.sweeps.spec import (
+    SAVED,
+    SweepSpec,
+    prepare,
+    read_kept,
+    read_saved,
+    with_defaults,
+)
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, time_to_target
@@ -20,13 +29,24 @@ from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
 
-_FREE = {"epochs", "max_steps", "checkpoint", "failure", "scaling", "tracking", "task_dir"}
-"""Sections of a run that a sweep may go on without: no record says anything that they would make untrue."""
+_FREE = {
+    "epochs",
+    "max_steps",
+    "checkpoint",
+    "failure",
+    "scaling",
+    "tracking",
+    "task_dir",
+}
+"""Sections of a run that a sweep may go on without: no record says anything that they
+would make untrue.
+"""
 _LENGTHS = ("epochs", "max_steps")
 
 
 def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
-    """Have the sweep in a directory go on with other keys, now or where it runs, and return what it becomes.
+    """Have the sweep in a directory go on with other keys, now or where it runs, and
+    return what it becomes.
 
     Raises ConfigError where it could not.
     """
@@ -44,17 +64,27 @@ def _kept(location: str) -> SweepSpec:
 
 
 def _check(old: SweepSpec, new: SweepSpec) -> None:
-    """Raise ConfigError where the trials of a sweep would be none of what it is to become."""
+    """Raise ConfigError where the trials of a sweep would be none of what it is to
+    become.
+    """
     fix = "sweep under another `--name`"
     if new.uri != old.uri:
-        raise ConfigError("name", new.config.name, f"is not that of {old.uri}, which goes on", fix)
-    redrawn = (old.config.search, old.config.space) != (new.config.search, new.config.space)
+        raise ConfigError(
+            "name", new.config.name, f"is not that of {old.uri}, which goes on", fix
+        )
+    redrawn = (old.config.search, old.config.space) != (
+        new.config.search,
+        new.config.space,
+    )
     if new.config.search == "random" and redrawn:
         rule = "draws its trials anew from another space, whatever is known"
-        raise ConfigError("search", "random", rule, "add `--search optuna`, which goes on from it")
+        raise ConfigError(
+            "search", "random", rule, "add `--search optuna`, which goes on from it"
+        )
     # The value of a swept key is that of its first trial, and nothing of the run's.
     swept = {key: sample_values(values)[0] for key, values in new.config.space.items()}
-    then, now = trial_tree(old.train, swept), trial_tree(new.train, swept)
+    then = trial_tree(old.train, swept)
+    now = trial_tree(new.train, swept)
     for key in sorted((then.keys() | now.keys()) - _FREE):
         if then.get(key) != now.get(key):
             rule = f"differs from {then.get(key)}, with which the trials of {old.uri} were trained"
@@ -67,10 +97,11 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
 
 
 def apply_extension(spec: SweepSpec) -> int:
-    """Make the records and the configuration in a sweep's directory, whose lease is held, those that it goes on with;
-    return how many trials stand in it.
+    """Make the records and the configuration in a sweep's directory, whose lease is
+    held, those that it goes on with; return how many trials stand in it.
     """
-    old, journal = _kept(spec.uri), Journal(spec.storage)
+    old = _kept(spec.uri)
+    journal = Journal(spec.storage)
     if content(old) == content(spec):
         return prepare(spec, False)
     _check(old, spec)
@@ -106,8 +137,11 @@ def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str
     states = spec.storage.names("states")
     going_on = sum(record.id in states for record in shorter)
     schedule = spec.train.get("lr_schedule", {})
-    if schedule.get("name", "constant") != "constant" or isinstance(schedule.get("warmup"), float):
-        why, going_on = "the learning rate goes by the number of steps", 0
+    if schedule.get("name", "constant") != "constant" or isinstance(
+        schedule.get("warmup"), float
+    ):
+        why = "the learning rate goes by the number of steps"
+        going_on = 0
     else:
         why = "no checkpoints were kept, as with `train.checkpoint.every_epochs: 1`"
     anew = len(shorter) - going_on
@@ -115,28 +149,51 @@ def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str
     return f"{words}, and {anew} run anew, since {why}" if anew else words
 
 
-def _carried(record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None) -> TrialRecord | None:
-    """Return the record as the extended sweep would have it; None where its trial ended before it would there."""
+def _carried(
+    record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None
+) -> TrialRecord | None:
+    """Return the record as the extended sweep would have it; None where its trial ended
+    before it would there.
+    """
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
-    config = {**{key: _value(old.train, key) for key in new.config.space if key not in record.config}, **record.config}
+    config = {
+        **{
+            key: _value(old.train, key)
+            for key in new.config.space
+            if key not in record.config
+        },
+        **record.config,
+    }
     name = trial_id(config, record.purpose, record.seed)
     if old.config.objective == new.config.objective:
         return replace(record, id=name, config=config)
-    metrics = {key: value for key, value in record.metrics.items() if key != "usd_to_target"}
+    metrics = {
+        key: value for key, value in record.metrics.items() if key != "usd_to_target"
+    }
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    return replace(record, id=name, config=config, metrics=metrics, time_to_target_s=time_s)
+    return replace(
+        record, id=name, config=config, metrics=metrics, time_to_target_s=time_s
+    )
 
 
-def _goes_on(record: TrialRecord, old: SweepSpec, new: SweepSpec, time_s: float | None) -> bool:
-    """Whether a trial that is done would have trained longer in the extended sweep, where it reaches a target in
-    `time_s`. One that ended early by its own evaluations would not.
+def _goes_on(
+    record: TrialRecord, old: SweepSpec, new: SweepSpec, time_s: float | None
+) -> bool:
+    """Whether a trial that is done would have trained longer in the extended sweep,
+    where it reaches a target in `time_s`.
+
+    One that ended early by its own evaluations would not.
     """
-    if (new.config.objective.ends_at_target and time_s is not None) or _is_whole(record, new):
+    if (new.config.objective.ends_at_target and time_s is not None) or _is_whole(
+        record, new
+    ):
         return False
-    ended_at_target = old.config.objective.ends_at_target and record.time_to_target_s is not None
+    ended_at_target = (
+        old.config.objective.ends_at_target and record.time_to_target_s is not None
+    )
     return ended_at_target or _is_whole(record, old)
 
 
@@ -144,7 +201,9 @@ def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
     """Whether a trial was trained to the last step that it has in a sweep."""
     run = build_run(trial_tree(spec.train, record.config), spec.source)
     if isinstance(run, FunctionConfig):
-        return not (spec.config.objective.ends_at_target and record.time_to_target_s is not None)
+        return not (
+            spec.config.objective.ends_at_target and record.time_to_target_s is not None
+        )
     return _length(record, run) >= 1
 
 

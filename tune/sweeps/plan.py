@@ -1,7 +1,8 @@
-"""The plan of a sweep: how many trials on how many lanes, computed once from its file and from what the cluster has.
+"""The plan of a sweep: how many trials on how many lanes, computed once from its file
+and from what the cluster has.
 
-`python -m tune SWEEP.yaml` makes it from the live cluster; `python -m tune plan` from a cluster file, and says what the
-sweep would hold and cost before a cent is spent.
+`python -m tune SWEEP.yaml` makes it from the live cluster; `python -m tune plan` from a
+cluster file, and says what the sweep would hold and cost before a cent is spent.
 """
 
 import datetime as dt
@@ -23,8 +24,10 @@ from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
 _CPUS_TO_START = 2
-"""That a controller, and each worker, keeps busy while it imports torch and Ray. Of lanes that start together on fewer
-the first is up as late as the last."""
+"""That a controller, and each worker, keeps busy while it imports torch and Ray.
+
+Of lanes that start together on fewer the first is up as late as the last.
+"""
 Nodes = Sequence[Mapping[str, float]]
 """The resources of each node."""
 
@@ -38,14 +41,18 @@ class SweepPlan:
     num_trials: int
     """Trials that the search makes."""
     is_independent: bool
-    """Whether the search chooses trials regardless of how others end, so that an end may be held back from it."""
+    """Whether the search chooses trials regardless of how others end, so that an end
+    may be held back from it.
+    """
     precisions: tuple[Any, ...]
     """All those that a trial may have."""
     use_gpu: bool
     max_lanes: int
     """Worker groups that fit when the cluster has grown."""
     num_lanes: int
-    """Those for which there is no node yet wait for one: that is what makes the cluster grow."""
+    """Those for which there is no node yet wait for one: that is what makes the cluster
+    grow.
+    """
     num_at_once: int
     """Lanes that may start at the same time."""
     lane_usd_per_hour: float | None
@@ -53,11 +60,13 @@ class SweepPlan:
 
     @classmethod
     def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> Self:
-        """Plan a sweep on the nodes that are `up`, and those `at_most` that the cluster may grow to (none: unknown).
+        """Plan a sweep on the nodes that are `up`, and those `at_most` that the cluster
+        may grow to (none: unknown).
 
         Raises ConfigError where more lanes are asked for than fit.
         """
-        config, train = spec.config, build_run(spec.train, spec.source)
+        config = spec.config
+        train = build_run(spec.train, spec.source)
         scaling = train.scaling
         shape = (scaling.cpus_per_worker, scaling.gpus_per_worker if use_gpu else 0.0)
         fits = worker_slots(up, *shape) // scaling.min_workers
@@ -68,8 +77,11 @@ class SweepPlan:
         return cls(
             train=train,
             num_trials=spec.num_trials,
-            is_independent=config.search in ("grid", "random") and config.around is None,
-            precisions=tuple(precision if isinstance(precision, list) else precision.choice or []),
+            is_independent=config.search in ("grid", "random")
+            and config.around is None,
+            precisions=tuple(
+                precision if isinstance(precision, list) else precision.choice or []
+            ),
             use_gpu=use_gpu,
             max_lanes=max_lanes,
             num_lanes=num_lanes,
@@ -78,8 +90,14 @@ class SweepPlan:
         )
 
 
-def lanes_for(wanted: int | Literal["auto"], groups: int, trials: int | None, source: str | None = None) -> int:
-    """How many lanes a sweep gets where `groups` worker groups fit: as many as asked for, or all; never idle ones.
+def lanes_for(
+    wanted: int | Literal["auto"],
+    groups: int,
+    trials: int | None,
+    source: str | None = None,
+) -> int:
+    """How many lanes a sweep gets where `groups` worker groups fit: as many as asked
+    for, or all; never idle ones.
 
     Raises ConfigError when more are asked for than fit.
     """
@@ -87,18 +105,25 @@ def lanes_for(wanted: int | Literal["auto"], groups: int, trials: int | None, so
         return max(1, min(groups, trials or groups))
     if wanted > max(groups, 1):
         rule = f"must be at most the {groups} worker groups that fit on the cluster"
-        raise ConfigError("lanes", wanted, rule, "lower it, or set `lanes: auto`", source)
+        raise ConfigError(
+            "lanes", wanted, rule, "lower it, or set `lanes: auto`", source
+        )
     return wanted
 
 
 def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -> int:
-    """How many of `count` lanes of `workers` workers may start at the same time on nodes with so many `cpus` each.
+    """How many of `count` lanes of `workers` workers may start at the same time on
+    nodes with so many `cpus` each.
 
-    A node starts one worker at least. All lanes start where some wait for a node (only `fits` have one): that is what
-    makes a cluster grow.
+    A node starts one worker at least. All lanes start where some wait for a node (only
+    `fits` have one): that is what makes a cluster grow.
     """
     nodes = sum(cpu >= 1 for cpu in cpus)
-    return max(1, nodes // workers, int(sum(cpus)) // (_CPUS_TO_START * (1 + workers))) if fits >= count else count
+    return (
+        max(1, nodes // workers, int(sum(cpus)) // (_CPUS_TO_START * (1 + workers)))
+        if fits >= count
+        else count
+    )
 
 
 @dataclass(frozen=True)
@@ -140,8 +165,12 @@ class WorkerShape:
         return f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
 
 
-def size_of(cluster: ClusterFile, worker: WorkerShape, num_workers: int | None = None) -> Size:
-    """Return the fewest nodes on which `num_workers` workers fit; None: all that the cluster may have."""
+def size_of(
+    cluster: ClusterFile, worker: WorkerShape, num_workers: int | None = None
+) -> Size:
+    """Return the fewest nodes on which `num_workers` workers fit; None: all that the
+    cluster may have.
+    """
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, worker.cpus, worker.gpus, num_workers)
     nodes = nodes_of(types, counts)
@@ -152,12 +181,16 @@ def size_of(cluster: ClusterFile, worker: WorkerShape, num_workers: int | None =
         if price.spot_usd_per_hour is not None:
             spot_usd_per_hour[name] = price.spot_usd_per_hour
     slots = worker_slots(nodes, worker.cpus, worker.gpus)
-    return Size(counts, nodes, slots, cost(types, counts, usd_per_hour, spot_usd_per_hour))
+    return Size(
+        counts, nodes, slots, cost(types, counts, usd_per_hour, spot_usd_per_hour)
+    )
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A sweep on what a cluster file can grow to: what it would hold, how long it would take, what it would cost."""
+    """A sweep on what a cluster file can grow to: what it would hold, how long it would
+    take, what it would cost.
+    """
 
     spec: SweepSpec
     plan: SweepPlan
@@ -174,12 +207,16 @@ class Forecast:
     most: Size
     """All that the cluster may have."""
     usd_per_hour: float | None
-    """Price of the nodes that are held, as given or by the price list; None where that of a node is not known."""
+    """Price of the nodes that are held, as given or by the price list; None where that
+    of a node is not known.
+    """
     trial_s: float | None
     """Duration of a trial; None when nothing is known of it."""
     trial_source: str
     time_s: float | None
-    """Wall time until the fullest lane has run its trials one after the other, or the budget is used up."""
+    """Wall time until the fullest lane has run its trials one after the other, or the
+    budget is used up.
+    """
     usd: float | None
     """Dollars of `time_s`."""
 
@@ -200,14 +237,17 @@ class Forecast:
             "USD": _usd(self.usd),
         }
         if self.within < self.trials:
-            rows["budget"] = f"ends the sweep after about {self.within} of {self.trials} trials"
+            rows["budget"] = (
+                f"ends the sweep after about {self.within} of {self.trials} trials"
+            )
         for label, words in rows.items():
             yield f"{label:13}{words}"
         if self.spec.config.usd_per_hour is None and not self.held.cost.missing:
             yield from self._remarks()
 
     def _lanes(self) -> str:
-        lanes, most = self.plan.num_lanes, self.plan.max_lanes
+        lanes = self.plan.num_lanes
+        most = self.plan.max_lanes
         workers = self.plan.train.scaling.min_workers
         rounds = math.ceil(self.trials / lanes)
         of_most = f" of at most {most}" if most > lanes else ""
@@ -228,17 +268,34 @@ class Forecast:
         budget_s = self.spec.config.time_budget_s
         if self.time_s is not None:
             return f"{duration(self.time_s)} once the nodes are up"
-        return "unknown" if budget_s is None else f"unknown, at most {duration(budget_s)} by the budget"
+        return (
+            "unknown"
+            if budget_s is None
+            else f"unknown, at most {duration(budget_s)} by the budget"
+        )
 
     def _remarks(self) -> Iterator[str]:
-        """Where the price of each node that is held is from, how old it is, and whether spot nodes cost less."""
-        cluster, today = self.cluster, dt.datetime.now(dt.UTC).date()
-        types = [one for one in cluster.node_types if one.is_head or self.held.counts.get(one.name)]
+        """Where the price of each node that is held is from, how old it is, and whether
+        spot nodes cost less.
+        """
+        cluster = self.cluster
+        today = dt.datetime.now(dt.UTC).date()
+        types = [
+            one
+            for one in cluster.node_types
+            if one.is_head or self.held.counts.get(one.name)
+        ]
         prices = load_prices(cluster.provider, cluster.region)
         for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
             price = prices[name]
-            region = "" if price.region == cluster.region else f", not of {cluster.region}"
-            spot = "none" if price.spot_usd_per_hour is None else f"{price.spot_usd_per_hour:g}"
+            region = (
+                "" if price.region == cluster.region else f", not of {cluster.region}"
+            )
+            spot = (
+                "none"
+                if price.spot_usd_per_hour is None
+                else f"{price.spot_usd_per_hour:g}"
+            )
             figures = f"{price.usd_per_hour:g} USD/hour in {price.region}{region}, {spot} on spot"
             yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
         if any(node_type.spot for node_type in types):
@@ -249,33 +306,47 @@ def _usd(amount: float | None) -> str:
     return "unknown" if amount is None else f"{amount:.2f}"
 
 
-def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | None) -> Forecast:
+def make_plan(
+    spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | None
+) -> Forecast:
     """Forecast a sweep on what a cluster file can grow to. Starts nothing.
 
-    Raises ConfigError when the sweep cannot fit: no node holds a worker, the cluster never holds one group or the
-    lanes that are asked for, or the budget ends before the first trial does.
+    Raises ConfigError when the sweep cannot fit: no node holds a worker, the cluster
+    never holds one group or the lanes that are asked for, or the budget ends before the
+    first trial does.
     """
     _check_resources(cluster)
     train = build_run(spec.train, spec.source)
     scaling = train.scaling
     use_gpu = _has_gpus(cluster) if scaling.use_gpu == "auto" else scaling.use_gpu
-    use_gpu = use_gpu and (isinstance(train, FunctionConfig) or train.device in ("auto", "cuda"))
-    worker = WorkerShape(float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
+    use_gpu = use_gpu and (
+        isinstance(train, FunctionConfig) or train.device in ("auto", "cuda")
+    )
+    worker = WorkerShape(
+        float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0
+    )
     most = size_of(cluster, worker)
     if most.num_workers < scaling.min_workers:
         rule = f"never fits: {cluster.source} can grow to {most.num_workers} workers of {worker.words}"
         fix = "ask for fewer or smaller workers, or raise the cluster's max_workers"
-        raise ConfigError("train.scaling.num_workers", scaling.num_workers, rule, fix, spec.source)
+        raise ConfigError(
+            "train.scaling.num_workers", scaling.num_workers, rule, fix, spec.source
+        )
     plan = SweepPlan.make(spec, most.nodes, (), use_gpu)
     try:
-        records, note = Journal(spec.storage).records(), ""
+        records = Journal(spec.storage).records()
+        note = ""
     except StorageError as error:
-        records, note = [], f"; {spec.uri} cannot be read: {first_line(error)}"
+        records = []
+        note = f"; {spec.uri} cannot be read: {first_line(error)}"
     trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
     trials = within = max(0, plan.num_trials - len(records))
     held = size_of(cluster, worker, plan.num_lanes * scaling.min_workers)
-    usd_per_hour = spec.config.usd_per_hour or (None if held.cost.missing else held.cost.usd_per_hour)
-    budget_s, time_s = spec.config.time_budget_s, None
+    usd_per_hour = spec.config.usd_per_hour or (
+        None if held.cost.missing else held.cost.usd_per_hour
+    )
+    budget_s = spec.config.time_budget_s
+    time_s = None
     if trial_s is not None:
         time_s = min(math.ceil(trials / plan.num_lanes) * trial_s, budget_s or math.inf)
         if budget_s is not None:
@@ -296,11 +367,15 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
         trial_s=trial_s,
         trial_source=trial_source,
         time_s=time_s,
-        usd=None if time_s is None or usd_per_hour is None else dollars(time_s, usd_per_hour),
+        usd=None
+        if time_s is None or usd_per_hour is None
+        else dollars(time_s, usd_per_hour),
     )
 
 
-def _too_short(spec: SweepSpec, plan: SweepPlan, trial_s: float, usd_per_hour: float | None) -> ConfigError:
+def _too_short(
+    spec: SweepSpec, plan: SweepPlan, trial_s: float, usd_per_hour: float | None
+) -> ConfigError:
     budget = spec.config.budget
     key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
     rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
@@ -318,19 +393,32 @@ def _check_resources(cluster: ClusterFile) -> None:
             if cluster.provider == "local":
                 name = f"resources of a {node_type.name}"
                 fix = "add --num-cpus and --num-gpus to the file's `ray start`"
-            raise ConfigError(name, MISSING, "is not known before the node is up", fix, cluster.source)
+            raise ConfigError(
+                name, MISSING, "is not known before the node is up", fix, cluster.source
+            )
 
 
 def _has_gpus(cluster: ClusterFile) -> bool:
     return any(node_type.resources.get("GPU") for node_type in cluster.node_types)
 
 
-def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:
-    """Duration of a trial, and where that is from: given, or the mean of those that ended; else it is unknown."""
+def _trial_s(
+    records: Sequence[TrialRecord], minutes: float | None, note: str
+) -> tuple[float | None, str]:
+    """Duration of a trial, and where that is from: given, or the mean of those that
+    ended; else it is unknown.
+    """
     if minutes is not None:
         return minutes * 60, "given"
-    times = [record.end_time - record.start_time for record in records if record.finished]
+    times = [
+        record.end_time - record.start_time for record in records if record.finished
+    ]
     if not times:
-        return None, f"give --minutes_per_trial M: no trial of this sweep has ended yet{note}"
-    spread = f", {duration(min(times))} to {duration(max(times))}" if len(times) > 1 else ""
+        return (
+            None,
+            f"give --minutes_per_trial M: no trial of this sweep has ended yet{note}",
+        )
+    spread = (
+        f", {duration(min(times))} to {duration(max(times))}" if len(times) > 1 else ""
+    )
     return statistics.fmean(times), f"mean of {len(times)} that ended{spread}"

@@ -1,4 +1,5 @@
-"""What the driver does between two of Tune's steps: heed Ctrl-C, show the sweep, let lanes and trials grow (Ray).
+"""What the driver does between two of Tune's steps: heed Ctrl-C, show the sweep, let
+lanes and trials grow (Ray).
 
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
@@ -67,36 +68,58 @@ class View:
 
 def render(view: View) -> RenderableType:
     """The live table."""
-    config, running = view.config, view.state["running"]
+    config = view.config
+    running = view.state["running"]
     ended = sum(view.statuses.values())
-    counts = ", ".join(f"{count} {status}" for status, count in view.statuses.items() if count)
-    head = f"{config.name}   {ended}/{view.total} trials" + (f": {counts}" if counts else "")
+    counts = ", ".join(
+        f"{count} {status}" for status, count in view.statuses.items() if count
+    )
+    head = f"{config.name}   {ended}/{view.total} trials" + (
+        f": {counts}" if counts else ""
+    )
     table = Table(box=None, pad_edge=False, show_header=bool(running))
     for column in ("lane", "trial", "step", "newest", "for"):
-        table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")
+        table.add_column(
+            column, justify="right" if column in ("lane", "step", "for") else "left"
+        )
     for lane, trial in sorted(running.items()):
         metrics = trial["metrics"]
-        newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
-        words, age_s = in_a_line(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
+        newest = "  ".join(
+            f"{key} {metrics[key]:.4g}"
+            for key in metrics
+            if key.startswith(("val_", "train_l"))
+        )
+        words = in_a_line(view.configs.get(trial["trial"], {}))
+        age_s = time.time() - trial["started"]
         cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
         table.add_row(*(Text(redact(cell)) for cell in cells))
     lines = []
     if view.best is not None:
         value, record = view.best
-        lines.append(f"best so far   {config.objective.metric} {value:.4g}   {in_a_line(record.config)}")
+        lines.append(
+            f"best so far   {config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
+        )
     for label, (low, high) in view.state["boundary"].items():
-        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
+        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (
+            high is not None
+        )
         lines.append(f"microbatch    {label}: {', '.join(known)}")
     spent = f"time          {duration(view.spent_s)}, {len(running)} of {len(view.state['lanes'])} lanes busy"
     if config.usd_per_hour is not None:
         spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
     if config.time_budget_s is not None:
         spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
-    return Group(Text(head, style="bold"), table, *(Text(redact(line)) for line in [*lines, spent]))
+    return Group(
+        Text(head, style="bold"),
+        table,
+        *(Text(redact(line)) for line in [*lines, spent]),
+    )
 
 
 class Terminal:
-    """Lines, and beside them the live table where standard output is a terminal or a notebook's."""
+    """Lines, and beside them the live table where standard output is a terminal or a
+    notebook's.
+    """
 
     def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
         """`is_live`: a table is wanted."""
@@ -145,10 +168,13 @@ class Pace:
     """
 
     def __init__(self, search: Any, mailbox: Any, total: int | None) -> None:
-        """`total`: the trials that Tune will start, where the search proposes them whatever it hears of others; None:
-        any other search has as many at a time as there are lanes, started or not.
+        """`total`: the trials that Tune will start, where the search proposes them
+        whatever it hears of others; None: any other search has as many at a time as
+        there are lanes, started or not.
         """
-        self._search, self._mailbox, self._total = search, mailbox, total
+        self._search = search
+        self._mailbox = mailbox
+        self._total = total
         self._started: set[str] = set()
         self._num_ended = self._num_known = 0
         self._began = 0.0
@@ -160,15 +186,26 @@ class Pace:
             self._allow(count)
 
     def lanes_up(self, count: int) -> None:
-        """Called with the number of lanes that take trials: an actor sooner than that would only slow their start.
+        """Called with the number of lanes that take trials: an actor sooner than that
+        would only slow their start.
 
-        Nor does it pay where the trials that are left are over before it is up; at its end Tune waits for it (5 s).
+        Nor does it pay where the trials that are left are over before it is up; at its
+        end Tune waits for it (5 s).
         """
         if self._total is not None:
-            each_s = (time.monotonic() - self._began) / max(1, self._num_ended) if self._started else 0.0
-            if count == 1 or (self._total - self._num_ended - self._num_known) * each_s >= _PAYS_S:
+            each_s = (
+                (time.monotonic() - self._began) / max(1, self._num_ended)
+                if self._started
+                else 0.0
+            )
+            if (
+                count == 1
+                or (self._total - self._num_ended - self._num_known) * each_s >= _PAYS_S
+            ):
                 self._allow(count)
-            self._mailbox.expect.remote(self._search.max_concurrent if len(self._started) < self._total else 0)
+            self._mailbox.expect.remote(
+                self._search.max_concurrent if len(self._started) < self._total else 0
+            )
 
     def trial_started(self, name: str) -> None:
         """Called when Tune has given an actor to one of its trials."""
@@ -179,7 +216,9 @@ class Pace:
             self._mailbox.expect.remote(0)
 
     def trial_ended(self, was_known: bool) -> None:
-        """Called when one of Tune's trials has ended, at once where its record `was_known` from an earlier start."""
+        """Called when one of Tune's trials has ended, at once where its record
+        `was_known` from an earlier start.
+        """
         self._num_known += was_known
         self._num_ended += not was_known
 
@@ -193,7 +232,9 @@ class Pace:
 
 
 class Progress(tune.Callback):
-    """The sweep as its driver sees it; makes sure that each trial that has ended has its record."""
+    """The sweep as its driver sees it; makes sure that each trial that has ended has
+    its record.
+    """
 
     def __init__(
         self,
@@ -206,14 +247,21 @@ class Progress(tune.Callback):
     ) -> None:
         """`grow` is called every ten seconds."""
         self._output = output
-        self._config, self._plan, self._mailbox, self._pace, self._grow = spec.config, plan, mailbox, pace, grow
-        self._storage, self._journal = spec.storage, Journal(spec.storage)
+        self._config = spec.config
+        self._plan = plan
+        self._mailbox = mailbox
+        self._pace = pace
+        self._grow = grow
+        self._storage = spec.storage
+        self._journal = Journal(spec.storage)
         self._live: Live | None = None
         self.signal_name: str | None = None
         """What asked to stop, once it has come."""
         self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
         self.failure: Exception | None = None
-        """What ends the sweep: raised between two of Tune's steps, which would blame a trial for it."""
+        """What ends the sweep: raised between two of Tune's steps, which would blame a
+        trial for it.
+        """
         self.seen: dict[str, dict[str, Any]] = {}
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
@@ -222,7 +270,8 @@ class Progress(tune.Callback):
         self.reasons: dict[str, str] = {}
         """Why a scheduler has stopped trials, by Tune's id."""
         self._started: dict[str, float] = {}
-        self._train, self._source = spec.train, spec.source
+        self._train = spec.train
+        self._source = spec.source
         self._ahead: set[str] = set()
         """Trials that were given to lanes before Tune has started them."""
         self._statuses: Counter[str] = Counter()
@@ -236,12 +285,16 @@ class Progress(tune.Callback):
         self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (tune.Callback, ())  # Tune pickles its callbacks for a restore that the journal replaces
+        return (
+            tune.Callback,
+            (),
+        )  # Tune pickles its callbacks for a restore that the journal replaces
 
     def heeding_signals(self) -> StopSignals:
         """Note what asks to stop, to act on it between two of Tune's steps.
 
-        Raising from the handler itself would be lost in whatever `except` happens to be running.
+        Raising from the handler itself would be lost in whatever `except` happens to be
+        running.
         """
 
         def note(name: str) -> None:
@@ -254,18 +307,24 @@ class Progress(tune.Callback):
         self.tick()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune at the end of a step: the first trials go to their lanes while their actors still start."""
+        """Called by Tune at the end of a step: the first trials go to their lanes while
+        their actors still start.
+        """
         if self._started:
             return
         for trial in trials:
             name = _name(trial)
             if name not in self._ahead and self._journal.find(name) is None:
                 self._ahead.add(name)
-                assignment = assignment_of(unwrap(trial.config), self._train, self._config.objective)
+                assignment = assignment_of(
+                    unwrap(trial.config), self._train, self._config.objective
+                )
                 self._mailbox.submit_ahead.remote(assignment)
 
     def tick(self) -> None:
-        """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how things are."""
+        """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how
+        things are.
+        """
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)
         if self.failure is not None:
@@ -292,15 +351,29 @@ class Progress(tune.Callback):
             self._trials.set(counts.get(status, 0), {"run": run, "status": status})
         self._busy |= set(state["lanes"])
         for lane in self._busy:
-            self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
+            self._lane_busy.set(
+                float(lane in state["running"]), {"run": run, "lane": str(lane)}
+            )
         spent_s = time.monotonic() - self._began
-        view = View(self._config, self._total, self._statuses, state, self.seen, self._best, spent_s)
+        view = View(
+            self._config,
+            self._total,
+            self._statuses,
+            state,
+            self.seen,
+            self._best,
+            spent_s,
+        )
         self.terminal.update(view)
         if now - self._written >= WRITE_EVERY_S:
             self._written = now
             running = [
                 Running(
-                    one["trial"], lane, one["started"], dict(self.seen.get(one["trial"], {})), Event(one["metrics"]).row
+                    one["trial"],
+                    lane,
+                    one["started"],
+                    dict(self.seen.get(one["trial"], {})),
+                    Event(one["metrics"]).row,
                 )
                 for lane, one in sorted(state["running"].items())
             ]
@@ -311,21 +384,31 @@ class Progress(tune.Callback):
 
     @property
     def _total(self) -> int:
-        """Trials as far as they are known: a rate that is searched around needs more than the first ones."""
+        """Trials as far as they are known: a rate that is searched around needs more
+        than the first ones.
+        """
         return max(self._plan.num_trials, len(self.seen))
 
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def on_trial_start(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
         """Called by Tune when a trial gets its actor."""
         self._pace.trial_started(trial.trial_id)
         name = _name(trial)
         self.seen[name] = unwrap(trial.config)
         self._started.setdefault(name, time.time())
 
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
+    def on_trial_complete(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
+        """Called by Tune when a trial has ended, or was stopped: a line on the
+        terminal.
+        """
         name = _name(trial)
         with self._noting_failure():
-            self._record(name, self.reasons.get(trial.trial_id, "stopped by the search"))
+            self._record(
+                name, self.reasons.get(trial.trial_id, "stopped by the search")
+            )
         record = self.records.get(name)
         was_known = record is not None and record.end_time < self._begun_at
         self._pace.trial_ended(was_known)
@@ -338,11 +421,17 @@ class Progress(tune.Callback):
         self._statuses[record.status] += 1
         value = objective_value(self._config.objective, record)
         sign = 1 if self._config.objective.direction == "min" else -1
-        if value is not None and (self._best is None or sign * value < sign * self._best[0]):
+        if value is not None and (
+            self._best is None or sign * value < sign * self._best[0]
+        ):
             self._best = (value, record)
         if was_known:
             return
-        figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
+        figures = "  ".join(
+            f"{key} {value:.4f}"
+            for key, value in record.metrics.items()
+            if key.startswith("val_")
+        )
         parts = [
             f"trial {self._statuses.total()}/{self._total}",
             in_a_line(record.config),
@@ -353,16 +442,28 @@ class Progress(tune.Callback):
         ]
         self.terminal.say("  ".join(part for part in parts if part))
 
-    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Called by Tune when a trial's actor has failed and it starts another: what runs on a lane goes on."""
+    def on_trial_recover(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
+        """Called by Tune when a trial's actor has failed and it starts another: what
+        runs on a lane goes on.
+        """
         with self._noting_failure():
             ray.get(self._mailbox.orphan.remote(_name(trial)))
-            self.terminal.say(f"trial {_name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on")
+            self.terminal.say(
+                f"trial {_name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on"
+            )
 
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Called by Tune when it gives a trial up: it has no result, and was not stopped by anybody."""
+    def on_trial_error(
+        self, iteration: int, trials: list[Any], trial: Any, **info: Any
+    ) -> None:
+        """Called by Tune when it gives a trial up: it has no result, and was not
+        stopped by anybody.
+        """
         what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
-        self.failure = self.failure or PacelineError(f"{what}, at last of {_cause(trial)}")
+        self.failure = self.failure or PacelineError(
+            f"{what}, at last of {_cause(trial)}"
+        )
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -381,12 +482,16 @@ class Progress(tune.Callback):
             self._say_end(record)
 
     def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
-        """Note a trial's record; write it where there is none: storage was gone, or somebody has stopped the trial.
+        """Note a trial's record; write it where there is none: storage was gone, or
+        somebody has stopped the trial.
 
         One without an evaluation gets none.
         """
         record = self._journal.find(name)
-        if record is None and (record := self._from_mailbox(name, why_stopped, purpose)) is not None:
+        if (
+            record is None
+            and (record := self._from_mailbox(name, why_stopped, purpose)) is not None
+        ):
             self._journal.append(record)
         if record is not None:
             self.records[name] = record
@@ -398,8 +503,12 @@ class Progress(tune.Callback):
         """Tell of a trial that has ended, where records are wanted."""
         self._output.record({"record": "trial", **asdict(record)})
 
-    def _from_mailbox(self, name: str, why_stopped: str, purpose: Purpose) -> TrialRecord | None:
-        """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""
+    def _from_mailbox(
+        self, name: str, why_stopped: str, purpose: Purpose
+    ) -> TrialRecord | None:
+        """The record of a trial as its lane has told it: of its own end, or else as one
+        that was stopped.
+        """
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
         outcome = events[-1].outcome if events else None
@@ -417,23 +526,31 @@ class Progress(tune.Callback):
         )
 
     def record_rest(self, is_over_budget: bool) -> None:
-        """Record the trials that the end of a budget has cut off; raise where one is missing for no such reason."""
+        """Record the trials that the end of a budget has cut off; raise where one is
+        missing for no such reason.
+        """
         if self.failure is not None:
             raise self.failure
         missing = [name for name in self._started if name not in self.records]
         if missing and not is_over_budget:
-            raise PacelineError(f"Tune has ended without a result of trial {missing[0]} ({len(missing)} in all)")
+            raise PacelineError(
+                f"Tune has ended without a result of trial {missing[0]} ({len(missing)} in all)"
+            )
         for name in missing:
             self._record(name, "stopped by the budget")
 
     def restore_records(self) -> None:
-        """Write again what has vanished from storage since; raise StorageError where that is not possible."""
+        """Write again what has vanished from storage since; raise StorageError where
+        that is not possible.
+        """
         there = {record.id for record in self._journal.records()}
         gone = [record for name, record in self.records.items() if name not in there]
         for record in gone:
             self._journal.append(record)
         if gone:
-            self.terminal.say(f"{len(gone)} records had vanished from storage, and were written again")
+            self.terminal.say(
+                f"{len(gone)} records had vanished from storage, and were written again"
+            )
 
 
 def _name(trial: Any) -> str:
@@ -442,8 +559,12 @@ def _name(trial: Any) -> str:
 
 
 def _cause(trial: Any) -> str:
-    """What one of Tune's trials failed of last, in a line, from the file that Tune writes."""
+    """What one of Tune's trials failed of last, in a line, from the file that Tune
+    writes.
+    """
     lines: list[str] = []
     with contextlib.suppress(OSError, TypeError):  # the disk may be full
         lines = Path(trial.error_file).read_text(errors="replace").split("\n")
-    return textwrap.shorten(next((line for line in reversed(lines) if line.strip()), "unknown"), 200)
+    return textwrap.shorten(
+        next((line for line in reversed(lines) if line.strip()), "unknown"), 200
+    )

@@ -1,4 +1,6 @@
-"""A sweep as plain data: read from a file, checked before Ray is imported, kept with the sweep for its resume."""
+"""A sweep as plain data: read from a file, checked before Ray is imported, kept with
+the sweep for its resume.
+"""
 
 import contextlib
 import shlex
@@ -23,7 +25,13 @@ from tune.config import Range, SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
-from tune.search.space import check_space, known_space, open_trials, planned_trials, trial_tree
+from tune.search.space import (
+    check_space,
+    known_space,
+    open_trials,
+    planned_trials,
+    trial_tree,
+)
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
@@ -41,7 +49,8 @@ class SweepSpec:
 
     config: SweepConfig
     train: dict[str, Any]
-    """The resolved configuration that trials vary: a TrainConfig, or a FunctionConfig."""
+    """The resolved configuration that trials vary: a TrainConfig, or a FunctionConfig.
+    """
     path: tuple[str, ...]
     """Directories of the task's module."""
     source: str
@@ -49,7 +58,9 @@ class SweepSpec:
     uri: str
     """The sweep's directory."""
     token: str = ""
-    """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
+    """Of the directory's lease, without which nothing is written; empty where nobody
+    holds one.
+    """
     is_kept: bool = False
     """Whether it was read from its directory, with what it is to be extended by."""
 
@@ -59,8 +70,14 @@ class SweepSpec:
         return fenced(Storage(self.uri), SAVED, self.token)
 
     def resume(self, python: str = "python") -> str:
-        """Return the command that goes on with it, from where this one was given: inside a Ray job, another job."""
-        submit = "ray job submit --working-dir . -- python" if inside_ray_job() else shlex.quote(python)
+        """Return the command that goes on with it, from where this one was given:
+        inside a Ray job, another job.
+        """
+        submit = (
+            "ray job submit --working-dir . -- python"
+            if inside_ray_job()
+            else shlex.quote(python)
+        )
         return f"{submit} -m tune resume {shlex.quote(self.uri)}"
 
     @property
@@ -73,7 +90,10 @@ class SweepSpec:
         named = self.train["train_func"] if self.is_of_function else self.train["task"]
         of_ray = ("tune.forks.function", "ray.tune") if self.is_of_function else ()
         modules = (*of_ray, str(named).partition(":")[0])
-        return Zygote(uuid.uuid4().hex[:12], Preload(self.path, modules, forks=self.config.isolation != "fresh"))
+        return Zygote(
+            uuid.uuid4().hex[:12],
+            Preload(self.path, modules, forks=self.config.isolation != "fresh"),
+        )
 
     @property
     def trackers(self) -> list[TrackerConfig]:
@@ -88,14 +108,21 @@ class SweepSpec:
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
         sweep = self.config.model_dump(mode="json", exclude_none=True)
-        return {**sweep, "train": {**self.train, "task_dir": self.path[0] if self.path else None}}
+        return {
+            **sweep,
+            "train": {**self.train, "task_dir": self.path[0] if self.path else None},
+        }
 
 
-def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = True) -> SweepSpec:
-    """Read and check a sweep file; ConfigError says what is wrong, before torch or Ray is imported.
+def read_sweep(
+    location: str, overrides: Mapping[str, Any], own_workers: bool = True
+) -> SweepSpec:
+    """Read and check a sweep file; ConfigError says what is wrong, before torch or Ray
+    is imported.
 
-    Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or, below `train.`, of the run.
-    `own_workers`: it will run from here; one that is only planned for a cluster need not fit on this machine.
+    Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
+    below `train.`, of the run. `own_workers`: it will run from here; one that is only
+    planned for a cluster need not fit on this machine.
     """
     tree, directory = read_file(location)
     return sweep_with(tree, location, directory, overrides, own_workers)
@@ -108,41 +135,86 @@ def sweep_with(
     overrides: Mapping[str, Any],
     own_workers: bool = True,
 ) -> SweepSpec:
-    """Check a sweep's mapping that came from `location`, with overrides as `read_sweep` has them."""
-    of_train = {key.removeprefix("train."): value for key, value in overrides.items() if key.startswith("train.")}
-    of_space = {key.removeprefix("space."): value for key, value in overrides.items() if key.startswith("space.")}
-    of_sweep = {key: value for key, value in overrides.items() if not key.startswith(("train.", "space."))}
+    """Check a sweep's mapping that came from `location`, with overrides as `read_sweep`
+    has them.
+    """
+    of_train = {
+        key.removeprefix("train."): value
+        for key, value in overrides.items()
+        if key.startswith("train.")
+    }
+    of_space = {
+        key.removeprefix("space."): value
+        for key, value in overrides.items()
+        if key.startswith("space.")
+    }
+    of_sweep = {
+        key: value
+        for key, value in overrides.items()
+        if not key.startswith(("train.", "space."))
+    }
     tree = override(SweepConfig, tree, of_sweep)
     if of_space:
         tree["space"] = _space(tree.get("space") or {}, of_space)
     config = build(SweepConfig, tree, location)
     if isinstance(config.train, str):
-        file = config.train if "://" in config.train or directory is None else str(directory / config.train)
+        file = (
+            config.train
+            if "://" in config.train or directory is None
+            else str(directory / config.train)
+        )
         (train, directory), source = read_file(file), file
     else:
-        train, source = config.train, location
-    return _spec(config, override(kind_of(train), train, of_train), source, location, directory, own_workers)
+        train = config.train
+        source = location
+    return _spec(
+        config,
+        override(kind_of(train), train, of_train),
+        source,
+        location,
+        directory,
+        own_workers,
+    )
 
 
 def _space(space: Any, overrides: Mapping[str, Any]) -> Any:
-    """A space with dotted keys set: `optimizer.lr` is one key of it, `optimizer.lr.min` one of the range there."""
+    """A space with dotted keys set: `optimizer.lr` is one key of it, `optimizer.lr.min`
+    one of the range there.
+    """
     if not isinstance(space, dict):
         return space  # which is an error to come
     for key, value in overrides.items():
         of_range, dot, end = key.rpartition(".")
-        is_end = dot and end in Range.model_fields and isinstance(space.get(of_range), dict)
-        space = {**space, **({of_range: {**space[of_range], end: value}} if is_end else {key: value})}
+        is_end = (
+            dot and end in Range.model_fields and isinstance(space.get(of_range), dict)
+        )
+        space = {
+            **space,
+            **({of_range: {**space[of_range], end: value}} if is_end else {key: value}),
+        }
     return space
 
 
 def _spec(
-    config: SweepConfig, train: dict[str, Any], train_file: str, source: str, directory: Path | None, own_workers: bool
+    config: SweepConfig,
+    train: dict[str, Any],
+    train_file: str,
+    source: str,
+    directory: Path | None,
+    own_workers: bool,
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
-    given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
-    # With the first value of each swept key, so that what only the space gives is there.
+    given = {
+        key: value
+        for key, value in train.items()
+        if key not in ("name", "storage_path")
+    }
+    # With the first value of each swept key, so that what only the space gives is
+    # there.
     space = known_space(config.space, given, source)
-    base = trial_tree(given, {key: sample_values(values)[0] for key, values in space.items()})
+    base = trial_tree(
+        given, {key: sample_values(values)[0] for key, values in space.items()}
+    )
     try:
         if kind_of(base) is FunctionConfig:
             config.check_function()
@@ -154,7 +226,9 @@ def _spec(
         run = make({**base, "storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
         if error.field in space:
-            raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
+            raise ConfigError(
+                f"space.{error.field}", error.value, error.rule, error.fix, source
+            ) from error
         raise
     kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
     config = config.model_copy(update={"space": space})
@@ -163,7 +237,8 @@ def _spec(
 
 
 def read_saved(location: str, overrides: Mapping[str, Any] | None = None) -> SweepSpec:
-    """Read the sweep that a directory holds, to run it, with what it is to be extended by and further overrides.
+    """Read the sweep that a directory holds, to run it, with what it is to be extended
+    by and further overrides.
 
     Raises ConfigError when there is none, or it cannot run here.
     """
@@ -176,31 +251,49 @@ def read_saved(location: str, overrides: Mapping[str, Any] | None = None) -> Swe
 
 
 def read_kept(location: str) -> SweepSpec:
-    """Read the sweep that a directory holds, to look at: its task need not be here. ConfigError when there is none."""
+    """Read the sweep that a directory holds, to look at: its task need not be here.
+
+    ConfigError when there is none.
+    """
     storage = Storage(storage_uri(location))
     if not storage.exists(SAVED):
-        raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {SAVED}")
+        raise ConfigError(
+            "the directory",
+            location,
+            "holds no sweep",
+            f"name the directory with the {SAVED}",
+        )
     source = storage.locate(SAVED)
     tree = read_mapping(storage, SAVED)
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
     if not isinstance(config.train, dict):
-        raise ConfigError("train", config.train, "must be a mapping here", "start the sweep anew with --fresh", source)
+        raise ConfigError(
+            "train",
+            config.train,
+            "must be a mapping here",
+            "start the sweep anew with --fresh",
+            source,
+        )
     return SweepSpec(config, config.train, (), source, storage.uri)
 
 
 def save(spec: SweepSpec) -> None:
-    """Keep the sweep with its records where it is not: `resume` and `report` begin with it."""
+    """Keep the sweep with its records where it is not: `resume` and `report` begin with
+    it.
+    """
     if not spec.storage.exists(SAVED):
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
 def is_complete(spec: SweepSpec) -> bool:
-    """Whether every trial has a record, and finalists their repeats; a random search that has drawn a configuration
-    twice is known to be complete only by running it.
+    """Whether every trial has a record, and finalists their repeats; a random search
+    that has drawn a configuration twice is known to be complete only by running it.
     """
     records = Journal(spec.storage).records()
     clones = Actions(spec.storage).read().clones
-    has_ended = not num_missing(spec.config, records) and clones.keys() <= {record.id for record in records}
+    has_ended = not num_missing(spec.config, records) and clones.keys() <= {
+        record.id for record in records
+    }
     return has_ended and not repeats_to_run(spec.config, spec.train, records)
 
 
@@ -213,7 +306,8 @@ def num_missing(config: SweepConfig, records: Sequence[TrialRecord]) -> int:
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
-    """Make the sweep's directory, whose lease is held, ready; returns how many trials stand in it already.
+    """Make the sweep's directory, whose lease is held, ready; returns how many trials
+    stand in it already.
 
     Raises ConfigError when another sweep of this name is there.
     """
@@ -224,8 +318,14 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
-        then, train = (with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
-        pairs = {key: (before.get(key), now.get(key)) for key in ("space", "search", "objective")}
+        then, train = (
+            with_defaults(saved.get("train"), storage.locate(SAVED))
+            for saved in (before, now)
+        )
+        pairs = {
+            key: (before.get(key), now.get(key))
+            for key in ("space", "search", "objective")
+        }
         if not count:  # it may name no metric, which has ended the sweep
             del pairs["objective"]
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
@@ -235,14 +335,18 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
             if was != value:
                 extend = f"go on with what is known by `python -m tune extend {shlex.quote(storage.uri)}`"
                 fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
-                raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
+                raise ConfigError(
+                    key, value, f"differs from {was} in {storage.uri}", fix, spec.source
+                )
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 
 
 def with_defaults(train: Any, source: str) -> dict[str, Any]:
-    """`train` as an older version saved it, with the defaults of the keys that it did not have yet."""
+    """`train` as an older version saved it, with the defaults of the keys that it did
+    not have yet.
+    """
     tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
         tree = build_run(tree, source).tree()

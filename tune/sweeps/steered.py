@@ -1,4 +1,6 @@
-"""A running sweep in its user's hands: the driver looks at the actions in its directory, and does them (Ray)."""
+"""A running sweep in its user's hands: the driver looks at the actions in its
+directory, and does them (Ray).
+"""
 
 import contextlib
 import time
@@ -22,8 +24,11 @@ class Steered:
     """What a user has had the sweep do, as far as it is done."""
 
     def __init__(self, spec: SweepSpec, mailbox: Any, progress: Progress) -> None:
-        self._spec, self._mailbox, self._progress = spec, mailbox, progress
-        self._actions, self._journal = Actions(spec.storage), Journal(spec.storage)
+        self._spec = spec
+        self._mailbox = mailbox
+        self._progress = progress
+        self._actions = Actions(spec.storage)
+        self._journal = Journal(spec.storage)
         known = self._actions.read()
         self._steering = Steering(extension=known.extension)
         self._told = replace(known, paused=False)
@@ -32,7 +37,9 @@ class Steered:
         """Clones that have not ended: the ticket of each, and when it was submitted."""
         self._is_alone = False
         self.is_extended = False
-        """Whether the sweep goes on with another configuration once its trials have ended."""
+        """Whether the sweep goes on with another configuration once its trials have
+        ended.
+        """
 
     @property
     def has_clones(self) -> bool:
@@ -65,12 +72,18 @@ class Steered:
 
     def _do(self, steering: Steering) -> None:
         """Have lanes take trials as is wanted now."""
-        before, self._steering = self._steering, steering
+        before = self._steering
+        self._steering = steering
         ray.get(self._mailbox.steer.remote(steering))
-        trials = {trial_id(trial): trial for trial in open_trials(self._spec.config, self._journal.records())}
+        trials = {
+            trial_id(trial): trial
+            for trial in open_trials(self._spec.config, self._journal.records())
+        }
         for name in steering.first:
             if name in trials and name not in before.first:
-                assignment = assignment_of(trials[name], self._spec.train, self._spec.config.objective)
+                assignment = assignment_of(
+                    trials[name], self._spec.train, self._spec.config.objective
+                )
                 ray.get(self._mailbox.submit_ahead.remote(assignment))
         self.is_extended = self.is_extended or steering.extension != before.extension
         for words in told(self._told, steering, self._spec):
@@ -83,18 +96,31 @@ class Steered:
         if self._journal.find(name) is not None:
             return
         self._progress.seen[name] = clone.config
-        assignment = assignment_of(clone.config, self._spec.train, self._spec.config.objective, "clone")
+        assignment = assignment_of(
+            clone.config, self._spec.train, self._spec.config.objective, "clone"
+        )
         states = self._spec.storage.child("states", clone.of)
-        if clone.goes_on and self._journal.find(clone.of) is not None and states.exists():
+        if (
+            clone.goes_on
+            and self._journal.find(clone.of) is not None
+            and states.exists()
+        ):
             assignment = replace(assignment, source=states.uri)
-        self._running[name] = ray.get(self._mailbox.submit.remote(assignment)), time.time()
+        self._running[name] = (
+            ray.get(self._mailbox.submit.remote(assignment)),
+            time.time(),
+        )
 
 
 def told(before: Steering, now: Steering, spec: SweepSpec) -> Iterator[str]:
     """Yield a sentence for all that is new."""
     goes_on = f"`python -m tune steer {spec.uri} go-on`"
     if now.paused != before.paused:
-        yield f"paused by hand: lanes take no trial until {goes_on}" if now.paused else "lanes take trials again"
+        yield (
+            f"paused by hand: lanes take no trial until {goes_on}"
+            if now.paused
+            else "lanes take trials again"
+        )
     for name in sorted(now.stopped - before.stopped):
         yield f"trial {name}: {BY_HAND}, at its next evaluation if it runs"
     if now.first[:1] != before.first[:1]:

@@ -1,4 +1,6 @@
-"""A sweep from its start to its answer, for the command and for Python: `from tune import sweep`."""
+"""A sweep from its start to its answer, for the command and for Python: `from tune
+import sweep`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from trainers.redaction import redact
 from trainers.tracking.process import followed
 from trainers.tracking.sinks import check_trackers
 from tune.sweeps.extension import apply_extension, content, order_extension
-from tune.sweeps.spec import SAVED, Interrupted, SweepSpec, is_complete, prepare, read_saved, sweep_with
+from tune.sweeps.spec import (
+    SAVED,
+    Interrupted,
+    SweepSpec,
+    is_complete,
+    prepare,
+    read_saved,
+    sweep_with,
+)
 from tune.trials.journal import Journal
 from tune.trials.live import Live, write_live
 from tune.trials.record import TrialRecord
@@ -57,12 +67,16 @@ class SweepResult:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The best trial, as `best.config` and `best.metrics`; None where no trial ended well."""
+        """The best trial, as `best.config` and `best.metrics`; None where no trial
+        ended well.
+        """
         return self.answer.best
 
     @property
     def best_yaml(self) -> str | None:
-        """The file that trains with the best configuration: `train(result.best_yaml)`; None without one."""
+        """The file that trains with the best configuration: `train(result.best_yaml)`;
+        None without one.
+        """
         return self.spec.storage.locate("best.yaml") if self.best else None
 
     @property
@@ -74,11 +88,15 @@ class SweepResult:
         """Return results.parquet, a row a trial; needs pandas."""
         from pyarrow import BufferReader, parquet
 
-        table: pd.DataFrame = parquet.read_table(BufferReader(self.spec.storage.read("results.parquet"))).to_pandas()
+        table: pd.DataFrame = parquet.read_table(
+            BufferReader(self.spec.storage.read("results.parquet"))
+        ).to_pandas()
         return table
 
     def table(self, width: int | None = None) -> Table:
-        """Return the table that the command prints, for rich; at most `width` characters wide."""
+        """Return the table that the command prints, for rich; at most `width`
+        characters wide.
+        """
         from tune.report.table import table
 
         return table(self.spec.config, self.records, self.answer, width)
@@ -103,20 +121,24 @@ def sweep(
     check: bool = True,
     **keys: Any,
 ) -> SweepResult:
-    """Sweep a training run, or go on with the sweep in its directory: what `python -m tune` does.
+    """Sweep a training run, or go on with the sweep in its directory: what `python -m
+    tune` does.
 
-    Args:
-        train: The run to vary: its file (a path or URI), a mapping of its keys, a Task class, which may be a
+    Args: train: The run to vary: its file (a path or URI), a mapping of its keys, a
+        Task class, which may be a
             notebook's, or a training function of Ray Train's.
-        space: Dotted keys of the run and their values: a list, or a range such as `{"loguniform": [1e-4, 1e-2]}`.
-        objective: What the best trial is best at: a metric, or a mapping with `metric`, `mode` and `target`.
+        space: Dotted keys of the run and their values: a list, or a range such as
+        `{"loguniform": [1e-4, 1e-2]}`.
+        objective: What the best trial is best at: a metric, or a mapping with `metric`,
+        `mode` and `target`.
         fresh: Start anew: delete what the sweep's directory holds.
         check: Look at the nodes of a cluster first.
-        keys: Further keys of the sweep (`name="lr"`, `search="random"`, `budget={"trials": 20}`), and of the run
-            (`**{"train.epochs": 3}`).
+        keys: Further keys of the sweep (`name="lr"`, `search="random"`,
+            `budget={"trials": 20}`), and of the run (`**{"train.epochs": 3}`).
 
-    An interrupt raises SweepInterrupted, a KeyboardInterrupt, and the same call goes on. Raises ConfigError where a
-    value cannot be used, PacelineError where the sweep was cut off, and ClusterError where nodes are not in order.
+    An interrupt raises SweepInterrupted, a KeyboardInterrupt, and the same call goes
+    on. Raises ConfigError where a value cannot be used, PacelineError where the sweep
+    was cut off, and ClusterError where nodes are not in order.
     """
     check_thread("sweep()")
     places: list[Path] = []
@@ -133,32 +155,43 @@ def sweep(
     return run_to_answer(spec, fresh, check)
 
 
-def extend(directory: str | os.PathLike[str], *, check: bool = True, **keys: Any) -> SweepResult:
-    """Go on with the sweep in a directory (or URI), and with other keys where some are given: `python -m tune extend`.
+def extend(
+    directory: str | os.PathLike[str], *, check: bool = True, **keys: Any
+) -> SweepResult:
+    """Go on with the sweep in a directory (or URI), and with other keys where some are
+    given: `python -m tune extend`.
 
-    What is known is not trained again, and trials that are to be longer go on from their last checkpoint, where they
-    have one. Raises what `sweep` raises, and InUseError, a ConfigError, where the sweep runs: it goes on with the keys
-    once its trials have ended.
+    What is known is not trained again, and trials that are to be longer go on from
+    their last checkpoint, where they have one. Raises what `sweep` raises, and
+    InUseError, a ConfigError, where the sweep runs: it goes on with the keys once its
+    trials have ended.
 
-    Args:
-        directory: The sweep's.
-        check: Look at the nodes of a cluster first.
-        keys: Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of its keys that it names), and of
+    Args: directory: The sweep's. check: Look at the nodes of a cluster first. keys:
+        Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of its
+        keys that it names), and of
             the run (`**{"train.epochs": 10}`).
     """
     check_thread("extend()")
     overrides = plain(keys, "extend()", [])
-    overrides |= {f"space.{key}": values for key, values in overrides.pop("space", {}).items()}
+    overrides |= {
+        f"space.{key}": values for key, values in overrides.pop("space", {}).items()
+    }
     return run_to_answer(order_extension(os.fspath(directory), overrides), False, check)
 
 
 def run_to_answer(
-    spec: SweepSpec, fresh: bool, checked: bool, is_command: bool = False, output: Output | None = None
+    spec: SweepSpec,
+    fresh: bool,
+    checked: bool,
+    is_command: bool = False,
+    output: Output | None = None,
 ) -> SweepResult:
-    """Run what has no record yet, and write the report; of a sweep that is complete, only that.
+    """Run what has no record yet, and write the report; of a sweep that is complete,
+    only that.
 
-    `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
-    collection stay as they are. `output` is what the command's user wants to be told.
+    `is_command`: the process is there for nothing else. Otherwise its Ray connection,
+    its log and its garbage collection stay as they are. `output` is what the command's
+    user wants to be told.
     """
     output = output or Output()
     from trainers.launch.log import shown_log
@@ -172,30 +205,50 @@ def run_to_answer(
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
         stack.enter_context(
-            followed("tune.sweeps.tracking", spec.storage, token, spec.trackers, spec.path, spec.resume())
+            followed(
+                "tune.sweeps.tracking",
+                spec.storage,
+                token,
+                spec.trackers,
+                spec.path,
+                spec.resume(),
+            )
         )
         if is_complete(spec):
             logger.info(
-                "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
+                "%s is complete already (%s starts it anew)",
+                spec.uri,
+                "--fresh" if is_command else "fresh=True",
             )
-            result, state = saved_answer(spec), "ended"
+            result = saved_answer(spec)
+            state = "ended"
             return result
         if before:
-            logger.info("%s holds %d trials that have ended: only the others run", spec.uri, before)
+            logger.info(
+                "%s holds %d trials that have ended: only the others run",
+                spec.uri,
+                before,
+            )
         with without_collection(own_process=is_command):
             from trainers.on_ray.connect import connect, leaving
         facts: dict[str, str] = {}
-        # What takes seconds is done beside what only waits: imports while Ray starts, the report while it ends.
+        # What takes seconds is done beside what only waits: imports while Ray starts,
+        # the report while it ends.
         with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
             try:
                 with leaving(), closing(spec.zygote()) as zygote:
-                    imports = [beside.submit(import_module, name) for name in ("tune.sweeps.run", "tune.lanes.trainer")]
+                    imports = [
+                        beside.submit(import_module, name)
+                        for name in ("tune.sweeps.run", "tune.lanes.trainer")
+                    ]
                     with without_collection(own_process=is_command):
                         connect(show_workers=False)
                         imports[0].result()
                         from tune.sweeps.run import environment, run_sweep
                     records = run_sweep(spec, checked, facts, output, zygote)
-                    while Actions(spec.storage).read().extension:  # of the sweep while it ran, or before
+                    while (
+                        Actions(spec.storage).read().extension
+                    ):  # of the sweep while it ran, or before
                         following = replace(read_saved(spec.uri), token=token)
                         if content(following) == content(spec):
                             break
@@ -205,10 +258,13 @@ def run_to_answer(
                             records = Journal(spec.storage).records()
                         else:
                             records = run_sweep(spec, checked, facts, output)
-                    answer = beside.submit(_answer, spec, records, environment() | facts)
+                    answer = beside.submit(
+                        _answer, spec, records, environment() | facts
+                    )
             except (Interrupted, KeyboardInterrupt):
                 raise SweepInterrupted(prepare(spec, False)) from None
-            result, state = answer.result(), "ended"
+            result = answer.result()
+            state = "ended"
         return result
 
 
@@ -221,12 +277,18 @@ def saved_answer(spec: SweepSpec) -> SweepResult:
     """Write the report again from the journal."""
     from tune.report.write import read_environment
 
-    return _answer(spec, Journal(spec.storage).records(), read_environment(spec.storage))
+    return _answer(
+        spec, Journal(spec.storage).records(), read_environment(spec.storage)
+    )
 
 
-def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> SweepResult:
+def _answer(
+    spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]
+) -> SweepResult:
     from tune.report.write import write_report
 
     task_dir = spec.path[0] if spec.path else None
-    answer = write_report(spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir)
+    answer = write_report(
+        spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir
+    )
     return SweepResult(replace(spec, token=""), records, answer)

@@ -1,5 +1,7 @@
-"""Sends a sweep to its trackers: a run with the trials below it. `python -m tune.sweeps.tracking` is the process that
-trainers/tracking/process.py starts.
+"""Sends a sweep to its trackers: a run with the trials below it.
+
+`python -m tune.sweeps.tracking` is the process that trainers/tracking/process.py
+starts.
 """
 
 from __future__ import annotations
@@ -29,21 +31,31 @@ class SweepHistory:
     """A sweep: its trials as they end, by the journal, and its report."""
 
     def __init__(self, sweep: Storage) -> None:
-        self._sweep, self._journal, self._read = sweep, Journal(sweep), set[str]()
+        self._sweep = sweep
+        self._journal = Journal(sweep)
+        self._read = set[str]()
         self._spec: SweepSpec | None = None
 
     def poll(self, ended: str | None) -> list[History]:
         """As `Source` has it; a trial comes once, when it has ended."""
         spec = self._spec = self._spec or read_saved(self._sweep.uri)
-        names = [name.removesuffix(".json") for name in self._sweep.names("trials") if name.endswith(".json")]
+        names = [
+            name.removesuffix(".json")
+            for name in self._sweep.names("trials")
+            if name.endswith(".json")
+        ]
         records = [self._journal.find(name) for name in names if name not in self._read]
         found = [record for record in records if record is not None]
         self._read.update(record.id for record in found)
         trials = sorted(found, key=lambda record: (record.start_time, record.id))
-        return [self._parent(spec, ended), *(trial_history(spec, record) for record in trials)]
+        return [
+            self._parent(spec, ended),
+            *(trial_history(spec, record) for record in trials),
+        ]
 
     def _parent(self, spec: SweepSpec, ended: str | None) -> History:
-        params, tags = as_params(spec.saved()), {"uri": redact(self._sweep.uri)}
+        params = as_params(spec.saved())
+        tags = {"uri": redact(self._sweep.uri)}
         rows: list[Row] = []
         artifacts: dict[str, bytes] = {}
         if ended == "done":
@@ -53,9 +65,23 @@ class SweepHistory:
             if (best := summary["best"]) is not None:
                 tags["best"] = best["id"]
                 values[f"best/{spec.config.objective.metric}"] = float(best["value"])
-            rows.append(Row(int(summary["trials"]), max(self._ends(), default=0.0), values))
-            artifacts = {name: self._content(name) for name in _ARTIFACTS if self._sweep.exists(name)}
-        return History(spec.config.name, "sweep", params, tags, rows, artifacts=artifacts, ended=ended)
+            rows.append(
+                Row(int(summary["trials"]), max(self._ends(), default=0.0), values)
+            )
+            artifacts = {
+                name: self._content(name)
+                for name in _ARTIFACTS
+                if self._sweep.exists(name)
+            }
+        return History(
+            spec.config.name,
+            "sweep",
+            params,
+            tags,
+            rows,
+            artifacts=artifacts,
+            ended=ended,
+        )
 
     def _ends(self) -> list[float]:
         return [record.end_time for record in self._journal.records()]
@@ -66,25 +92,51 @@ class SweepHistory:
 
 
 def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
-    """Return a trial that has ended: its evaluations, and in its last step the figures of results.parquet."""
+    """Return a trial that has ended: its evaluations, and in its last step the figures
+    of results.parquet.
+    """
     rows: dict[int, Row] = {}
     end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
     for point in record.curve:
-        # Back from its end: a trial may have begun on its lane before Tune has started it.
-        step, time_s = int(point["step"]), record.end_time - (end_s - point["train_time_s"])
-        rows[step] = Row(step, time_s, {name: value for name, value in point.items() if name not in _POSITION})
+        # Back from its end: a trial may have begun on its lane before Tune has started
+        # it.
+        step = int(point["step"])
+        time_s = record.end_time - (end_s - point["train_time_s"])
+        rows[step] = Row(
+            step,
+            time_s,
+            {name: value for name, value in point.items() if name not in _POSITION},
+        )
     last = int(max([record.metrics.get("step", 0.0), *rows]))
-    figures = {"trial_time_s": record.end_time - record.start_time}  # one that failed has no other
-    figures |= {name: float(value) for name in _FIGURES if (value := getattr(record, name)) is not None}
-    metrics = {name: value for name, value in record.metrics.items() if name not in _POSITION}
-    of_end = {f"metrics.{name}" if name in figures else name: value for name, value in metrics.items()}
+    figures = {
+        "trial_time_s": record.end_time - record.start_time
+    }  # one that failed has no other
+    figures |= {
+        name: float(value)
+        for name in _FIGURES
+        if (value := getattr(record, name)) is not None
+    }
+    metrics = {
+        name: value for name, value in record.metrics.items() if name not in _POSITION
+    }
+    of_end = {
+        f"metrics.{name}" if name in figures else name: value
+        for name, value in metrics.items()
+    }
     known = rows[last].values if last in rows else {}
     rows[last] = Row(last, record.end_time, {**known, **figures, **of_end})
-    tags = {"status": record.status, "purpose": record.purpose, "message": record.message, "lane": str(record.lane)}
+    tags = {
+        "status": record.status,
+        "purpose": record.purpose,
+        "message": record.message,
+        "lane": str(record.lane),
+    }
     if record.seed is not None:
         tags["seed"] = str(record.seed)
     return History(
-        name=", ".join([*(f"{key} {value}" for key, value in record.config.items()), record.id])[:128],
+        name=", ".join(
+            [*(f"{key} {value}" for key, value in record.config.items()), record.id]
+        )[:128],
         kind="trial",
         params=as_params(trial_tree(spec.train, record.config)),
         tags=tags,

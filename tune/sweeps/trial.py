@@ -1,4 +1,6 @@
-"""A trial as Ray Tune sees it: a trainable without a model, which waits for the reports of its lane (Ray)."""
+"""A trial as Ray Tune sees it: a trainable without a model, which waits for the reports
+of its lane (Ray).
+"""
 
 import contextlib
 import math
@@ -21,19 +23,30 @@ from tune.trials.record import Purpose, TrialRecord, make_record, time_to_target
 
 
 def assignment_of(
-    trial: dict[str, Any], train: dict[str, Any], objective: Objective, purpose: Purpose = "trial"
+    trial: dict[str, Any],
+    train: dict[str, Any],
+    objective: Objective,
+    purpose: Purpose = "trial",
 ) -> Assignment:
     """Return what a lane is given of a trial that the search proposes, or a user."""
     name = trial_id(trial, purpose)
     target = objective.goal if objective.ends_at_target else None
-    return Assignment(new_ticket(name), name, trial_tree(train, trial), target=target, watches=objective.watched)
+    return Assignment(
+        new_ticket(name),
+        name,
+        trial_tree(train, trial),
+        target=target,
+        watches=objective.watched,
+    )
 
 
 class LaneTrial(Trainable):
-    """Submits its configuration to the mailbox; `step` gives one evaluation at a time; the actor is reused.
+    """Submits its configuration to the mailbox; `step` gives one evaluation at a time;
+    the actor is reused.
 
-    The record of a trial is in the journal before Tune hears of its end. A trial whose record is there already (a
-    resumed sweep) ends at once, from the record. Where the actor dies, Tune starts another for the trial.
+    The record of a trial is in the journal before Tune hears of its end. A trial whose
+    record is there already (a resumed sweep) ends at once, from the record. Where the
+    actor dies, Tune starts another for the trial.
     """
 
     def setup(
@@ -48,7 +61,9 @@ class LaneTrial(Trainable):
     ) -> None:
         """Called by Tune once for each actor; the keyword arguments are the sweep's."""
         show_life()
-        self._mailbox, self._train, self._usd_per_hour = mailbox, train or {}, usd_per_hour
+        self._mailbox = mailbox
+        self._train = train or {}
+        self._usd_per_hour = usd_per_hour
         assert sweep is not None  # Tune's signature wants a default
         self._journal = Journal(sweep)
         self._objective = Objective.model_validate(objective)
@@ -74,26 +89,43 @@ class LaneTrial(Trainable):
         self._record = self._journal.find(self._trial)
         if self._record is None:
             assignment = assignment_of(self._space_config, self._train, self._objective)
-            # What an actor that died has submitted goes on: this one hears all of it again.
+            # What an actor that died has submitted goes on: this one hears all of it
+            # again.
             self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 
     def step(self) -> dict[str, Any]:
         """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
-        event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
+        event: Event = ray.get(
+            self._mailbox.next_event.remote(self._ticket, self._events)
+        )
         self._events += 1
         if event.outcome is None:
             self._curve.append(event.row)
-            return {**event.row, "objective": self._value(event.row), "trial": self._trial}
-        given = self._trial, self._space_config, self._objective, self._started, self._curve
+            return {
+                **event.row,
+                "objective": self._value(event.row),
+                "trial": self._trial,
+            }
+        given = (
+            self._trial,
+            self._space_config,
+            self._objective,
+            self._started,
+            self._curve,
+        )
         self._record = make_record(*given, event.outcome, self._usd_per_hour)
-        with contextlib.suppress(StorageError):  # the driver misses it, and says why it cannot be written
+        with contextlib.suppress(
+            StorageError
+        ):  # the driver misses it, and says why it cannot be written
             self._journal.append(self._record)
         return self._final(self._record)
 
     def _value(self, row: dict[str, float]) -> float:
-        """The objective so far, for a scheduler; the worst value where it is not defined yet."""
+        """The objective so far, for a scheduler; the worst value where it is not
+        defined yet.
+        """
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)
             if value is not None and self._objective.metric == "usd_to_target":
@@ -103,12 +135,22 @@ class LaneTrial(Trainable):
         return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> dict[str, Any]:
-        speeds = {"samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
-        said = {"objective": reward(self._objective, record), "trial": record.id, "status": record.status, "done": True}
+        speeds = {
+            "samples_per_s": record.samples_per_s or 0.0,
+            "step_time_s": record.step_time_s or 0.0,
+        }
+        said = {
+            "objective": reward(self._objective, record),
+            "trial": record.id,
+            "status": record.status,
+            "done": True,
+        }
         return {**record.metrics, **speeds, **said}
 
     def cleanup(self) -> None:
-        """Cancel a trial that the search has stopped before its end; the driver records it."""
+        """Cancel a trial that the search has stopped before its end; the driver records
+        it.
+        """
         if self._record is None and self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 

@@ -1,11 +1,16 @@
-"""Figures with a confidence interval, and what repeats of one configuration differ by. Pure."""
+"""Figures with a confidence interval, and what repeats of one configuration differ by.
+
+Pure.
+"""
 
 import math
 from dataclasses import dataclass
 
 REPEATS = 0.2
-"""Standard deviation of the logarithm of what repeats of one configuration need, until enough of them tell it: of the
-samples to the target 0.11 and 0.20 in benchmarks/results/ground-truth-*.json, of which this is the larger."""
+"""Standard deviation of the logarithm of what repeats of one configuration need, until
+enough of them tell it: of the samples to the target 0.11 and 0.20 in
+benchmarks/results/ground-truth-*.json, of which this is the larger.
+"""
 APART = math.exp(1.96 * math.sqrt(2) * REPEATS)
 """The ratio of two runs of one configuration is above it in 2.5 % of all cases."""
 FAR_APART = math.exp(3.24 * math.sqrt(2) * REPEATS)
@@ -25,7 +30,9 @@ class Interval:
 
     def __post_init__(self) -> None:
         if not self.low <= self.value <= self.high:
-            raise ValueError(f"value is {self.value}, but must be between low, {self.low}, and high, {self.high}")
+            raise ValueError(
+                f"value is {self.value}, but must be between low, {self.low}, and high, {self.high}"
+            )
 
 
 def dollars(time_s: float, usd_per_hour: float) -> float:

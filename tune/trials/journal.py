@@ -1,7 +1,9 @@
-"""The journal of a sweep: one JSON file for each trial that ended, durable before Ray Tune is told.
+"""The journal of a sweep: one JSON file for each trial that ended, durable before Ray
+Tune is told.
 
-`<sweep>/trials/<id>.json` is a whole file because object stores have no append. A resumed sweep answers a trial that
-has a record from it and runs only the others. Beside it `boundary.json` keeps which microbatches are known to fit.
+`<sweep>/trials/<id>.json` is a whole file because object stores have no append. A
+resumed sweep answers a trial that has a record from it and runs only the others. Beside
+it `boundary.json` keeps which microbatches are known to fit.
 """
 
 import hashlib
@@ -20,9 +22,17 @@ logger = logging.getLogger(__name__)
 _BOUNDARY = "boundary.json"
 
 
-def trial_id(config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None) -> str:
-    """Return ten hex digits that name a configuration; others where it is run for another purpose or seed."""
-    named = config if purpose == "trial" else {"purpose": purpose, "seed": seed, "config": config}
+def trial_id(
+    config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None
+) -> str:
+    """Return ten hex digits that name a configuration; others where it is run for
+    another purpose or seed.
+    """
+    named = (
+        config
+        if purpose == "trial"
+        else {"purpose": purpose, "seed": seed, "config": config}
+    )
     text = json.dumps(named, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -45,12 +55,19 @@ class Journal:
 
     def find(self, trial: str) -> TrialRecord | None:
         """Return the record of a trial that has ended, else None."""
-        return self._read(f"{trial}.json") if self._storage.exists(f"{trial}.json") else None
+        return (
+            self._read(f"{trial}.json")
+            if self._storage.exists(f"{trial}.json")
+            else None
+        )
 
     def records(self) -> list[TrialRecord]:
         """Return all records, in the order in which the trials started."""
         names = [name for name in self._storage.names() if name.endswith(".json")]
-        return sorted((self._read(name) for name in names), key=lambda record: (record.start_time, record.id))
+        return sorted(
+            (self._read(name) for name in names),
+            key=lambda record: (record.start_time, record.id),
+        )
 
     def _read(self, name: str) -> TrialRecord:
         where = self._storage.locate(name)
@@ -61,16 +78,28 @@ class Journal:
             raise CheckpointError(f"{error}; {fix}") from None
         configured = trial_id(record.config, record.purpose, record.seed)
         if not record.id == configured == name.removesuffix(".json"):
-            raise CheckpointError(f"{where} is the record of another trial, {configured}; {fix}")
+            raise CheckpointError(
+                f"{where} is the record of another trial, {configured}; {fix}"
+            )
         return record
 
 
 def read_boundary(sweep: Storage) -> Boundary:
-    """Return what earlier starts of the sweep have learned of microbatches; nothing when that cannot be read."""
+    """Return what earlier starts of the sweep have learned of microbatches; nothing
+    when that cannot be read.
+    """
     try:
-        return Boundary.from_plain(sweep.read_json(_BOUNDARY, dict[str, Any]) if sweep.exists(_BOUNDARY) else {})
+        return Boundary.from_plain(
+            sweep.read_json(_BOUNDARY, dict[str, Any])
+            if sweep.exists(_BOUNDARY)
+            else {}
+        )
     except CheckpointError as error:
-        logger.warning("%s is damaged (%s): which microbatches fit is learned anew", sweep.locate(_BOUNDARY), error)
+        logger.warning(
+            "%s is damaged (%s): which microbatches fit is learned anew",
+            sweep.locate(_BOUNDARY),
+            error,
+        )
         return Boundary()
 
 

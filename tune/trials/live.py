@@ -1,7 +1,8 @@
-"""How far a sweep is, for whoever reads its directory: `progress.json`, which its driver writes anew every few seconds.
+"""How far a sweep is, for whoever reads its directory: `progress.json`, which its
+driver writes anew every few seconds.
 
-Who watches needs no connection to the cluster. A driver that was killed leaves what it wrote last: whether it is alive
-the directory's lease tells.
+Who watches needs no connection to the cluster. A driver that was killed leaves what it
+wrote last: whether it is alive the directory's lease tells.
 """
 
 import contextlib
@@ -44,7 +45,9 @@ class Live:
 
 
 def write_live(sweep: Storage, live: Live) -> None:
-    """Write it once: where that fails, or the lease is another's, the sweep goes on without."""
+    """Write it once: where that fails, or the lease is another's, the sweep goes on
+    without.
+    """
     with contextlib.suppress(StorageError), sweep.writer(PROGRESS) as stream:
         stream.write(json.dumps(asdict(live)).encode())
 
@@ -52,6 +55,10 @@ def write_live(sweep: Storage, live: Live) -> None:
 def read_live(sweep: Storage) -> Live | None:
     """Return what it says; None where there is none, or it is damaged."""
     try:
-        return sweep.read_json(PROGRESS, Live, finite=False) if sweep.exists(PROGRESS) else None
+        return (
+            sweep.read_json(PROGRESS, Live, finite=False)
+            if sweep.exists(PROGRESS)
+            else None
+        )
     except CheckpointError:
         return None

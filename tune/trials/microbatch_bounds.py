@@ -1,12 +1,17 @@
-"""What is known of which microbatches fit: learned from every trial, shared by all of them, kept across resumes. Pure.
+"""What is known of which microbatches fit: learned from every trial, shared by all of
+them, kept across resumes.
 
-A key stands for everything that touches memory (`key_of`). Memory grows with the size, so every size up to the largest
-that fitted fits, and every size from the smallest that did not on does not. What lies between is not known.
+Pure.
 
-Trials may contradict each other: a size that a probe found to fit runs out of memory an hour later, in a fragmented
-heap. The stricter wins, whichever came first: a size that has once run out is never taken again, nor is a larger one,
-and what was thought to fit from there on is forgotten. So the order of observations does not matter. `observe` returns
-each contradiction as a sentence.
+A key stands for everything that touches memory (`key_of`). Memory grows with the size,
+so every size up to the largest that fitted fits, and every size from the smallest that
+did not on does not. What lies between is not known.
+
+Trials may contradict each other: a size that a probe found to fit runs out of memory an
+hour later, in a fragmented heap. The stricter wins, whichever came first: a size that
+has once run out is never taken again, nor is a larger one, and what was thought to fit
+from there on is forgotten. So the order of observations does not matter. `observe`
+returns each contradiction as a sentence.
 """
 
 import hashlib
@@ -20,33 +25,53 @@ from trainers.config.function import FunctionConfig, RunConfig, build_run
 from trainers.config.sections import Positive
 from trainers.json_data import validated
 
-# All of task_args, since only the task knows which shape the model; deterministic algorithms have other workspaces.
+# All of task_args, since only the task knows which shape the model; deterministic
+# algorithms have other workspaces.
 _MEMORY_KEYS = (
-    *("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic"),
+    *(
+        "task",
+        "task_args",
+        "precision",
+        "compile",
+        "cuda_graphs",
+        "channels_last",
+        "deterministic",
+    ),
     "activation_checkpointing",
 )
 
 
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
-    """Return a digest that is equal for trials whose microbatches need the same memory on a device of one model.
+    """Return a digest that is equal for trials whose microbatches need the same memory
+    on a device of one model.
 
-    `tree` is the run's configuration as plain data, `device_name` the GPU's model and memory ("NVIDIA A10G, 22.5 GiB").
-    The learning rate, the seed, the length and the global batch size of a task's run change no tensor's size; of a
-    training function's configuration only the batch size and numbers with a fraction do not count.
+    `tree` is the run's configuration as plain data, `device_name` the GPU's model and
+    memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed, the length and the
+    global batch size of a task's run change no tensor's size; of a training function's
+    configuration only the batch size and numbers with a fraction do not count.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
         return _digest(
-            {"train_func": config.train_func, "device": device_name, "config": config.others, **_group(config)}
+            {
+                "train_func": config.train_func,
+                "device": device_name,
+                "config": config.others,
+                **_group(config),
+            }
         )
     optimizer = config.optimizer
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
         "strategy": config.strategy,
         **_group(config),
-        "optimizer": [optimizer.name, bool(optimizer.momentum)],  # decides how much state a parameter has
+        "optimizer": [
+            optimizer.name,
+            bool(optimizer.momentum),
+        ],  # decides how much state a parameter has
         "resident": config.data.resident,
-        "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
+        # it runs on the same device, between steps
+        "evaluation": config.evaluate.microbatch_size,
     }
     if config.ema.decay is not None:
         settings["ema"] = True  # a copy of the weights
@@ -57,7 +82,8 @@ def _group(config: RunConfig) -> dict[str, Any]:
     scaling = config.scaling
     return {
         "workers": [scaling.min_workers, scaling.max_workers],
-        "gpus_per_worker": scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
+        # below 1, workers share a GPU's memory
+        "gpus_per_worker": scaling.gpus_per_worker,
     }
 
 
@@ -67,22 +93,28 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 def fixed_size(tree: Mapping[str, Any]) -> int | None:
-    """Return the microbatch that a trial insists on, cut to a worker's share of the batch; None for `auto`. A training
-    function insists on its batch size.
+    """Return the microbatch that a trial insists on, cut to a worker's share of the
+    batch; None for `auto`.
+
+    A training function insists on its batch size.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
         return config.batch_size[1] if config.batch_size else None
     if config.microbatch_size == "auto":
         return None
-    return min(config.microbatch_size, -(-config.batch_size // config.scaling.min_workers))
+    return min(
+        config.microbatch_size, -(-config.batch_size // config.scaling.min_workers)
+    )
 
 
 def bisection_order(sizes: Iterable[int]) -> list[int]:
-    """Return the same sizes, each once, the middle first, then the middles of both halves, and so on.
+    """Return the same sizes, each once, the middle first, then the middles of both
+    halves, and so on.
 
-    n fixed sizes that are tried in this order, those left out that are known not to fit, run out of memory at most
-    ceil(log2(n + 1)) times. (In rising order it is once, but the boundary is known last; in falling order up to n.)
+    n fixed sizes that are tried in this order, those left out that are known not to
+    fit, run out of memory at most ceil(log2(n + 1)) times. (In rising order it is once,
+    but the boundary is known last; in falling order up to n.)
     """
     ordered: list[int] = []
     spans = deque([sorted(set(sizes))])
@@ -107,11 +139,14 @@ class Boundary:
     """The largest microbatch that fits, for each key, as far as it is known."""
 
     def __init__(self) -> None:
-        self._fits: dict[str, set[int]] = {}  # every size: smaller ones count again when a larger one turns out not to
+        self._fits: dict[
+            str, set[int]
+        ] = {}  # every size: smaller ones count again when a larger one turns out not to
         self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Take in that a microbatch of `size` did or did not fit; return the contradiction, if there is one.
+        """Take in that a microbatch of `size` did or did not fit; return the
+        contradiction, if there is one.
 
         Raises ValueError for a size below 1.
         """
@@ -140,7 +175,8 @@ class Boundary:
 
     def fits(self, key: str, size: int) -> bool | None:
         """Whether a size fits; None when that is not known."""
-        low, high = self.largest_fit(key), self.smallest_misfit(key)
+        low = self.largest_fit(key)
+        high = self.smallest_misfit(key)
         if low is not None and size <= low:
             return True
         return False if high is not None and size >= high else None
@@ -148,7 +184,8 @@ class Boundary:
     def to_plain(self) -> dict[str, Any]:
         """Return all of it as plain data, for the journal."""
         return {
-            key: {"fits": sorted(fits), "misfit": self._misfit.get(key)} for key, fits in sorted(self._fits.items())
+            key: {"fits": sorted(fits), "misfit": self._misfit.get(key)}
+            for key, fits in sorted(self._fits.items())
         }
 
     @classmethod

@@ -14,7 +14,9 @@ from tune.objective import Objective
 from tune.trials.interval import Interval, dollars
 
 Purpose = Literal["trial", "repeat", "clone"]
-"""trial: one of the search; repeat: a finalist again, alone, with another seed; clone: one that a user has added."""
+"""trial: one of the search; repeat: a finalist again, alone, with another seed; clone:
+one that a user has added.
+"""
 BY_HAND = "stopped by hand"
 """Message of a trial that a user has stopped."""
 
@@ -34,8 +36,9 @@ def placed(row: dict[str, float]) -> dict[str, float]:
 
 
 Row = Annotated[dict[str, float], AfterValidator(placed)]
-"""An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss, ...; only figures may be NaN or
-infinite."""
+"""An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss,
+...; only figures may be NaN or infinite.
+"""
 
 
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
@@ -45,13 +48,18 @@ USED = ("peak_memory_bytes", "energy_j")
 
 @dataclass(frozen=True)
 class Spent:
-    """Where a trial's time on its lane went; of one that was started again, of its last start."""
+    """Where a trial's time on its lane went; of one that was started again, of its last
+    start.
+    """
 
     began: UnixTime
     """When the lane took it, Unix time of that node, s."""
     starting_s: _Amount
-    """Outside the loop: imports, data, model, the search for a microbatch, and closing them. Of a training function,
-    until it was called."""
+    """Outside the loop: imports, data, model, the search for a microbatch, and closing
+    them.
+
+    Of a training function, until it was called.
+    """
     training_s: _Amount
     """In training steps. Of a training function, all of its call."""
     total_s: _Amount
@@ -80,13 +88,19 @@ class TrialRecord:
     step_time_s: _Amount | None = None
     """Median time of a step."""
     peak_memory_bytes: _Whole | None = None
-    """Peak of the device's memory; of the worker's resident memory on a CPU. Largest over ranks."""
+    """Peak of the device's memory; of the worker's resident memory on a CPU. Largest
+    over ranks.
+    """
     metrics: dict[str, float] = field(default_factory=dict)
-    """The last value of everything that was reported: train_loss, val_loss, val_accuracy, ..."""
+    """The last value of everything that was reported: train_loss, val_loss,
+    val_accuracy, ...
+    """
     curve: list[Row] = field(default_factory=list)
     """One row an evaluation."""
     time_to_target_s: _Amount | None = None
-    """Training time at the first evaluation that met the objective's target; None when none did."""
+    """Training time at the first evaluation that met the objective's target; None when
+    none did.
+    """
     lane: _Whole | None = None
     purpose: Purpose = "trial"
     seed: _Whole | None = None
@@ -98,7 +112,9 @@ class TrialRecord:
     step_time_ci95_s: _Amount | None = None
     """Half width of the 95 % confidence interval of the mean step time."""
     cpu_pressure: _Amount | None = None
-    """Share of its time in which work of rank 0's node waited for a processor (Linux pressure stall information)."""
+    """Share of its time in which work of rank 0's node waited for a processor (Linux
+    pressure stall information).
+    """
     message: str = ""
     """What went wrong, in one line."""
     traceback: str = ""
@@ -106,9 +122,12 @@ class TrialRecord:
     spent: Spent | None = None
     """Where its time went; None where it failed."""
     disturbed_s: _Amount | None = None
-    """Training time that it stood still, or had no processor: its throughput leaves it out, its times do not."""
+    """Training time that it stood still, or had no processor: its throughput leaves it
+    out, its times do not.
+    """
     energy_j: _Amount | None = None
-    """Energy of its GPUs, from the loop's start to its end; None where nothing tells."""
+    """Energy of its GPUs, from the loop's start to its end; None where nothing tells.
+    """
 
     @property
     def finished(self) -> bool:
@@ -117,49 +136,74 @@ class TrialRecord:
 
     @property
     def is_censored(self) -> bool:
-        """Whether a user has stopped the trial: what it would have come to nobody knows."""
+        """Whether a user has stopped the trial: what it would have come to nobody
+        knows.
+        """
         return self.status == "stopped" and self.message == BY_HAND
 
     @property
     def missed_target_s(self) -> float | None:
-        """Training time at the last evaluation before the one that met the target, 0 where that was the first: the
-        target was met in between. None where it was not met, or the evaluations do not tell.
+        """Training time at the last evaluation before the one that met the target, 0
+        where that was the first: the target was met in between.
+
+        None where it was not met, or the evaluations do not tell.
         """
-        times = [0.0, *(row["train_time_s"] for row in self.curve if "train_time_s" in row)]
+        times = [
+            0.0,
+            *(row["train_time_s"] for row in self.curve if "train_time_s" in row),
+        ]
         if self.time_to_target_s is None or self.time_to_target_s not in times[1:]:
             return None
         return times[times.index(self.time_to_target_s, 1) - 1]
 
 
 _FIELDS = {"time_to_target": "time_to_target_s"} | {
-    name: name for name in ("samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
+    name: name
+    for name in ("samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
 }
 
 
 def value_of(metric: str, record: TrialRecord) -> float | None:
-    """Return a trial's figure; None where it failed, has none, or has one that is not finite."""
+    """Return a trial's figure; None where it failed, has none, or has one that is not
+    finite.
+    """
     if not record.finished:
         return None
-    value: float | None = getattr(record, _FIELDS[metric]) if metric in _FIELDS else record.metrics.get(metric)
+    value: float | None = (
+        getattr(record, _FIELDS[metric])
+        if metric in _FIELDS
+        else record.metrics.get(metric)
+    )
     return value if value is not None and math.isfinite(value) else None
 
 
 def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
-    """Return the training time, s, at the first evaluation that met the target; None when none did."""
+    """Return the training time, s, at the first evaluation that met the target; None
+    when none did.
+    """
     return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
 
 
 def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
-    """Return the training time, s, at which a trial met the target: on the straight line between the last evaluation
-    before and the one that met it, between which it may have been at any time. None where it did not meet it.
+    """Return the training time, s, at which a trial met the target: on the straight
+    line between the last evaluation before and the one that met it, between which it
+    may have been at any time.
+
+    None where it did not meet it.
     """
-    time_s, before = record.time_to_target_s, record.missed_target_s
+    time_s = record.time_to_target_s
+    before = record.missed_target_s
     goal = objective.goal
     if goal is None or time_s is None or before is None or not before < time_s:
         return None if time_s is None else Interval(time_s, time_s, time_s)
     metric = goal.metric
-    values = {row["train_time_s"]: row[metric] for row in record.curve if "train_time_s" in row and metric in row}
-    missed, met = values.get(before, math.nan), values.get(time_s, math.nan)
+    values = {
+        row["train_time_s"]: row[metric]
+        for row in record.curve
+        if "train_time_s" in row and metric in row
+    }
+    missed = values.get(before, math.nan)
+    met = values.get(time_s, math.nan)
     way = (goal.value - missed) / (met - missed) if missed != met else 1.0
     if before <= 0 or not 0 <= way <= 1:
         way = 1.0  # before the first evaluation, or from a figure that was not finite
@@ -177,9 +221,11 @@ def make_record(
     purpose: Purpose = "trial",
     seed: int | None = None,
 ) -> TrialRecord:
-    """Return the record of a trial from its evaluations and from what its lane said of its end.
+    """Return the record of a trial from its evaluations and from what its lane said of
+    its end.
 
-    `usd_per_hour` is the price of one lane. A trial that reports no objective or target has status `error`.
+    `usd_per_hour` is the price of one lane. A trial that reports no objective or target
+    has status `error`.
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
@@ -188,7 +234,11 @@ def make_record(
     metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
     # A training function may report them itself.
     found = {name: speed.get(name, metrics.get(name)) for name in _SPEEDS}
-    speeds: Any = {name: value for name, value in found.items() if value is not None and 0 <= value < math.inf}
+    speeds: Any = {
+        name: value
+        for name, value in found.items()
+        if value is not None and 0 <= value < math.inf
+    }
     # So far, while it ran, or as a training function reports them.
     used: Any = {name: result.get(name, metrics.pop(name, None)) for name in USED}
     disturbed_s = metrics.pop("disturbed_s", None)
@@ -197,7 +247,11 @@ def make_record(
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
     known = {*metrics, *(name for name in USED if used[name] is not None)}
     known |= {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
-    if status == "stopped" and time_s is not None and (objective.ends_at_target or purpose == "repeat"):
+    if (
+        status == "stopped"
+        and time_s is not None
+        and (objective.ends_at_target or purpose == "repeat")
+    ):
         status = "done"  # at its target
     missing = sorted(set(objective.watched) - known)
     if status == "done" and missing:
@@ -210,7 +264,9 @@ def make_record(
         start_time=started,
         end_time=time.time(),
         **speeds,
-        peak_memory_bytes=None if used["peak_memory_bytes"] is None else int(used["peak_memory_bytes"]),
+        peak_memory_bytes=None
+        if used["peak_memory_bytes"] is None
+        else int(used["peak_memory_bytes"]),
         energy_j=used["energy_j"],
         metrics=metrics,
         curve=curve,
@@ -229,7 +285,9 @@ def make_record(
 
 
 def _samples(result: Mapping[str, Any]) -> float | None:
-    """Return the samples that a trial has trained; those of a training function by its steps."""
+    """Return the samples that a trial has trained; those of a training function by its
+    steps.
+    """
     if (exact := result.get("samples")) is not None:
         return float(exact)
     return result["steps"] * result["global_batch_size"] if "steps" in result else None

@@ -1,7 +1,8 @@
-"""What a user has a sweep do while it runs: one JSON file an action in `<sweep>/steering/`, which anybody may add.
+"""What a user has a sweep do while it runs: one JSON file an action in
+`<sweep>/steering/`, which anybody may add.
 
-The driver looks there every second, and a resumed sweep reads all of them again: what they come to follows from the
-files alone, whoever reads them and however often.
+The driver looks there every second, and a resumed sweep reads all of them again: what
+they come to follows from the files alone, whoever reads them and however often.
 """
 
 import json
@@ -32,9 +33,13 @@ class Action:
     trial: Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$", max_length=200)] = ""
     """Its id, of those that mean one; the trial that is cloned."""
     keys: dict[str, Any] = field(default_factory=dict)
-    """The whole configuration of a clone; dotted keys of the sweep that an extension sets."""
+    """The whole configuration of a clone; dotted keys of the sweep that an extension
+    sets.
+    """
     goes_on: bool = False
-    """Whether a clone is its trial again, though maybe longer, and may begin with the checkpoint of that."""
+    """Whether a clone is its trial again, though maybe longer, and may begin with the
+    checkpoint of that.
+    """
     time: UnixTime = field(default_factory=time.time)
 
 
@@ -78,7 +83,10 @@ def steered(actions: Iterable[Action]) -> Steering:
         elif action.kind == "first":
             first = [action.trial, *(trial for trial in first if trial != action.trial)]
         elif action.kind == "clone":
-            clones.setdefault(trial_id(action.keys, "clone"), Clone(action.trial, action.keys, action.goes_on))
+            clones.setdefault(
+                trial_id(action.keys, "clone"),
+                Clone(action.trial, action.keys, action.goes_on),
+            )
         elif action.kind == "extend":
             extension |= action.keys
         else:
@@ -99,11 +107,15 @@ class Actions:
         self._storage.write(name, json.dumps(asdict(action)).encode())
 
     def read(self) -> Steering:
-        """Return what the actions come to; each file is read once, and one that is damaged is left out."""
+        """Return what the actions come to; each file is read once, and one that is
+        damaged is left out.
+        """
         for name in self._storage.names():
             if name.endswith(".json") and name not in self._known:
                 self._known[name] = self._read(name)
-        return steered(action for _, action in sorted(self._known.items()) if action is not None)
+        return steered(
+            action for _, action in sorted(self._known.items()) if action is not None
+        )
 
     def _read(self, name: str) -> Action | None:
         try:

@@ -1,4 +1,6 @@
-"""Python imports this where a process starts; the runner puts its directory on PYTHONPATH."""
+"""Python imports this where a process starts; the runner puts its directory on
+PYTHONPATH.
+"""
 
 from tests.faults.hook import install
 
