@@ -41,16 +41,19 @@ _LONGEST = 2**15
 
 
 class _Options(Settings):
-    """Their descriptions are in their types: pydantic need not look for source, through
-    every module there is.
+    """A command's options, whose descriptions are in their types.
+
+    Pydantic would look for them in the source, through every module there is.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 class Command:
-    """A function as a command: the parameter before `*` is given without its name,
-    `overrides` are keys of `config`.
+    """A function as a command: its parameters are the options.
+
+    The parameter before `*` is given without its name; `overrides` are keys of
+    `config`.
 
     A bool is a flag, a tuple may be repeated, a field's title is shown as its value.
     `--name value` and `--name=value` are the same, and so are hyphens and underscores
@@ -158,8 +161,9 @@ class Command:
             )
 
     def _key(self, typed: str) -> str:
-        """An unknown option as a key of the configuration; names in a mapping of the
-        user's own stay as they are.
+        """Return an unknown option as a dotted key of the configuration.
+
+        Names in a mapping of the user's own stay as they are.
         """
         parts = typed.removeprefix("--").split(".")
         model = self.config
@@ -244,8 +248,7 @@ def run(
     config: type[Settings] | None = None,
     advise: bool = False,
 ) -> int:
-    """Run the command that is named first, or else the one without a name; return its
-    exit code.
+    """Run the command that is named first, or the unnamed one; return its exit code.
 
     `doc` is the docstring of the module that `call` starts; its last paragraph says the
     exit codes. `config` is the configuration of commands with `overrides`. `advise`:
@@ -346,9 +349,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _require_directory() -> None:
-    """Raise ConfigError where the working directory was deleted: no relative name means
-    anything then.
-    """
+    """Raise ConfigError where the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -359,8 +360,9 @@ def _require_directory() -> None:
 
 
 def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:
-    """Print on standard error, a line each; once for all of torchrun's workers, or by
-    `every_rank`.
+    """Print sentences on standard error, a line each.
+
+    Once for all of torchrun's workers, or by `every_rank`.
     """
     if every_rank or os.environ.get("RANK", "0") == "0":
         for line in redact(sentences).splitlines():

@@ -1,6 +1,4 @@
-"""FunctionConfig: what a file may say whose `train_func` is a training function for Ray
-Train, in place of a Task.
-"""
+"""FunctionConfig: the file of a training function for Ray Train (`train_func`)."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def flat(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
 class FunctionFailure(Settings):
     """Restarts of a function that fails."""
 
-    max_failures: Restarts = Field(default=0)
+    max_failures: Restarts = 0
     """How often it starts again, with its newest checkpoint, as Ray's FailureConfig has
     it; -1: no limit.
     """
@@ -110,9 +108,9 @@ class FunctionConfig(Settings):
 
     Out of memory, the answer and figures go by them.
     """
-    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    scaling: ScalingConfig = ScalingConfig()
     """Workers and what each of them gets."""
-    failure: FunctionFailure = Field(default_factory=FunctionFailure)
+    failure: FunctionFailure = FunctionFailure()
     """Restarts."""
 
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
@@ -162,9 +160,7 @@ class FunctionConfig(Settings):
 
     @property
     def batch_size(self) -> tuple[str, int] | None:
-        """The batch size by the name that it has here, and its value; None where `keys`
-        names none.
-        """
+        """The batch size's key and value; None where `keys` names none."""
         named = [(name, path) for name, path in self.keys.items() if name in BATCH_KEYS]
         return (
             (named[0][0], flat({_CONFIG: self.train_loop_config})[named[0][1]])
@@ -182,8 +178,9 @@ class FunctionConfig(Settings):
 
     @property
     def others(self) -> Tree:
-        """The function's configuration without its batch size, and without numbers with
-        a fraction: rates and probabilities take no memory.
+        """The function's configuration without its batch size and without fractions.
+
+        Rates and probabilities take no memory.
         """
         sizes = {path for name, path in self.keys.items() if name in BATCH_KEYS}
         whole = flat({_CONFIG: self.train_loop_config})
@@ -194,9 +191,7 @@ class FunctionConfig(Settings):
         }
 
     def tree(self) -> Tree:
-        """Plain data that `FunctionConfig` reads back; keys without a value are left
-        out.
-        """
+        """Return plain data that `FunctionConfig` reads back, without empty keys."""
         return plain(self)
 
 

@@ -1,5 +1,4 @@
-"""The base of every configuration model, and the one sentence that each mistake in a
-file gets.
+"""The base of all configuration models, and one sentence for each mistake in a file.
 
 No torch and no Ray here: a mistake in a file is said before either is imported.
 """
@@ -57,9 +56,7 @@ class Settings(BaseModel):
         return self
 
     def refuse_if(self, condition: bool, key: str, rule: str, fix: str) -> None:
-        """Raise ConfigError about the value of a dotted key where `condition` holds;
-        None is no value to show.
-        """
+        """Raise ConfigError about a dotted key where `condition` holds."""
         if condition:
             value = attrgetter(key)(self)
             shown = plain(value) if isinstance(value, Settings) else value
@@ -67,9 +64,7 @@ class Settings(BaseModel):
 
 
 def plain(settings: Settings) -> Tree:
-    """Plain data that builds the same settings again: keys without a value are left
-    out, what users nest is kept.
-    """
+    """Return plain data that builds the same settings again, without empty keys."""
     values = {
         field.alias or name: getattr(settings, name)
         for name, field in type(settings).model_fields.items()
@@ -95,9 +90,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def keys_of(model: type[Settings]) -> dict[str, FieldInfo]:
-    """The fields of a model by the keys that users write (`async`, which Python cannot
-    name a field).
-    """
+    """Return a model's fields by the keys that users write (`async` is no Python name)."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
@@ -128,9 +121,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def build(model: type[S], tree: Tree, source: str) -> S:
-    """Validate a mapping; every problem becomes a `ConfigError` sentence that names
-    `source`.
-    """
+    """Validate a mapping; each problem becomes a ConfigError that names `source`."""
     try:
         return model.model_validate(tree)
     except ValidationError as invalid:
@@ -222,9 +213,7 @@ _FEW = 8  # keys that a sentence may list
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
-    """The fix for a key that is not there: its name here, where else it stands, or what
-    is near.
-    """
+    """Return the fix for an unknown key: its name here, its place, or a near name."""
     above, _, leaf = path.rpartition(".")
     every = dict(_dotted(model))
     siblings = list(keys_of(owner))
@@ -275,9 +264,7 @@ def _example(path: str, field: FieldInfo | None) -> str:
 
 
 def _mapping_values(field: FieldInfo) -> Any:
-    """The type of the values of a free mapping; None for any other field, and for a
-    union with a mapping in it.
-    """
+    """Return the type of a free mapping's values; None for any other field."""
     members = [
         member for member in _members(field.annotation) if member is not type(None)
     ]
@@ -291,8 +278,7 @@ def _mapping_values(field: FieldInfo) -> Any:
 def _locate(
     model: type[Settings], loc: tuple[int | str, ...], unknown_key: bool
 ) -> tuple[str, type[Settings], FieldInfo | None]:
-    """A pydantic location as (dotted path, the model that owns its last key, that key's
-    field).
+    """Return a pydantic location as (dotted path, owner of its last key, that field).
 
     Parts that pydantic adds for union members (`int`, `list[any]`, a model's name) are
     no keys of ours and are left out; the last part of an unknown key is one, though no

@@ -33,8 +33,9 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
 
 
 def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
-    """A copy of `tree` with dotted overrides applied; setting one key of an exclusive
-    group drops the others.
+    """Return a copy of `tree` with dotted overrides applied.
+
+    Setting one key of an exclusive group drops the others.
 
     Raises ConfigError for what could not be read again from the file that a run keeps
     of it.

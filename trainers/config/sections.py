@@ -1,5 +1,6 @@
-"""The sections of `train.yaml`: each a strict model of its own, without torch; see
-train.py on their descriptions.
+"""The sections of `train.yaml`: strict models, without torch.
+
+See train.py on their descriptions.
 """
 
 from typing import Annotated, ClassVar, Literal, Self
@@ -80,8 +81,8 @@ BatchSizes = Annotated[
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
-    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = Field(
-        default="adamw"
+    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
+        "adamw"
     )
     """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are
     torchao's, with narrow moments.
@@ -94,7 +95,7 @@ class OptimizerConfig(Settings):
     """Weight decay: L2 for sgd and adam, decoupled for adamw."""
     momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
     """Momentum, sgd only."""
-    nesterov: bool | None = Field(default=None)
+    nesterov: bool | None = None
     """Nesterov momentum, sgd only."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
         default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
@@ -124,7 +125,7 @@ class OptimizerConfig(Settings):
 class ScheduleConfig(Settings):
     """The learning rate's course."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(default="constant")
+    name: Literal["constant", "linear", "cosine"] = "constant"
     """Course after the warm-up: constant, or falling to zero at the last step.
 
     A scheduler of torch's comes from the task's `schedule()`.
@@ -152,7 +153,7 @@ class ScheduleConfig(Settings):
 class ScalingRule(Settings):
     """How the learning rate follows the batch size."""
 
-    rule: Literal["none", "linear", "sqrt", "sde"] = Field(default="none")
+    rule: Literal["none", "linear", "sqrt", "sde"] = "none"
     """linear for SGD (Goyal et al. 2017), sqrt for Adam; sde: the whole rule for Adam
     (Malladi et al. 2022), where betas, `eps`, decoupled weight decay and `ema.decay`
     follow too.
@@ -172,9 +173,7 @@ class ScalingRule(Settings):
         return self
 
     def ratio(self, size: int) -> float:
-        """Return how many times as large as the base batch size a global batch size is;
-        1 without a rule.
-        """
+        """Return a global batch size as a multiple of the base; 1 without a rule."""
         return (
             1.0
             if self.rule == "none" or self.base_batch_size is None
@@ -200,11 +199,11 @@ class EvaluateConfig(Settings):
         ("every_epochs", "every_steps"),
     )
 
-    every_epochs: Positive | None = Field(default=None)
+    every_epochs: Positive | None = None
     """Epochs between two evaluations (1 when neither key is set)."""
     every_steps: Positive | None = Field(default=None, examples=[500])
     """Steps between two evaluations."""
-    microbatch_size: Positive = Field(default=256)
+    microbatch_size: Positive = 256
     """Samples of one evaluation batch; fixed, so that figures do not depend on the
     number of workers.
 
@@ -217,7 +216,7 @@ class EarlyStoppingConfig(Settings):
 
     metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
     """The figure of an evaluation that has to improve: else the run ends, as done."""
-    mode: Mode | None = Field(default=None)
+    mode: Mode | None = None
     """Whether a small or a large one is good; known by itself of most names (loss, mae,
     wer, accuracy, f1, bleu, ...; scikit-learn's neg_mean_squared_error), and required
     of others.
@@ -253,9 +252,9 @@ class DataConfig(Settings):
     """Microbatches that each loader process prepares ahead (torch's default when not
     set).
     """
-    pin_memory: AutoOrBool = Field(default="auto")
+    pin_memory: AutoOrBool = "auto"
     """Page-locked host memory for faster copies; auto: on CUDA."""
-    resident: AutoOrBool = Field(default="auto")
+    resident: AutoOrBool = "auto"
     """Whole split as tensors on the device; auto: a TensorDataset that takes at most a
     tenth of its memory.
     """
@@ -286,15 +285,15 @@ class ScalingConfig(Settings):
     """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher:
     ray`.
     """
-    use_gpu: AutoOrBool = Field(default="auto")
+    use_gpu: AutoOrBool = "auto"
     """GPUs for the workers; auto: when the cluster (or this machine) has any."""
-    cpus_per_worker: Positive = Field(default=1)
+    cpus_per_worker: Positive = 1
     """CPU cores of one worker, and its number of compute threads under every launcher.
     """
     gpus_per_worker: float = Field(default=1, gt=0, le=1024)
     """GPUs of one worker."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
-        Field(default="PACK")
+        "PACK"
     )
     """Ray's placement of the workers on nodes."""
     label_selector: dict[str, str] = Field(
@@ -349,7 +348,7 @@ class CheckpointConfig(Settings):
 
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
-    every_epochs: Positive | None = Field(default=None)
+    every_epochs: Positive | None = None
     """Epochs between two checkpoints (1 when no key is set; of a stream without epochs,
     `every_s: 600`).
 
@@ -357,15 +356,15 @@ class CheckpointConfig(Settings):
     """
     every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
-    keep: Positive = Field(default=2)
+    keep: Positive = 2
     """Newest checkpoints that are kept."""
     best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
     """A metric of evaluation whose best checkpoint is kept too."""
-    best_mode: Mode | None = Field(default=None)
+    best_mode: Mode | None = None
     """Whether a small or a large `best` is good; known by itself as
     `early_stopping.mode` is.
     """
-    parameters: Literal["all", "trained"] = Field(default="all")
+    parameters: Literal["all", "trained"] = "all"
     """What of the model is written. trained: without the parameters that the task's
     `model()` has frozen.
 
@@ -396,7 +395,7 @@ class CheckpointConfig(Settings):
 class DdpConfig(Settings):
     """What only `strategy: ddp` has."""
 
-    sync_batchnorm: bool = Field(default=False)
+    sync_batchnorm: bool = False
     """BatchNorm by the statistics of all workers' microbatches together (torch's
     SyncBatchNorm).
 
@@ -411,24 +410,20 @@ LEAST_PHASE_S = 60.0
 
 
 class FailureConfig(Settings):
-    """How many restarts from the newest checkpoint each kind of failure gets; -1: no
-    limit.
-    """
+    """Restarts from the newest checkpoint for each kind of failure; -1: no limit."""
 
-    error: Restarts = Field(default=POLICIES["error"].restarts)
+    error: Restarts = POLICIES["error"].restarts
     """An exception in the task."""
-    node_lost: Restarts = Field(default=POLICIES["node_lost"].restarts)
+    node_lost: Restarts = POLICIES["node_lost"].restarts
     """A worker process or its node died."""
-    preempted: Restarts = Field(default=POLICIES["preempted"].restarts)
+    preempted: Restarts = POLICIES["preempted"].restarts
     """The node was drained or taken back."""
-    out_of_host_memory: Restarts = Field(
-        default=POLICIES["out_of_host_memory"].restarts
-    )
+    out_of_host_memory: Restarts = POLICIES["out_of_host_memory"].restarts
     """The host ran out of memory."""
-    hung: Restarts = Field(default=POLICIES["hung"].restarts)
+    hung: Restarts = POLICIES["hung"].restarts
     """No step was made for `hang_timeout_s`, or a phase took longer than that allows.
     """
-    hang_timeout_s: Seconds = Field(default=1800)
+    hang_timeout_s: Seconds = 1800
     """Seconds without a batch until the stacks of all ranks are saved and the workers
     end.
 

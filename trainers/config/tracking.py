@@ -1,6 +1,4 @@
-"""The key `tracking` of train.yaml and sweep.yaml: the experiment trackers that hear of
-a run.
-"""
+"""The key `tracking`: the experiment trackers that are told of a run or a sweep."""
 
 from __future__ import annotations
 

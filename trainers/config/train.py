@@ -100,9 +100,9 @@ class TrainConfig(Settings):
     """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as
     a random split, is the same for every seed.
     """
-    deterministic: bool = Field(default=False)
+    deterministic: bool = False
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
-    device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto")
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """Where to train; auto: cuda, then mps, then cpu."""
 
     epochs: Positive | None = Field(default=None, examples=[10])
@@ -112,13 +112,11 @@ class TrainConfig(Settings):
     max_time_s: Seconds | None = Field(default=None, examples=[3600])
     """Seconds until the run writes a checkpoint and leaves; the same command goes on.
     """
-    evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
+    evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
     """Evaluation of the validation split."""
-    early_stopping: sections.EarlyStoppingConfig = Field(
-        default_factory=sections.EarlyStoppingConfig
-    )
+    early_stopping: sections.EarlyStoppingConfig = sections.EarlyStoppingConfig()
     """When the run ends before its last step."""
-    log_every_steps: Positive = Field(default=50)
+    log_every_steps: Positive = 50
     """Steps whose mean loss makes one line of the log, and `train_loss`: the last one
     has the steps that are left, and before the first one it is the mean so far.
 
@@ -138,7 +136,7 @@ class TrainConfig(Settings):
 
     `lr_scaling` gives each its learning rate.
     """
-    drop_last: bool = Field(default=False)
+    drop_last: bool = False
     """Leave out the last, shorter step of an epoch (default: it is trained, weighted by
     its samples).
     """
@@ -151,69 +149,61 @@ class TrainConfig(Settings):
     share, halved until it fits.
     """
 
-    precision: Precision = Field(default="fp32")
+    precision: Precision = "fp32"
     """Number formats of parameters, autocast and matmul: the table is in
     trainers/model/precision.py.
     """
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
-        default="off"
-    )
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
     """torch.compile by mode: of the model (with fsdp, of each sharded block by itself),
     and in training of the task's loss() too, without CUDA graphs.
     """
-    fullgraph: bool = Field(default=False)
+    fullgraph: bool = False
     """Make a graph break in the model an error; loss() may always break its graph."""
-    cuda_graphs: AutoOrBool = Field(default="auto")
+    cuda_graphs: AutoOrBool = "auto"
     """Capture whole steps as CUDA graphs, with one worker and a fused optimizer.
 
     Replays run no Python code of the task, and end where they differ from plain steps.
     auto: on a GPU, if steps are 3 % faster.
     """
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none"
-    )
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Compute activations again in the backward pass, in blocks that a ModuleList or
     Sequential repeats. full: all of a block; selective: all but matrix products,
     convolutions and attention.
 
     Losses stay the same.
     """
-    channels_last: AutoOrBool = Field(default="auto")
+    channels_last: AutoOrBool = "auto"
     """Memory format of 4-D parameters and batches; auto: channels last for convolutions
     on CUDA.
     """
-    strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
+    strategy: Literal["ddp", "fsdp", "dp", "none"] = "ddp"
     """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp:
     torch's DataParallel, one process on all its GPUs; none: a single worker, no
     wrapper.
     """
-    ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
+    ddp: sections.DdpConfig = sections.DdpConfig()
     """What only `strategy: ddp` has."""
 
     optimizer: sections.OptimizerConfig = Field(
         examples=[{"name": "adamw", "lr": 0.001}]
     )
     """The optimizer."""
-    lr_schedule: sections.ScheduleConfig = Field(
-        default_factory=sections.ScheduleConfig
-    )
+    lr_schedule: sections.ScheduleConfig = sections.ScheduleConfig()
     """The learning rate's course."""
-    lr_scaling: sections.ScalingRule = Field(default_factory=sections.ScalingRule)
+    lr_scaling: sections.ScalingRule = sections.ScalingRule()
     """How the learning rate follows the batch size."""
     clip_grad_norm: float | None = Field(default=None, gt=0, examples=[1.0])
     """Largest norm of the gradient; larger ones are scaled down to it."""
-    ema: sections.EmaConfig = Field(default_factory=sections.EmaConfig)
+    ema: sections.EmaConfig = sections.EmaConfig()
     """Moving average of the weights."""
 
-    data: sections.DataConfig = Field(default_factory=sections.DataConfig)
+    data: sections.DataConfig = sections.DataConfig()
     """How samples reach the device."""
-    scaling: sections.ScalingConfig = Field(default_factory=sections.ScalingConfig)
+    scaling: sections.ScalingConfig = sections.ScalingConfig()
     """Workers and what each of them gets."""
-    checkpoint: sections.CheckpointConfig = Field(
-        default_factory=sections.CheckpointConfig
-    )
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     """When training state goes to storage."""
-    failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
+    failure: sections.FailureConfig = sections.FailureConfig()
     """Restarts for each kind of failure (`launcher: ray`)."""
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
     """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio,
@@ -226,12 +216,12 @@ class TrainConfig(Settings):
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
     directory (`--profile`: 5).
     """
-    noise_scale: bool = Field(default=False)
+    noise_scale: bool = False
     """Log the gradient noise scale (McCandlish et al. 2018), from what single workers
     or microbatches contribute to every tenth step; one worker without accumulation has
     none.
     """
-    launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
+    launcher: Literal["ray", "local", "spawn"] = "ray"
     """What starts the workers; torchrun, where it has started this process, takes its
     place.
     """
@@ -432,16 +422,12 @@ class TrainConfig(Settings):
 
     @property
     def batch_size(self) -> int:
-        """Samples of one optimizer step over all workers, whichever key gave it; the
-        most where that changes.
-        """
+        """Samples of one optimizer step over all workers; the most where that changes."""
         return max(size for _, size in self.batch_sizes)
 
     @property
     def batch_sizes(self) -> list[tuple[int | None, int]]:
-        """Global batch sizes in order, each with the samples of the run until which it
-        holds (None: to the end).
-        """
+        """Global batch sizes in order, each with its last sample, or None."""
         if self.batch_schedule is not None:
             return [(one.until_samples, one.size) for one in self.batch_schedule]
         return [
@@ -459,9 +445,7 @@ class TrainConfig(Settings):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the learning rate's course goes by samples, not by steps: those of a
-        changing size are not alike.
-        """
+        """Whether the learning rate follows samples, since steps differ in size."""
         return self.batch_schedule is not None and self.epochs is not None
 
     @property
@@ -471,9 +455,7 @@ class TrainConfig(Settings):
 
     @property
     def trackers(self) -> list[TrackerConfig]:
-        """The experiment trackers that follow the run; TensorBoard's events come from
-        the run itself.
-        """
+        """The trackers that follow the run; the run writes TensorBoard itself."""
         return [one for one in chosen(self.tracking) if one.tracker != "tensorboard"]
 
     def tree(self) -> Tree:
