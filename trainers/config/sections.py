@@ -3,6 +3,7 @@
 See train.py on their descriptions.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -23,6 +24,13 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
 PATH = r"^[^\x00-\x1f\x7f]+$"
 PATH_RULE = "must be a path or URI, without control characters"
+RunName = Annotated[
+    str,
+    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
+]
+Place = Annotated[
+    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
+]
 AutoOrBool = Annotated[
     Literal["auto"] | bool,
     Field(json_schema_extra={"rule": "must be auto, true or false"}),
@@ -44,30 +52,25 @@ class ScheduledSize(Settings):
 
 def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     """Raise ConfigError for a batch schedule that could be misread."""
-    *first, last = schedule
-    if last.until_samples is not None:
-        fix = "remove it, or add `{size: B}` for what follows"
-        rule = "is in the last entry, whose size holds to the end of the run"
-        raise ConfigError(
-            f"[{len(first)}].until_samples", last.until_samples, rule, fix
-        )
+    last = len(schedule) - 1
     before = 0
-    for number, scheduled in enumerate(first):
+    for number, scheduled in enumerate(schedule):
         key = f"[{number}].until_samples"
         until = scheduled.until_samples
-        if until is None:
+        if (until is None) != (number == last):
+            rule = "must be in every entry but the last one, whose size holds to the end of the run"
+            shown = MISSING if until is None else until
             raise ConfigError(
                 key,
-                MISSING,
-                "is required in every entry but the last one",
-                "add `until_samples: 64000`",
+                shown,
+                rule,
+                "write `{until_samples: 64000, size: 64}, {size: 256}`",
             )
-        if until <= before:
+        if until is not None and until <= before:
             rule = f"must be above the {before} of the entry before: it counts from the start of the run"
-            raise ConfigError(
-                key, until, rule, "add the samples of the entries before to it"
-            )
-        before = until
+            fix = "add the samples of the entries before to it"
+            raise ConfigError(key, until, rule, fix)
+        before = until or 0
     return schedule
 
 
@@ -80,6 +83,8 @@ BatchSizes = Annotated[
 
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
+
+    needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
 
     name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
         "adamw"
@@ -106,19 +111,13 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
-        for name in (
-            ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
-        ):
-            given = getattr(self, name) is not None
-            self.refuse_if(
-                given, name, f"has no effect with optimizer {self.name}", "remove it"
-            )
-        self.refuse_if(
-            bool(self.nesterov) and not self.momentum,
-            "nesterov",
-            "needs momentum",
-            "set `momentum: 0.9`",
-        )
+        of_others = ("betas", "eps")
+        if self.name != "sgd":
+            of_others = ("momentum", "nesterov")
+        rule = f"has no effect with optimizer {self.name}"
+        for key in of_others:
+            given = getattr(self, key) is not None
+            self.refuse_if(given, key, rule, "remove it")
         return self
 
 
@@ -141,12 +140,8 @@ class ScheduleConfig(Settings):
     @model_validator(mode="after")
     def _steps_or_share(self) -> Self:
         beyond = isinstance(self.warmup, float) and self.warmup >= 1
-        self.refuse_if(
-            beyond,
-            "warmup",
-            "as a share must be below 1",
-            "write steps as a whole number",
-        )
+        fix = "write steps as a whole number"
+        self.refuse_if(beyond, "warmup", "as a share must be below 1", fix)
         return self
 
 
@@ -164,21 +159,15 @@ class ScalingRule(Settings):
     @model_validator(mode="after")
     def _base_is_known(self) -> Self:
         unknown = self.rule != "none" and self.base_batch_size is None
-        self.refuse_if(
-            unknown,
-            "base_batch_size",
-            "is what the rule scales from",
-            "add `base_batch_size: 64`",
-        )
+        rule = "is what the rule scales from"
+        self.refuse_if(unknown, "base_batch_size", rule, "add `base_batch_size: 64`")
         return self
 
     def ratio(self, size: int) -> float:
         """Return a global batch size as a multiple of the base; 1 without a rule."""
-        return (
-            1.0
-            if self.rule == "none" or self.base_batch_size is None
-            else size / self.base_batch_size
-        )
+        if self.rule == "none" or self.base_batch_size is None:
+            return 1.0
+        return size / self.base_batch_size
 
 
 class EmaConfig(Settings):
@@ -214,6 +203,12 @@ class EvaluateConfig(Settings):
 class EarlyStoppingConfig(Settings):
     """When a run ends before its last step; off without a `metric`."""
 
+    needs: ClassVar[Mapping[str, str]] = {
+        "mode": "metric",
+        "patience": "metric",
+        "metric": "patience",
+    }
+
     metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
     """The figure of an evaluation that has to improve: else the run ends, as done."""
     mode: Mode | None = None
@@ -226,19 +221,8 @@ class EarlyStoppingConfig(Settings):
     """
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
-        for name in ("mode", "patience"):
-            alone = self.metric is None and getattr(self, name) is not None
-            self.refuse_if(
-                alone, name, "has no effect without a metric", "add `metric: val_loss`"
-            )
+    def _has_a_direction(self) -> Self:
         if self.metric is not None:
-            self.refuse_if(
-                self.patience is None,
-                "patience",
-                "is required with a metric",
-                "add `patience: 5`",
-            )
             check_direction("mode", self.metric, self.mode)
         return self
 
@@ -246,7 +230,9 @@ class EarlyStoppingConfig(Settings):
 class DataConfig(Settings):
     """How samples reach the device."""
 
-    num_workers: int = Field(default=0, ge=0, le=1024)
+    needs: ClassVar[Mapping[str, str]] = {"prefetch_factor": "num_workers"}
+
+    num_workers: int = Field(default=0, ge=0, le=1024, examples=[2])
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
     """Microbatches that each loader process prepares ahead (torch's default when not
@@ -260,15 +246,10 @@ class DataConfig(Settings):
     """
 
     @model_validator(mode="after")
-    def _prefetch_has_workers(self) -> Self:
-        alone = self.prefetch_factor is not None and self.num_workers == 0
-        self.refuse_if(
-            alone, "prefetch_factor", "needs loader processes", "set `num_workers: 2`"
-        )
+    def _resident_has_no_workers(self) -> Self:
         unused = self.resident is True and self.num_workers > 0
-        self.refuse_if(
-            unused, "num_workers", "has no effect with resident data", "remove it"
-        )
+        rule = "has no effect with resident data"
+        self.refuse_if(unused, "num_workers", rule, "remove it")
         return self
 
 
@@ -309,39 +290,32 @@ class ScalingConfig(Settings):
     @model_validator(mode="after")
     def _range(self) -> Self:
         workers = self.num_workers
-        wrong = isinstance(workers, list) and (
-            len(workers) != 2 or workers[0] > workers[1]
-        )
-        self.refuse_if(
-            wrong,
-            "num_workers",
-            "must be [MIN, MAX] with MIN at most MAX",
-            "write [1, 4]",
-        )
+        if isinstance(workers, list):
+            wrong = len(workers) != 2 or workers[0] > workers[1]
+            rule = "must be [MIN, MAX] with MIN at most MAX"
+            self.refuse_if(wrong, "num_workers", rule, "write [1, 4]")
         return self
 
     @property
     def min_workers(self) -> int:
         """The fewest workers that the run may have."""
-        return (
-            self.num_workers
-            if isinstance(self.num_workers, int)
-            else self.num_workers[0]
-        )
+        return self._range_of_workers[0]
 
     @property
     def max_workers(self) -> int:
         """The most workers that the run may have."""
-        return (
-            self.num_workers
-            if isinstance(self.num_workers, int)
-            else self.num_workers[1]
-        )
+        return self._range_of_workers[-1]
+
+    @property
+    def _range_of_workers(self) -> list[int]:
+        workers = self.num_workers
+        return [workers] if isinstance(workers, int) else workers
 
 
 class CheckpointConfig(Settings):
     """When training state goes to storage; the last step is always written."""
 
+    needs: ClassVar[Mapping[str, str]] = {"best_mode": "best"}
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("every_steps", "every_epochs", "every_s"),
     )
@@ -382,11 +356,7 @@ class CheckpointConfig(Settings):
         return (self.every_steps, self.every_epochs, self.every_s) != (None, None, None)
 
     @model_validator(mode="after")
-    def _mode_has_a_metric(self) -> Self:
-        alone = self.best_mode is not None and self.best is None
-        self.refuse_if(
-            alone, "best_mode", "has no effect without best", "add `best: val_accuracy`"
-        )
+    def _has_a_direction(self) -> Self:
         if self.best is not None:
             check_direction("best_mode", self.best, self.best_mode)
         return self

@@ -14,19 +14,17 @@ from pydantic import Field, model_validator
 import trainers.config.sections as sections
 from trainers.config.foreign import FOREIGN
 from trainers.config.metrics import direction_of
-from trainers.config.model import Settings, Tree, plain
+from trainers.config.model import Settings, Tree, example, plain
 from trainers.config.sections import (
-    NAME,
-    NAME_RULE,
-    PATH,
-    PATH_RULE,
     AutoOrBool,
     Count,
+    Place,
     Positive,
+    RunName,
     Seconds,
 )
 from trainers.config.tracking import TrackerConfig, Tracking, chosen
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 
 _SMALLEST_HALF = 2.0**-24
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -73,25 +71,13 @@ class TrainConfig(Settings):
     """
     task_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the Task."""
-    task_dir: str | None = Field(
-        default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE}
-    )
+    task_dir: Place = None
     """Directory to search for the module of the task or function first; sweeps set it
     in best.yaml.
     """
-    name: str = Field(
-        default="run",
-        pattern=NAME,
-        examples=["digits"],
-        json_schema_extra={"rule": NAME_RULE},
-    )
+    name: RunName = "run"
     """Name of the run: its directory below `storage_path`."""
-    storage_path: str | None = Field(
-        default=None,
-        pattern=PATH,
-        examples=["s3://bucket/runs"],
-        json_schema_extra={"rule": PATH_RULE},
-    )
+    storage_path: Place = Field(default=None, examples=["s3://bucket/runs"])
     """Where runs are kept: a directory or any pyarrow.fs URI (default
     $PACELINE_STORAGE, else ./results).
     """
@@ -230,14 +216,9 @@ class TrainConfig(Settings):
     def _one_of_each_group(self) -> Self:
         for group in self.exclusive:
             first, second, *_ = group
-            if all(getattr(self, name) is None for name in group):
-                example = (type(self).model_fields[first].examples or [1])[0]
-                raise ConfigError(
-                    first,
-                    MISSING,
-                    f"or {second} is required",
-                    f"add `{first}: {example}`",
-                )
+            missing = all(getattr(self, name) is None for name in group)
+            fix = f"add {example(first, type(self).model_fields[first])}"
+            self.refuse_if(missing, first, f"or {second} is required", fix)
         return self
 
     @model_validator(mode="after")
@@ -387,29 +368,23 @@ class TrainConfig(Settings):
         stop = self.early_stopping
         known = direction_of(best.best or "")
         differ = (best.best_mode or known) != (stop.mode or known)
+        contradicts = best.best == stop.metric and differ
         rule = f"contradicts checkpoint.best, which goes by {best.best} too"
-        self.refuse_if(
-            best.best == stop.metric and differ,
-            "early_stopping.mode",
-            rule,
-            "give both the same mode",
-        )
+        key = "early_stopping.mode"
+        self.refuse_if(contradicts, key, rule, "give both the same mode")
         return self
 
     @model_validator(mode="after")
     def _eps_survives(self) -> Self:
-        eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
+        if self.precision != "fp16-pure" or self.optimizer.name == "sgd":
+            return self
+        eps = self.optimizer.eps or 1e-8
         if self.lr_scaling.rule == "sde":
             eps /= math.sqrt(self.lr_scaling.ratio(self.batch_size))
-        if (
-            self.precision == "fp16-pure"
-            and self.optimizer.name != "sgd"
-            and eps < _SMALLEST_HALF
-        ):
+        if eps < _SMALLEST_HALF:
             rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
-            raise ConfigError(
-                "optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16"
-            )
+            fix = "set `eps: 1e-4`, or use precision fp16"
+            raise ConfigError("optimizer.eps", eps, rule, fix)
         return self
 
     def with_global_batch(self) -> TrainConfig:
@@ -429,14 +404,9 @@ class TrainConfig(Settings):
     def batch_sizes(self) -> list[tuple[int | None, int]]:
         """Global batch sizes in order, each with its last sample, or None."""
         if self.batch_schedule is not None:
-            return [(one.until_samples, one.size) for one in self.batch_schedule]
-        return [
-            (
-                None,
-                self.global_batch_size
-                or (self.batch_size_per_worker or 0) * self.scaling.max_workers,
-            )
-        ]
+            return [(entry.until_samples, entry.size) for entry in self.batch_schedule]
+        of_workers = (self.batch_size_per_worker or 0) * self.scaling.max_workers
+        return [(None, self.global_batch_size or of_workers)]
 
     @property
     def changes_batch(self) -> bool:
@@ -451,12 +421,13 @@ class TrainConfig(Settings):
     @property
     def writes_events(self) -> bool:
         """Whether rank 0 writes TensorBoard events."""
-        return any(one.tracker == "tensorboard" for one in chosen(self.tracking))
+        return len(self.trackers) < len(self.tracking)
 
     @property
     def trackers(self) -> list[TrackerConfig]:
         """The trackers that follow the run; the run writes TensorBoard itself."""
-        return [one for one in chosen(self.tracking) if one.tracker != "tensorboard"]
+        trackers = chosen(self.tracking)
+        return [each for each in trackers if each.tracker != "tensorboard"]
 
     def tree(self) -> Tree:
         """Plain data that `TrainConfig` reads back; keys without a value are left out."""
