@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from benchmarks.measure import interleave, save, show, summarize
-from trainers.arrow import ArrowDataset
+from trainers import ArrowDataset
 from trainers.config.sections import DataConfig
 from trainers.task import Task, task_feed
 

@@ -85,11 +85,9 @@ class PacelineError(Exception):
         """What the user can do about it; empty where the sentence says it."""
         if disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
-        return (
-            POLICIES[self.status].advice
-            if self.status != "error" and FIX not in str(self)
-            else ""
-        )
+        if self.status == "error" or FIX in str(self):
+            return ""
+        return POLICIES[self.status].advice
 
 
 class ConfigError(PacelineError, ValueError):
@@ -224,47 +222,37 @@ class RunFailedError(PacelineError):
         cause = min(errors, key=lambda error: (error._distance, error.when))
         if cause.status != "hung":
             return cause
-        hangs = [
-            error
-            for error in errors
-            if error.status == "hung" or (error.follows and error.status == "node_lost")
-        ]
-        words = dict.fromkeys(
-            error.message for error in sorted(hangs, key=lambda error: error._distance)
-        )
-        return RunFailedError(
-            "hung", "; ".join(words), cause.when, follows=cause.follows
-        )
+        words: dict[str, None] = {}
+        for error in sorted(errors, key=lambda error: error._distance):
+            was_ended = error.follows and error.status == "node_lost"
+            if error.status == "hung" or was_ended:
+                words[error.message] = None
+        message = "; ".join(words)
+        return RunFailedError("hung", message, cause.when, follows=cause.follows)
 
     @property
     def _distance(self) -> int:
         """How far from the cause such a failure is, among those of other ranks."""
         if self.smaller:
             return 0
-        if not self.follows:
-            return (
-                1
-                if self.status
-                in ("node_lost", "preempted", "hung", "out_of_host_memory")
-                else 2
-            )
-        return {"hung": 3, "node_lost": 4}.get(self.status, 5)
+        if self.follows:
+            return {"hung": 3, "node_lost": 4}.get(self.status, 5)
+        died = ("node_lost", "preempted", "hung", "out_of_host_memory")
+        return 1 if self.status in died else 2
 
     @property
     def advice(self) -> str:
         """What the user can do about it."""
         if self.follows and self.status == "error":
             return "the rank that failed first says why; without one, see the network between the nodes"
-        return super().advice or (
-            "" if FIX in str(self) else POLICIES[self.status].advice
-        )
+        if FIX in str(self):
+            return ""
+        return super().advice or POLICIES[self.status].advice
 
     def __str__(self) -> str:
-        return (
-            self.message
-            if self.config
-            else f"the run ended as `{self.status}`: {self.message}"
-        )
+        if self.config:
+            return self.message
+        return f"the run ended as `{self.status}`: {self.message}"
 
 
 class _Missing(Enum):
@@ -311,16 +299,10 @@ def did_you_mean(
     A known name that it begins with is near, too (max of maximize).
     """
     names = list(known)
-    near = nearest(str(name), names)
-    if near is None:
-        near = next(
-            (
-                one
-                for one in names
-                if len(one) > 2 and _plain(str(name)).startswith(_plain(one))
-            ),
-            None,
-        )
+    typed = _plain(str(name))
+    begins = [known for known in names if len(known) > 2]
+    begins = [known for known in begins if typed.startswith(_plain(known))]
+    near = nearest(typed, names) or next(iter(begins), None)
     return otherwise if near is None else f"did you mean `{shown(near)}`?"
 
 
@@ -329,7 +311,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
     Capitals, and `-` in place of `_`, are no difference.
     """
-    by_plain = {_plain(one): one for one in known}
+    by_plain = {_plain(word): word for word in known}
     near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=cutoff)
     return by_plain[near[0]] if near else None
 
@@ -340,14 +322,16 @@ def _plain(name: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name."""
-    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+    return printable(_lines(error)[0])
 
 
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, or its type's name."""
-    return redact(
-        (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-    )
+    return redact(_lines(error)[-1].strip())
+
+
+def _lines(error: BaseException) -> list[str]:
+    return str(error).strip().splitlines() or [type(error).__name__]
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -356,9 +340,8 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or (
-            None if error.__suppress_context__ else error.__context__
-        )
+        context = None if error.__suppress_context__ else error.__context__
+        error = error.__cause__ or context
 
 
 def disk_is_full(error: BaseException) -> bool:

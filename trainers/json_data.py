@@ -27,27 +27,28 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
         tree = json.loads(data.decode(), parse_int=_whole, **numbers)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
+    _check_depth(tree)
+    if is_dataclass(kind) and isinstance(tree, dict):
+        unknown = tree.keys() - {field.name for field in fields(kind)}
+        if unknown:
+            raise CheckpointError(f"it has an unknown key, {min(unknown)[:80]!r}")
+    return validated(tree, kind)
+
+
+def _check_depth(tree: Any) -> None:
     level = [tree]
     depth = 0
     while level:
-        depth += 1
         if depth > _MOST_DEPTH:
             raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-        inner = (
-            one.values() if isinstance(one, dict) else one
-            for one in level
-            if isinstance(one, (dict, list))
-        )
-        level = [
-            child
-            for children in inner
-            for child in children
-            if isinstance(child, (dict, list))
-        ]
-    known = {one.name for one in fields(kind)} if is_dataclass(kind) else set()
-    if known and isinstance(tree, dict) and (unknown := sorted(tree.keys() - known)):
-        raise CheckpointError(f"it has an unknown key, {unknown[0][:80]!r}")
-    return validated(tree, kind)
+        depth += 1
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                below += part.values()
+            elif isinstance(part, list):
+                below += part
+        level = below
 
 
 def validated(value: Any, kind: type[T]) -> T:

@@ -116,9 +116,9 @@ class Holder:
         except PermissionError:
             pass  # another user's
         started = _started(self.pid)
-        return started is not None and (
-            not self.started or started in ("", self.started)
-        )
+        if started is None:
+            return False
+        return not self.started or started in ("", self.started)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -312,13 +312,10 @@ class _Lease:
             deadline = time.monotonic() + STALE_S
             while time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
-                if (now := _read(self._storage)) != found:
-                    new = None if now is None else Holder.read(now)
-                    if (
-                        holder is not None
-                        and new is not None
-                        and new.token == holder.token
-                    ):
+                now = _read(self._storage)
+                if now != found:
+                    new = Holder.read(now or b"")
+                    if holder and new and new.token == holder.token:
                         raise self._in_use(new)
                     return False
         logger.info("%s is taken over from %s, which has ended", self._storage.uri, who)
@@ -326,9 +323,8 @@ class _Lease:
 
     def _in_use(self, holder: Holder) -> ConfigError:
         rule = f"is in use: {holder}, writes to {self._storage.uri}"
-        return InUseError(
-            "name", self._storage.name, rule, "stop it first, or give another `--name`"
-        )
+        fix = "stop it first, or give another `--name`"
+        return InUseError("name", self._storage.name, rule, fix)
 
     def _beat(self) -> None:
         """Renew the lease until it is released or lost; the body of its thread."""

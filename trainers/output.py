@@ -109,13 +109,15 @@ class Output:
         self, status: str, message: str, exit_code: int, advice: str = ""
     ) -> int:
         """Record the failure of the command; return its exit code."""
-        said = {
-            "status": status,
-            "message": message,
-            "advice": advice,
-            "exit_code": exit_code,
-        }
-        self.record({"record": "error", **said})
+        self.record(
+            {
+                "record": "error",
+                "status": status,
+                "message": message,
+                "advice": advice,
+                "exit_code": exit_code,
+            }
+        )
         return exit_code
 
     def result(self, text: str, line: str, record: Mapping[str, Any]) -> None:
@@ -129,14 +131,14 @@ class Output:
 def _strict(value: Any) -> Any:
     """Return plain data as strict JSON has it, without secrets; null for NaN."""
     if isinstance(value, Mapping):
-        return {redact(str(key)): _strict(one) for key, one in value.items()}
+        return {redact(str(key)): _strict(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]
+        return [_strict(part) for part in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return (
-        value if value is None or isinstance(value, bool | int) else redact(str(value))
-    )
+    if value is None or isinstance(value, bool | int):
+        return value
+    return redact(str(value))
 
 
 class Sender:

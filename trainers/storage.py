@@ -42,9 +42,8 @@ _FINAL = frozenset(
     | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
 _MOST_BYTES = 1 << 30  # of a file that is read whole
-_MOST_JSON_BYTES = (
-    32 << 20
-)  # 200,000 evaluations of one trial, or the result of 30,000 ranks
+# 200,000 evaluations of one trial, or the result of 30,000 ranks.
+_MOST_JSON_BYTES = 32 << 20
 _SINGLE_PUTS = "allow_delayed_open"
 _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
@@ -73,9 +72,8 @@ def storage_uri(storage_path: str | None) -> str:
     try:
         expanded = Path(path).expanduser()
     except RuntimeError as error:
-        raise ConfigError(
-            "storage_path", path, "names the home of nobody", "write the whole path"
-        ) from error
+        rule = "names the home of nobody"
+        raise ConfigError("storage_path", path, rule, "write the whole path") from error
     if not expanded.is_absolute() and inside_ray_job():
         rule = "is relative, inside a Ray job, where it would be lost with the job's package"
         fix = "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster"
@@ -147,9 +145,8 @@ class Storage:
 
     @functools.cached_property
     def _resolved(self) -> tuple[Any, str]:
-        from pyarrow import (
-            fs,
-        )  # takes 0.1 s, which a mistake in a file need not wait for
+        # Takes 0.1 s, which a mistake in a file need not wait for.
+        from pyarrow import fs
 
         try:
             if self._place.endswith(":"):
@@ -284,8 +281,9 @@ class Storage:
             if self.is_local and self._kind(name) in ("Directory", "Unknown"):
                 raise CheckpointError(f"{self.locate(name)} is no regular file")
             with self.filesystem.open_input_file(path) as stream:
-                if stream.size() > most_bytes:
-                    words = f"has {stream.size():,} bytes, and may have {most_bytes:,} at most"
+                size = stream.size()
+                if size > most_bytes:
+                    words = f"has {size:,} bytes, and may have {most_bytes:,} at most"
                     raise CheckpointError(f"{self.locate(name)} {words}")
                 yield stream
 
@@ -307,11 +305,11 @@ class Storage:
     def info(self, name: str = "") -> Any:
         """The pyarrow.fs.FileInfo of a file or directory, which need not be there."""
         with _explained(f"look for {self.locate(name)}"):
-            return self._info(name)
+            return self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))
 
     def exists(self, name: str = "") -> bool:
         """Whether the file or directory is there."""
-        return str(self.info(name).type.name) != "NotFound"
+        return self._kind(name) != "NotFound"
 
     @retrying
     def names(self, directory: str = "") -> list[str]:
@@ -323,12 +321,9 @@ class Storage:
 
         base = f"{self.path}/{directory}".rstrip("/")
         with _explained(f"list {self.locate(directory)}"):
-            found = self.filesystem.get_file_info(
-                fs.FileSelector(base, allow_not_found=True)
-            )
-        return sorted(
-            info.base_name for info in found if not info.base_name.endswith(".tmp")
-        )
+            below = fs.FileSelector(base, allow_not_found=True)
+            names = [info.base_name for info in self.filesystem.get_file_info(below)]
+        return sorted(name for name in names if not name.endswith(".tmp"))
 
     def clear_aside(self, directory: str = "", idle_s: float = 0.0) -> None:
         """Delete what killed writers left aside in a directory, untouched for `idle_s`.
@@ -340,10 +335,8 @@ class Storage:
             return
         for file in Path(self.path, directory).glob("*.tmp"):
             with contextlib.suppress(OSError):
-                if (
-                    _ASIDE.fullmatch(file.name[-13:])
-                    and time.time() - file.stat().st_mtime >= idle_s
-                ):
+                untouched_s = time.time() - file.stat().st_mtime
+                if _ASIDE.fullmatch(file.name[-13:]) and untouched_s >= idle_s:
                     file.unlink()
 
     @retrying
@@ -352,16 +345,14 @@ class Storage:
         if self._guard is not None:
             self._guard()
         with _explained(f"delete {self.locate(name)}"):
-            kind = self._kind(name)
-            if kind in ("Directory", "File"):
-                remove = (
-                    self.filesystem.delete_dir
-                    if kind == "Directory"
-                    else self.filesystem.delete_file
-                )
-                with contextlib.suppress(
-                    FileNotFoundError
-                ):  # another process was quicker
+            removers = {
+                "Directory": self.filesystem.delete_dir,
+                "File": self.filesystem.delete_file,
+            }
+            remove = removers.get(self._kind(name))
+            if remove is not None:
+                # Another process may be quicker.
+                with contextlib.suppress(FileNotFoundError):
                     remove(f"{self.path}/{name}".rstrip("/"))
 
     def prove_writable(self) -> None:
@@ -376,12 +367,9 @@ class Storage:
             fix = "give a place that this user may write to"
             raise ConfigError("storage_path", self.uri, rule, fix) from error
 
-    def _info(self, name: str) -> Any:
-        return self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))
-
     def _kind(self, name: str) -> str:
-        """The name of the pyarrow.fs.FileType: NotFound, File, Directory or Unknown."""
-        return str(self._info(name).type.name)
+        """Return the pyarrow.fs.FileType: NotFound, File, Directory or Unknown."""
+        return str(self.info(name).type.name)
 
 
 def _with_single_puts(uri: str) -> str:

@@ -68,21 +68,18 @@ class _Printed(io.TextIOBase):
         lines = (self._open + text).split("\n")
         self._open = lines.pop()
         if lines:
-            self._tell(
-                "\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in lines)
-            )
+            self._tell("\n".join(map(_last_state, lines)))
         return len(text)
 
     def flush(self) -> None:
-        if (
-            self._open and "\r" not in self._open
-        ):  # a question, or a word before a long wait
+        # A question, or a word before a long wait; not a line that is drawn over.
+        if "\r" not in self._open:
             self.finish()
 
     def finish(self) -> None:
         """Give on a line that was not ended."""
         if self._open:
-            self._tell(self._open.rpartition("\r")[2])
+            self._tell(_last_state(self._open))
             self._open = ""
 
     def _tell(self, lines: str) -> None:
@@ -99,6 +96,10 @@ class _Printed(io.TextIOBase):
 
     def isatty(self) -> bool:
         return self._stream.isatty()
+
+
+def _last_state(line: str) -> str:
+    return line.removesuffix("\r").rpartition("\r")[2]
 
 
 def beside(stream: TextIO) -> Callable[[str], None]:
@@ -123,26 +124,25 @@ def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
         name: _Printed(stream, give(stream)) for name, stream in before.items()
     }
     handlers = {
-        id(one): one for name in _PACKAGES for one in logging.getLogger(name).handlers
+        handler
+        for package in _PACKAGES
+        for handler in logging.getLogger(package).handlers
+        if isinstance(handler, logging.StreamHandler)
     }
-    bound = [one for one in handlers.values() if isinstance(one, logging.StreamHandler)]
-    for name in names:
+    moved = []
+    for name, stream in before.items():
         setattr(sys, name, own[name])
-    moved = [
-        (one, before[name])
-        for one in bound
-        for name in names
-        if one.stream is before[name]
-    ]
-    for handler, stream in moved:
-        handler.setStream(next(own[name] for name in names if before[name] is stream))
+        for handler in handlers:
+            if handler.stream is stream:
+                handler.setStream(own[name])
+                moved.append((handler, stream))
     try:
         yield
     finally:
         for handler, stream in moved:
             handler.setStream(stream)
-        for name in names:
-            setattr(sys, name, before[name])
+        for name, stream in before.items():
+            setattr(sys, name, stream)
             own[name].finish()
 
 
@@ -187,21 +187,18 @@ class Course:
         """Take note of a record."""
         self._newest = record
         self._heard = time.monotonic()
-        if (
-            record["record"] == "start"
-        ):  # of this launch, or of a group that has started again
-            self._start = record
-            self._first = None
-        elif (
-            record["record"] == "report"
-        ):  # of a training function, which may report anything
-            metrics = record["metrics"].items()
+        if record["record"] == "report":
+            # Of a training function, which may report anything.
             self._figures = {
                 str(name): float(value)
-                for name, value in metrics
+                for name, value in record["metrics"].items()
                 if isinstance(value, int | float)
             }
             return
+        if record["record"] == "start":
+            # Of this launch, or of a group that has started again.
+            self._start = record
+            self._first = None
         elif self._first is None:
             self._first = record
         shown = ("train_loss", "val_", "samples_per_s")
@@ -216,11 +213,11 @@ class Course:
         newest = self._newest
         if end is None or first is None or newest["step"] == first["step"]:
             return None
-        each_s = (newest["wall_time_s"] - first["wall_time_s"]) / (
-            newest["step"] - first["step"]
-        )
+        took_s = newest["wall_time_s"] - first["wall_time_s"]
+        each_s = took_s / (newest["step"] - first["step"])
         left_s: float = (end - newest["step"]) * each_s
-        if (most_s := self._start.get("max_time_s")) is not None:
+        most_s = self._start.get("max_time_s")
+        if most_s is not None:
             left_s = min(left_s, most_s - newest["wall_time_s"])
         return max(0.0, left_s - (time.monotonic() - self._heard))
 
@@ -246,9 +243,8 @@ class Course:
             parts.append(f"{speed:,.0f} samples/s")
         parts += [f"{name} {value:.4g}" for name, value in figures.items()]
         parts.append(f"for {clock(time.monotonic() - self._began)}")
-        return Text(
-            printable("  ".join(parts)), no_wrap=True, overflow="ellipsis", end=""
-        )
+        text = printable("  ".join(parts))
+        return Text(text, no_wrap=True, overflow="ellipsis", end="")
 
 
 def clock(time_s: float) -> str:

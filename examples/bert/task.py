@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from examples.synthetic import MaySynthesize
-from trainers.arrow import ArrowDataset
+from trainers import ArrowDataset
 from trainers.errors import MISSING, ConfigError
 
 GEOMETRIES: dict[str, dict[str, int]] = {

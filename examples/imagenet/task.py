@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from examples.imagenet.pictures import Square, crop_at_random, crop_middle
 from examples.synthetic import MaySynthesize, synthetic_images
-from trainers.arrow import ArrowDataset
+from trainers import ArrowDataset
 from trainers.data.arrow_files import column_names, find_files
 from trainers.errors import MISSING, ConfigError
 

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainers.arrow import ArrowDataset
+from trainers import ArrowDataset
 from trainers.task import Task
 
 _CLASSES = 8

@@ -57,7 +57,7 @@ def use(
     job = Inference(**dataclasses.asdict(spec), split="val", which="newest", out=out)
     context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
     try:
-        found = infer(Streamed(kind), spec.config, context, job)
+        found = infer(Streamed(kind), context, job)
     except ConfigError as error:
         return str(error)
     return found.samples, found.metrics

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from trainers.arrow import ArrowDataset
+from trainers import ArrowDataset
 from trainers.config.sections import DataConfig
 from trainers.data.batch import fetch
 from trainers.errors import ConfigError

@@ -36,7 +36,7 @@ def test_every_kind_is_trained_as_by_a_plain_loop(kind: str, tmp_path: Path) -> 
     job = Inference(
         config.tree(), (), "test", storage.uri, split="val", which="newest", out=None
     )
-    evaluated = infer(make(), config, LocalContext(storage, "local"), job).metrics
+    evaluated = infer(make(), LocalContext(storage, "local"), job).metrics
     assert evaluated == {"val_loss": read_log(storage)[-1]["val_loss"]}
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from tests.specs import evaluations, make
 from tests.tasks import Blobs
-from trainers.arrow import ArrowDataset
+from trainers import ArrowDataset
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError, StorageError
@@ -226,7 +226,6 @@ def work(
     )
     result = infer(
         kind(**spec.config.task_args),
-        spec.config,
         LocalContext(spec.storage, "local"),
         job,
     )

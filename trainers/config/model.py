@@ -79,7 +79,7 @@ def plain(settings: Settings) -> Tree:
 
 def _plain_value(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain_value(one) for one in value]
+        return [_plain_value(part) for part in value]
     return plain(value) if isinstance(value, Settings) else copy.deepcopy(value)
 
 

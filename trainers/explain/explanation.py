@@ -16,6 +16,7 @@ import torch
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
+from trainers.config.sections import DataConfig
 from trainers.config.yaml import dump_yaml
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device
@@ -57,12 +58,12 @@ class Gain:
         """By the samples a second of both in each round, the changed one second."""
         logs = [math.log(old / new) for old, new in rounds]
         mean = statistics.fmean(logs)
-        half = (
-            student_t95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        error = statistics.stdev(logs) / math.sqrt(len(logs))
+        half = student_t95(len(logs) - 1) * error
+        value, low, high = (
+            1 - math.exp(log) for log in (mean, mean + half, mean - half)
         )
-        return Gain(
-            1 - math.exp(mean), 1 - math.exp(mean + half), 1 - math.exp(mean - half)
-        )
+        return Gain(value, low, high)
 
     def __str__(self) -> str:
         how = "less" if self.value >= 0 else "more"
@@ -114,9 +115,7 @@ def run_shares(
     if result is None:
         return inside
     if not inside:
-        waited = (
-            result.throughput.data_wait_share if result.throughput is not None else 0.0
-        )
+        waited = result.throughput.data_wait_share if result.throughput else 0.0
         inside = {"data": waited, "steps": 1 - waited}
     pauses = result.pauses or Pauses()
     compiling_s = _compiling_s(result)
@@ -143,12 +142,13 @@ def name_causes(
         # Shares of a step, as shares of the run.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
         found += [
-            *_of_data(config, shares),
+            *_of_data(config.data, shares),
             *_of_steps(config, profile, shares, of_run),
         ]
     elif shares.get("data", 0.0) > WORTH:
         words = "rank 0 waits for batches: for the loader or the task's transform()"
-        found.append(Cause("slow loader", shares["data"], words, _more_loaders(config)))
+        changes = _more_loaders(config.data)
+        found.append(Cause("slow loader", shares["data"], words, changes))
     worth = [cause for cause in found if cause.share > WORTH]
     return sorted(worth, key=lambda cause: -cause.share)
 
@@ -165,25 +165,22 @@ def _compiling_s(result: RunResult) -> float:
     return max(0.0, _training_s(result) - result.steps * result.throughput.step_time_s)
 
 
-def _more_loaders(config: TrainConfig) -> dict[str, Any]:
-    changes: dict[str, Any] = {"data.num_workers": max(2, 2 * config.data.num_workers)}
-    if config.data.resident is True:
+def _more_loaders(data: DataConfig) -> dict[str, Any]:
+    changes: dict[str, Any] = {"data.num_workers": max(2, 2 * data.num_workers)}
+    if data.resident is True:
         changes["data.resident"] = False
     return changes
 
 
-def _of_data(config: TrainConfig, shares: dict[str, float]) -> Iterator[Cause]:
-    workers = config.data.num_workers
-    where = (
-        f"from {workers} loader processes"
-        if workers
-        else "made in the training process"
-    )
+def _of_data(data: DataConfig, shares: dict[str, float]) -> Iterator[Cause]:
+    words = "steps wait for their batches, made in the training process"
+    if data.num_workers:
+        words = (
+            f"steps wait for their batches, from {data.num_workers} loader processes"
+        )
     fix = "make `__getitems__` of the dataset fetch a whole batch, or keep the data nearer"
-    words = f"steps wait for their batches, {where}"
-    yield Cause(
-        "slow loader", shares.get("data", 0.0), words, _more_loaders(config), fix
-    )
+    changes = _more_loaders(data)
+    yield Cause("slow loader", shares.get("data", 0.0), words, changes, fix)
     words = "the task's transform() runs in the training process"
     fix = "do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers: 2`: beside the steps"
     yield Cause("slow transform", shares.get("transform", 0.0), words, fix=fix)
@@ -219,19 +216,12 @@ def _of_steps(
             for name in ("data", "copy", "all-reduce", "waiting for ranks")
         )
         words = "the GPU is idle until the host has issued its work"
-        graphs = (
-            config.cuda_graphs is False
-            and config.compile == "off"
-            and len(profile.own_s) == 1
-        )
+        is_plain = config.cuda_graphs is False and config.compile == "off"
+        changes = {}
+        if is_plain and len(profile.own_s) == 1:
+            changes = {"cuda_graphs": "auto"}
         fix = "a larger global_batch_size gives each call more to do"
-        yield Cause(
-            "host-bound small batches",
-            idle,
-            words,
-            {"cuda_graphs": "auto"} if graphs else {},
-            fix,
-        )
+        yield Cause("host-bound small batches", idle, words, changes, fix)
 
     computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if profile.accumulation > 1 and config.microbatch_size != "auto":
@@ -250,17 +240,15 @@ def _of_steps(
 def _of_records(result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
     pauses = result.pauses or Pauses()
     if pauses.evaluations > 1:
+        words = f"{pauses.evaluations} evaluations"
         fix = "evaluate less often: `evaluate.every_steps`, `evaluate.every_epochs`"
         share = shares.get("evaluation", 0.0)
-        yield Cause(
-            "evaluation too often", share, f"{pauses.evaluations} evaluations", fix=fix
-        )
+        yield Cause("evaluation too often", share, words, fix=fix)
     if pauses.checkpoints > 1:
+        words = f"{pauses.checkpoints} checkpoints"
         fix = "`checkpoint.async: true` writes beside the steps; or raise `checkpoint.every_s`"
         share = shares.get("checkpoints", 0.0)
-        yield Cause(
-            "checkpoint stalls", share, f"{pauses.checkpoints} checkpoints", fix=fix
-        )
+        yield Cause("checkpoint stalls", share, words, fix=fix)
     recompiles = (result.compile or {}).get("recompiles", 0)
     if recompiles:
         words = f"{recompiles} graphs were compiled again in mid-training"
@@ -321,11 +309,9 @@ def read_subject(location: str) -> Subject:
         tree, directory = read_file(location)
         return Subject(location, tree, directory, build(TrainConfig, tree, location))
     storage, config = open_run(location)
-    result = (
-        storage.read_json("result.json", RunResult, finite=False)
-        if storage.exists("result.json")
-        else None
-    )
+    result = None
+    if storage.exists("result.json"):
+        result = storage.read_json("result.json", RunResult, finite=False)
     directory = Path(storage.path) if storage.is_local else None
     return Subject(storage.uri, config.tree(), directory, config, result)
 
@@ -345,11 +331,9 @@ def explain(
     Nothing is written to the run.
     """
     result = subject.result
-    notes = (
-        [sentence for _, sentence in findings(result.ranks)]
-        if result is not None
-        else []
-    )
+    notes = []
+    if result is not None:
+        notes = [sentence for _, sentence in findings(result.ranks)]
     spec = None
     measured = None
     if profile:
@@ -377,14 +361,10 @@ def _measurable(subject: Subject, launcher: str) -> RunSpec:
     config = subject.config
     source = subject.location
     if config.changes_batch:
+        rule = "gives steps that differ in size"
         fix = "explain a copy of the configuration with one of the sizes as `global_batch_size`"
-        raise ConfigError(
-            "batch_schedule",
-            config.batch_sizes,
-            "gives steps that differ in size",
-            fix,
-            source,
-        )
+        sizes = config.batch_sizes
+        raise ConfigError("batch_schedule", sizes, rule, fix, source)
     changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": launcher}
     tree = override(TrainConfig, subject.tree, changes)
     return replace(
@@ -431,14 +411,13 @@ class CompareJob(Job[Gain]):
             context.world_size,
             resolve_device(self.config.device, context.device_index),
         )
+        turns = {"old": self.tree, "new": self.new}
         rounds = []
         for number in range(_ROUNDS):
-            turns = [("old", self.tree), ("new", self.new)]
             speeds: dict[str, float] = {}
-            for name, tree in turns if number % 2 == 0 else reversed(turns):
-                speeds[name] = self._samples_per_s(
-                    tree, context, group, Storage(self.place).child(f"{number}-{name}")
-                )
+            for name in turns if number % 2 == 0 else reversed(turns):
+                place = Storage(self.place).child(f"{number}-{name}")
+                speeds[name] = self._samples_per_s(turns[name], context, group, place)
             rounds.append((speeds["old"], speeds["new"]))
         return Gain.of(rounds)
 

@@ -11,7 +11,6 @@ import collections
 import itertools
 import json
 import logging
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +37,7 @@ from trainers.devices.group import Group
 from trainers.devices.rng import drawn_alike
 from trainers.errors import CheckpointError, ConfigError, counted
 from trainers.inference.saved_run import SavedRun, read_trained
+from trainers.launch.signals import end_at_once
 from trainers.launch.spec import Job, RunSpec, make_spec
 from trainers.loop.data import tell_samples
 from trainers.measure.result import RunResult
@@ -116,21 +116,16 @@ class Inference(Job[InferenceResult]):
 
     def execute(self, context: RunContext) -> InferenceResult:
         """Do one pass as one worker."""
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # nothing is to be kept: a signal ends it at once
-            signal.signal(number, signal.default_int_handler)
-        return infer(self.load_task(), self.config, context, self)
+        end_at_once()
+        return infer(self.load_task(), context, self)
 
 
-def infer(
-    task: Task, config: TrainConfig, context: RunContext, job: Inference
-) -> InferenceResult:
+def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     """Build, load and run on this worker.
 
     Every rank must call it; the result is rank-equal but for the time.
     """
+    config = job.config
     device = resolve_device(config.device, context.device_index)
     group = Group(context.rank, context.world_size, device)
     set_flags(device, config.scaling.cpus_per_worker, config.deterministic)
@@ -140,26 +135,8 @@ def infer(
         with drawn_alike(device):
             task.setup()
     group.barrier()
-    dataset: Any = load_split(task, job.split, training=False, device=device)
-    if isinstance(dataset, Rereadable):
-        same_on_ranks(dataset, group, config.task)
-    if dataset is None:
-        raise ConfigError(
-            "--split",
-            job.split,
-            "is none of this task's: dataset() gives None",
-            "name another split",
-        )
-    if not hasattr(dataset, "__len__") or len(dataset) == 0:
-        raise ConfigError(
-            "--split",
-            job.split,
-            "has no sample, or a dataset without length",
-            "name another split",
-        )
-    if not isinstance(dataset, Rereadable):
-        same_rows_on_ranks(job.split, dataset, group)
-    checkpoint, position, model, spec = load_trained(task, config, group, spec, job)
+    dataset = _split_of(task, job, group)
+    checkpoint, position, model, spec = load_trained(task, group, spec, job)
     step = position["step"]
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
@@ -188,14 +165,8 @@ def infer(
         synchronize(device)
         group.barrier()
         time_s = time.perf_counter() - began
-        told = position.get("held_back") if job.split == "val" else None
-        if group.rank == 0 and told and told != tell_samples(dataset):
-            words = "dataset(%r) gives other samples than in training, which may have trained on these; let it follow %s"
-            logger.warning(
-                words,
-                job.split,
-                "from a seed, and sort what a set or a directory lists",
-            )
+        if group.rank == 0 and job.split == "val":
+            _warn_of_other_samples(position.get("held_back"), dataset)
     finally:
         feed.close()
     metrics = {
@@ -216,10 +187,34 @@ def infer(
     )
 
 
+def _split_of(task: Task, job: Inference, group: Group) -> Any:
+    """Return the dataset of the job's split, which is the same on every rank."""
+    dataset = load_split(task, job.split, training=False, device=group.device)
+    if isinstance(dataset, Rereadable):
+        same_on_ranks(dataset, group, job.config.task)
+    if not hasattr(dataset, "__len__") or len(dataset) == 0:
+        rule = "is none of this task's, has no sample, or a dataset without length"
+        raise ConfigError("--split", job.split, rule, "name another split")
+    if not isinstance(dataset, Rereadable):
+        same_rows_on_ranks(job.split, dataset, group)
+    return dataset
+
+
+def _warn_of_other_samples(held_back: Any, dataset: Any) -> None:
+    """Warn where validation had other samples in training."""
+    if held_back and held_back != tell_samples(dataset):
+        logger.warning(
+            "dataset('val') gives other samples than in training, which may have "
+            "trained on these; let it follow from a seed, and sort what a set or a "
+            "directory lists"
+        )
+
+
 def load_trained(
-    task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
+    task: Task, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, dict[str, Any], nn.Module, PrecisionSpec]:
     """Return the checkpoint's place and position, the loaded model, and the precision."""
+    config = job.config
     run = SavedRun(job.storage, config)
     found = run.checkpoint(job.which) if group.rank == 0 else None
     name = group.first(found.name if found else "")
@@ -263,18 +258,11 @@ def run_spec(
     """
     run = SavedRun.open(location)
     source = run.storage.locate("config.yaml")
-    workers = (
-        overrides.get("scaling.num_workers", 1) if world_size is None else world_size
-    )
+    workers = world_size or overrides.get("scaling.num_workers", 1)
     launcher = "local" if workers == 1 and world_size is None else "spawn"
     if overrides.get("launcher") == "ray":
-        raise ConfigError(
-            "launcher",
-            "ray",
-            "only trains",
-            "set `launcher: spawn`, or use torchrun",
-            "command line",
-        )
+        fix = "set `launcher: spawn`, or use torchrun"
+        raise ConfigError("launcher", "ray", "only trains", fix, "command line")
     # The model is whole on every worker, however it was trained.
     changes = {
         "storage_path": run.storage.parent.uri,
@@ -361,28 +349,18 @@ def predict(
 def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch:
     arrays = {_INDEX: pa.array(rows.numpy())}
     for name, value in columns.items():
-        if (
-            not isinstance(value, Tensor)
-            or value.shape[:1] != rows.shape
-            or name == _INDEX
-            or value.is_complex()
-        ):
-            given = (
-                list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            )
+        is_column = isinstance(value, Tensor) and value.shape[:1] == rows.shape
+        if not is_column or name == _INDEX or value.is_complex():
+            given: Any = type(value).__name__
+            if isinstance(value, Tensor):
+                given = list(value.shape)
             wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
             fix = f"choose what to write in {type(task).__name__}.predictions()"
-            raise ConfigError(
-                f"prediction {name}",
-                given,
-                f"must be {wanted}, under another name than {_INDEX}",
-                fix,
-            )
+            rule = f"must be {wanted}, under another name than {_INDEX}"
+            raise ConfigError(f"prediction {name}", given, rule, fix)
         values = value.detach()
-        if values.dtype in (
-            torch.bfloat16,
-            torch.float16,
-        ):  # the first is unknown to Arrow, the second to many readers
+        # The first is unknown to Arrow, the second to many readers.
+        if values.dtype in (torch.bfloat16, torch.float16):
             values = values.float()
         array = pa.array(values.cpu().contiguous().view(-1).numpy())
         for size in reversed(values.shape[1:]):
@@ -411,22 +389,18 @@ def _write(
 
         for record in itertools.chain([first], records):
             if record.schema != first.schema:
-                shown, known = (
-                    ", ".join(f"{one.name} {one.type}" for one in s)
-                    for s in (record.schema, first.schema)
-                )
-                rule = f"must be in every batch as in the first, {known}"
-                raise ConfigError(
-                    "predictions",
-                    shown,
-                    rule,
-                    "pad them to one shape in `predictions()`",
-                )
+                rule = f"must be in every batch as in the first, {_columns(first)}"
+                fix = "pad them to one shape in `predictions()`"
+                raise ConfigError("predictions", _columns(record), rule, fix)
             waiting.append(record)
-            if sum(one.nbytes for one in waiting) >= _ROW_GROUP_BYTES:
+            if sum(part.nbytes for part in waiting) >= _ROW_GROUP_BYTES:
                 flush()
         if waiting:
             flush()
+
+
+def _columns(record: pa.RecordBatch) -> str:
+    return ", ".join(f"{column.name} {column.type}" for column in record.schema)
 
 
 @dataclass(frozen=True, repr=False)
@@ -462,6 +436,5 @@ class TrainedRun(RunResult):
         )
         device = resolve_device(job.config.device)
         precision = resolve_precision(job.config.precision, device)
-        return load_trained(
-            job.load_task(), job.config, Group(0, 1, device), precision, job
-        )[2]
+        group = Group(0, 1, device)
+        return load_trained(job.load_task(), group, precision, job)[2]

@@ -42,13 +42,14 @@ def task_path(
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
     module, _, class_name = task.partition(":")
-    own = [yaml_dir] if yaml_dir is not None else []
-    for start in [
-        *([Path(task_dir)] if task_dir else []),
-        *own,
-        *(yaml_dir.parents if yaml_dir else []),
-        Path.cwd(),
-    ]:
+    own = []
+    starts = []
+    if task_dir:
+        starts.append(Path(task_dir))
+    if yaml_dir is not None:
+        own.append(yaml_dir)
+        starts += [yaml_dir, *yaml_dir.parents]
+    for start in [*starts, Path.cwd()]:
         root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
         base = root.joinpath(*module.split("."))
         with contextlib.suppress(OSError):  # a name too long for a file
@@ -144,13 +145,8 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
         with drawn_alike():
             cls = load_named("task", task, "class", source)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
-        raise ConfigError(
-            "task",
-            task,
-            "is not a trainers.task.Task",
-            "derive the class from Task",
-            source,
-        )
+        rule = "is not a trainers.task.Task"
+        raise ConfigError("task", task, rule, "derive the class from Task", source)
     _check_call("task_args", task_args, cls, source, **task_args)
     with drawn_alike():
         return cls(**task_args)

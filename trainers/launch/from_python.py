@@ -35,12 +35,8 @@ _FIX = "make it in the class, pass it in `task_args`, or write the class to a fi
 def check_thread(call: str) -> None:
     """Raise ConfigError outside the main thread, where alone Python hears of Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError(
-            call,
-            MISSING,
-            "was called in a thread of its own",
-            "call it in the main thread",
-        )
+        rule = "was called in a thread of its own"
+        raise ConfigError(call, MISSING, rule, "call it in the main thread")
 
 
 def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]:
@@ -53,16 +49,14 @@ def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]
         tree, directory = read_file(location)
         return tree, location, directory
     places: list[Path] = []
-    if isinstance(run, type) or inspect.isroutine(run):
-        run = {"task" if isinstance(run, type) else "train_func": run}
+    if isinstance(run, type):
+        run = {"task": run}
+    elif inspect.isroutine(run):
+        run = {"train_func": run}
     if not isinstance(run, Mapping):
         rule = f"is a {type(run).__name__}, where a file, a mapping, a Task class or a function is needed"
-        raise ConfigError(
-            call,
-            MISSING,
-            rule,
-            "of a task give the class, and its arguments as `task_args`",
-        )
+        fix = "of a task give the class, and its arguments as `task_args`"
+        raise ConfigError(call, MISSING, rule, fix)
     tree = plain(run, call, places)
     return tree, call, places[0] if places else Path.cwd()
 
@@ -71,13 +65,13 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
     """Return plain data, as a file has it; adds directories of classes to `places`."""
     if isinstance(value, Mapping):
         return {
-            str(name): plain(one, call, places, f"{key}.{name}".lstrip("."))
-            for name, one in value.items()
+            str(name): plain(part, call, places, f"{key}.{name}".lstrip("."))
+            for name, part in value.items()
         }
     if type(value).__module__ == "numpy":
         value = value.tolist()
     if isinstance(value, list | tuple | range):
-        return [plain(one, call, places, key) for one in value]
+        return [plain(part, call, places, key) for part in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, type) or inspect.isroutine(value):
@@ -101,9 +95,8 @@ def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
     if not name.isidentifier():
         fix = "define it with `class` or `def` at the top level of a module, or of a notebook"
         raise ConfigError(key, name, "has no name in its module", fix, call)
-    file, script = (
-        getattr(sys.modules.get(one), "__file__", None) for one in (module, "__main__")
-    )
+    file = getattr(sys.modules.get(module), "__file__", None)
+    script = getattr(main, "__file__", None)
     if module == "__main__":
         if file is None:
             module, root = _write_module(thing, call, key)
@@ -131,65 +124,14 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
     its value. ConfigError names what cannot be written down. A module is named by what
     it says: a class that has changed is another task.
     """
-    space = vars(sys.modules["__main__"])
-    imports = list[str]()
-    definitions = list[str]()
-    seen = set[str]()
-
-    def add(name: str, value: Any) -> None:
-        if name in seen:
-            return
-        seen.add(name)
-        home = getattr(value, "__module__", None)
-        own = getattr(value, "__qualname__", None)
-        if isinstance(value, ModuleType):
-            imports.append(
-                f"import {value.__name__}"
-                + (f" as {name}" if name != value.__name__ else "")
-            )
-        elif home == "__main__" and (
-            isinstance(value, type) or inspect.isfunction(value)
-        ):
-            if own != name and own in space:
-                add(own, value)
-                definitions.append(f"{name} = {own}")
-                return
-            source = _source(value)
-            if source is None:
-                raise refused(name, "has no source that can be found")
-            for used in sorted(_globals(symtable.symtable(source, name, "exec"))):
-                if used in space:
-                    add(used, space[used])
-            definitions.append(source)
-        elif own and getattr(sys.modules.get(str(home)), own, None) is value:
-            imports.append(
-                f"from {home} import {own}" + (f" as {name}" if name != own else "")
-            )
-        elif _is_literal(value):
-            definitions.append(f"{name} = {value!r}")
-            if redact(definitions[-1]) != definitions[-1]:
-                raise refused(
-                    name,
-                    "holds a secret, which no file may",
-                    "read it from the environment, in the class",
-                )
-        else:
-            raise refused(
-                name, f"is a {type(value).__name__} that only this notebook has"
-            )
-
-    def refused(name: str, rule: str, fix: str = _FIX) -> ConfigError:
-        return ConfigError(
-            key,
-            thing.__name__,
-            f"cannot be given to workers: `{name}` {rule}",
-            fix,
-            call,
-        )
-
-    add(thing.__name__, thing)
-    head = "# Written by Paceline from the cells of a notebook.\nfrom __future__ import annotations"
-    text = "\n\n\n".join(["\n".join([head, *sorted(imports)]), *definitions]) + "\n"
+    module = _Module()
+    try:
+        module.add(thing.__name__, thing)
+    except _CannotWriteError as error:
+        name, rule, fix = error.args
+        rule = f"cannot be given to workers: `{name}` {rule}"
+        raise ConfigError(key, thing.__name__, rule, fix, call) from None
+    text = module.text()
     digest = hashlib.sha256(ast.dump(ast.parse(text)).encode()).hexdigest()[:8]
     file = Path.cwd() / _FOLDER / f"{thing.__name__}_{digest}.py"
     if not file.exists():
@@ -199,31 +141,98 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
     return f"{_FOLDER}.{file.stem}", file.parent.parent
 
 
+class _CannotWriteError(Exception):
+    """A name, why no file can have its value, and the fix."""
+
+
+class _Module:
+    """What a notebook's class or function needs, as the text of a module."""
+
+    def __init__(self) -> None:
+        self._space = vars(sys.modules["__main__"])
+        self._imports = list[str]()
+        self._definitions = list[str]()
+        self._seen = set[str]()
+
+    def text(self) -> str:
+        """Return the module, imports first."""
+        head = "# Written by Paceline from the cells of a notebook.\nfrom __future__ import annotations"
+        imports = "\n".join([head, *sorted(self._imports)])
+        return "\n\n\n".join([imports, *self._definitions]) + "\n"
+
+    def add(self, name: str, value: Any) -> None:
+        """Add what `name` stands for, and all that it uses."""
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        home = getattr(value, "__module__", None)
+        own = getattr(value, "__qualname__", None)
+        is_code = isinstance(value, type) or inspect.isfunction(value)
+        if isinstance(value, ModuleType):
+            self._import("import", value.__name__, name)
+        elif home == "__main__" and is_code:
+            self._define(name, value)
+        elif own and getattr(sys.modules.get(str(home)), own, None) is value:
+            self._import(f"from {home} import", own, name)
+        else:
+            self._assign(name, value)
+
+    def _import(self, statement: str, own: str, name: str) -> None:
+        renamed = f" as {name}" if name != own else ""
+        self._imports.append(f"{statement} {own}{renamed}")
+
+    def _define(self, name: str, value: Any) -> None:
+        """Add a class or function of the notebook."""
+        own = value.__qualname__
+        if own != name and own in self._space:
+            self.add(own, value)
+            self._definitions.append(f"{name} = {own}")
+            return
+        source = _source(value)
+        if source is None:
+            raise _CannotWriteError(name, "has no source that can be found", _FIX)
+        for used in sorted(_globals(symtable.symtable(source, name, "exec"))):
+            if used in self._space:
+                self.add(used, self._space[used])
+        self._definitions.append(source)
+
+    def _assign(self, name: str, value: Any) -> None:
+        """Add a value."""
+        if not _is_literal(value):
+            rule = f"is a {type(value).__name__} that only this notebook has"
+            raise _CannotWriteError(name, rule, _FIX)
+        definition = f"{name} = {value!r}"
+        if redact(definition) != definition:
+            fix = "read it from the environment, in the class"
+            raise _CannotWriteError(name, "holds a secret, which no file may", fix)
+        self._definitions.append(definition)
+
+
 def _source(thing: Any) -> str | None:
     """Return the statement that defined a class or function, from its cell."""
-    members = vars(thing).values() if isinstance(thing, type) else [thing]
-    functions = (getattr(one, "__func__", getattr(one, "fget", one)) for one in members)
-    for code in (one.__code__ for one in functions if inspect.isfunction(one)):
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for member in vars(thing).values() if isinstance(thing, type) else [thing]:
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if not inspect.isfunction(function):
+            continue
+        code = function.__code__
         lines = linecache.getlines(code.co_filename)
         for node in ast.parse("".join(lines)).body:
-            if not isinstance(
-                node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-            ):
+            if not isinstance(node, kinds) or node.name != thing.__name__:
                 continue
-            if node.name == thing.__name__ and code.co_firstlineno <= (
-                node.end_lineno or 0
-            ):
-                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-                return "".join(lines[first - 1 : node.end_lineno]).rstrip()
+            end = node.end_lineno or 0
+            if code.co_firstlineno <= end:
+                first = min(part.lineno for part in (node, *node.decorator_list))
+                return "".join(lines[first - 1 : end]).rstrip()
     return None
 
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
     """Return the names that source reads from its module."""
     found = {
-        one.get_name()
-        for one in table.get_symbols()
-        if one.is_referenced() and one.is_global()
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and symbol.is_global()
     }
     return found.union(*map(_globals, table.get_children()))
 

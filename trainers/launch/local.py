@@ -50,10 +50,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 _LOOK_S = 0.2
-_PREFIX, _FRESH_S = (
-    "paceline-spawn-",
-    5.0,
-)  # a directory is not locked as soon as it is there
+_PREFIX = "paceline-spawn-"
+_FRESH_S = 5.0  # a directory is not locked as soon as it is there
 
 
 class LocalContext(RunContext):
@@ -114,22 +112,19 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
+    if place is None:
+        return
+    target = Path(place)
+    left: object = [failure.args, trace]
+    if file is None:
+        when = {"timestamp": str(int(failure.when))}
+        left = {"message": {"message": str(failure), "extraInfo": when}}
+    # The launcher may end this process at any moment.
+    aside = target.with_name(f".{target.name}")
     with contextlib.suppress(OSError):  # the failure itself matters more
-        if (
-            place is None or Path(place).exists()
-        ):  # said already, before the group was left
-            return
-        said = {
-            "message": {
-                "message": str(failure),
-                "extraInfo": {"timestamp": str(int(failure.when))},
-            }
-        }
-        aside = Path(place).with_name(
-            f".{Path(place).name}"
-        )  # the launcher may end this process at any moment
-        aside.write_text(json.dumps(said if file is None else [failure.args, trace]))
-        aside.replace(place)
+        if not target.exists():  # else said already, before the group was left
+            aside.write_text(json.dumps(left))
+            aside.replace(target)
 
 
 def run_local(job: Job[R], take: Take | None = None) -> R:
@@ -141,10 +136,8 @@ def run_local(job: Job[R], take: Take | None = None) -> R:
 
 def run_torchrun(job: Job[R], take: Take | None = None) -> R:
     """Run this process as one of torchrun's workers; each of them calls this."""
-    numbers = (
-        int(os.environ[name])
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    )
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    numbers = [int(os.environ[name]) for name in names]
     context = LocalContext(job.storage, "torchrun", *numbers).telling(job, take)
     with _beside(job.told == "line" and context.rank > 0):
         return _run_in_group(job, context, "env://")
@@ -218,13 +211,9 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
                     for process in processes.processes:
                         process.terminate()
         except ProcessException as error:
-            exits = {
-                rank: process.exitcode
-                for rank, process in enumerate(processes.processes)
-            }
-            if not (
-                asked and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())
-            ):
+            exits = [process.exitcode for process in processes.processes]
+            stopped = {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits)
+            if not (asked and stopped):
                 raise _failure(Path(directory), error, exits) from None
         finally:
             for process in processes.processes:
@@ -233,9 +222,8 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
                 process.join()
         _receive(records, take)
         result = Path(directory, "result.json")
-        if (
-            not result.exists()
-        ):  # told before the group stood, or in a pass that keeps nothing
+        # Asked to stop before the group stood, or in a pass that keeps nothing.
+        if not result.exists():
             raise KeyboardInterrupt
         return job.read_result(result.read_bytes())
 
@@ -299,24 +287,23 @@ def _execute(rank: int, job: Job[Any], context: LocalContext, directory: str) ->
 
 def _trace(error: BaseException) -> str:
     """The traceback of what is being handled; empty where a sentence says it all."""
-    return (
-        ""
-        if isinstance(error, PacelineError | KeyboardInterrupt)
-        else traceback.format_exc()
-    )
+    if isinstance(error, PacelineError | KeyboardInterrupt):
+        return ""
+    return traceback.format_exc()
 
 
 def _failure(
-    directory: Path, error: ProcessException, exits: dict[int, int | None]
+    directory: Path, error: ProcessException, exits: list[int | None]
 ) -> RunFailedError:
     """Return the cause among what the ranks left: failures in files, and exit codes."""
-    left = [json.loads(path.read_text()) for path in directory.glob("failed-*")]
-    failures = [RunFailedError(*args) for args, _ in left]
-    traces = {
-        failure.message: trace
-        for failure, (_, trace) in zip(failures, left, strict=True)
-    }
-    for rank, code in exits.items():
+    failures = []
+    traces = {}
+    for path in directory.glob("failed-*"):
+        args, trace = json.loads(path.read_text())
+        failure = RunFailedError(*args)
+        failures.append(failure)
+        traces[failure.message] = trace
+    for rank, code in enumerate(exits):
         if code in (None, 0) or (directory / f"failed-{rank}").exists():
             continue
         if code == HUNG_EXIT_CODE:
@@ -332,7 +319,8 @@ def _failure(
     if not failures:
         return RunFailedError("node_lost", last_line(error))
     first = RunFailedError.first(failures)
-    if not first.config and (trace := traces.get(first.message)):
+    trace = traces.get(first.message)
+    if trace and not first.config:
         logger.error("%s", trace.strip())
     return first
 
@@ -360,9 +348,7 @@ def join_group(
     """
     if "nccl" in backend:
         torch.cuda.set_device(device_index)
-    met: dict[str, Any] = (
-        {"init_method": place} if isinstance(place, str) else {"store": place}
-    )
+    met = {"init_method" if isinstance(place, str) else "store": place}
     dist.init_process_group(
         backend, rank=rank, world_size=world_size, timeout=timeout, **met
     )

@@ -25,14 +25,10 @@ def open_run(location: str) -> tuple[Storage, TrainConfig]:
     """Return a run's directory and its last configuration; ConfigError without a run."""
     storage = Storage(storage_uri(location))
     if not storage.exists(MARK):
-        runs = [
-            name
-            for name in storage.parent.names()
-            if storage.parent.exists(f"{name}/{MARK}")
-        ]
-        fix = did_you_mean(
-            storage.name, runs, "give the directory of a run", storage.parent.locate
-        )
+        above = storage.parent
+        runs = [name for name in above.names() if above.exists(f"{name}/{MARK}")]
+        otherwise = "give the directory of a run"
+        fix = did_you_mean(storage.name, runs, otherwise, above.locate)
         raise ConfigError("RUN", location, f"is no run: there is no {MARK} in it", fix)
     return storage, build(
         TrainConfig, read_mapping(storage, MARK), storage.locate(MARK)
@@ -45,9 +41,8 @@ def delete_own(storage: Storage, mark: str) -> None:
     if names and mark not in names:
         rule = f"is not ours to delete: it holds files but no {mark}"
         raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
-    for name in sorted(
-        names, key=lambda name: name == mark
-    ):  # cut off, it is still ours to delete
+    # The mark comes last: cut off, the rest is still ours to delete.
+    for name in sorted(names, key=lambda name: name == mark):
         storage.delete(name)
 
 
@@ -82,17 +77,14 @@ def check_kept(storage: Storage, result: RunResult) -> None:
             f"{storage.locate('result.json')} is damaged: it names no checkpoint"
         )
     kept = storage.child("checkpoints", name)
-    lost = ["manifest.json"]
+    files = ["manifest.json"]
     if kept.exists("manifest.json"):
-        lost = [
-            file
-            for file in Manifest.from_json(kept.read("manifest.json")).files
-            if not kept.exists(file)
-        ]
-    if lost:
-        raise StorageError(
-            f"the run ended as `{result.status}`, but {kept.locate(lost[0])} was deleted since"
-        )
+        files += Manifest.from_json(kept.read("manifest.json")).files
+    for file in files:
+        if not kept.exists(file):
+            raise StorageError(
+                f"the run ended as `{result.status}`, but {kept.locate(file)} was deleted since"
+            )
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
@@ -108,15 +100,13 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         delete_own(storage, MARK)
     if storage.exists(MARK):
         before = check_same(spec, IDENTITY)
-        same_length = all(
-            before.get(key) == spec.tree.get(key)
-            for key in ("epochs", "max_steps", "early_stopping")
-        )
-        if same_length and (result := _finished(storage)) is not None:
-            return result
-        storage.delete(
-            "result.json"
-        )  # of a shorter run: it must not be taken for this one's
+        lengths = ("epochs", "max_steps", "early_stopping")
+        if all(before.get(key) == spec.tree.get(key) for key in lengths):
+            result = _finished(storage)
+            if result is not None:
+                return result
+        # Of a shorter run: it must not be taken for this one's.
+        storage.delete("result.json")
     keep(spec)
     return None
 
@@ -134,10 +124,11 @@ def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
     """Return the run's former configuration; ConfigError where one of `keys` differs."""
     before = read_mapping(spec.storage, MARK)
     for key in keys:
-        if before.get(key) != spec.tree.get(key):
+        now = spec.tree.get(key)
+        if before.get(key) != now:
             rule = f"differs from {before.get(key)} in {spec.storage.uri}"
             fix = "train under another `--name`, or start anew with --fresh"
-            raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
+            raise ConfigError(key, now, rule, fix, spec.source)
     return before
 
 

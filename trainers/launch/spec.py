@@ -18,6 +18,7 @@ from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
+from trainers.config.sections import ScalingConfig
 from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
 from trainers.context import RunContext
 from trainers.errors import ConfigError, did_you_mean
@@ -182,9 +183,8 @@ def _read(storage: Storage, name: str, source: str) -> str:
         rule = "is not there" if info.type.name == "NotFound" else "is no file"
         raise ConfigError("the file", source, rule, "check its name")
     if info.size > LONGEST:
-        raise ConfigError(
-            "the file", source, f"is longer than {LONGEST} bytes", "write less in it"
-        )
+        rule = f"is longer than {LONGEST} bytes"
+        raise ConfigError("the file", source, rule, "write less in it")
     return decode(storage.read(name), source)
 
 
@@ -230,16 +230,9 @@ def make_function_spec(
 ) -> FunctionSpec:
     """Check the mapping of a training function, as `make_spec`."""
     config = build(FunctionConfig, tree, source)
-    named = config.train_func
-    key = "train_func"
-    path, uri = _places(
-        config,
-        named,
-        key,
-        source,
-        directory,
-        own_workers and not os.environ.get("RAY_ADDRESS"),
-    )
+    if own_workers and not os.environ.get("RAY_ADDRESS"):
+        check_machine(config.scaling, source)
+    path, uri = _places(config, "train_func", source, directory)
     return FunctionSpec(config.tree(), path, source, uri)
 
 
@@ -256,46 +249,41 @@ def make_spec(
         fix = "name a run of a task"
         raise ConfigError("train_func", tree["train_func"], rule, fix, source)
     config = build(TrainConfig, tree, source)
-    own_workers = own_workers and (
-        config.launcher != "ray" or not os.environ.get("RAY_ADDRESS")
-    )
-    path, uri = _places(config, config.task, "task", source, directory, own_workers)
+    on_cluster = config.launcher == "ray" and os.environ.get("RAY_ADDRESS")
+    if own_workers and not on_cluster:
+        check_machine(config.scaling, source)
+    path, uri = _places(config, "task", source, directory)
     return RunSpec(config.with_global_batch().tree(), path, source, uri)
 
 
 def _places(
     config: TrainConfig | FunctionConfig,
-    named: str,
     key: str,
     source: str,
     directory: Path | None,
-    own_workers: bool,
 ) -> tuple[tuple[str, ...], str]:
     """Return the directories of the module that `key` names, and the run's own."""
+    named = getattr(config, key)
+    path = task_path(named, config.task_dir, directory, source, key)
     try:
-        path = task_path(named, config.task_dir, directory, source, key)
-        uri = storage_uri(config.storage_path)
-        if own_workers:
-            check_machine(config)
+        place = Storage(storage_uri(config.storage_path))
     except ConfigError as error:
         raise error.at(source) from error
-    return tuple(portable(path)), Storage(uri).child(config.name).uri
+    return tuple(portable(path)), place.child(config.name).uri
 
 
-def check_machine(config: TrainConfig | FunctionConfig) -> None:
+def check_machine(scaling: ScalingConfig, source: str) -> None:
     """Raise ConfigError where a local launcher's workers do not fit on this machine."""
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
-    workers = config.scaling.max_workers
-    each = config.scaling.cpus_per_worker
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    workers = scaling.max_workers
+    each = scaling.cpus_per_worker
     if workers * each > cores:
         cost = f" with {each} cores each" if each > 1 else ""
         rule = f"must fit on this machine{cost}, which has {cores} cores"
         fix = f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster"
-        raise ConfigError("scaling.num_workers", workers, rule, fix)
+        raise ConfigError("scaling.num_workers", workers, rule, fix, source)
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:

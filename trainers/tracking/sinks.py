@@ -123,9 +123,8 @@ class WandbSink(Sink):
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
-        _client(
-            "numpy"
-        )  # before wandb, which else leaves a stand-in for it to the threads of other trackers
+        # Before wandb, which else leaves a stand-in for it to other trackers' threads.
+        _client("numpy")
         self._wandb = _client("wandb")
         # What it would measure is this process and its machine, not the run's.
         self._settings = self._wandb.Settings(
@@ -317,11 +316,6 @@ def _own_sink(named: str, path: Sequence[str], source: str) -> type[Sink]:
         add_to_path(list(path))
         found = load_named("tracking", named, "class", source)
     if not (isinstance(found, type) and issubclass(found, Sink)):
-        raise ConfigError(
-            "tracking",
-            named,
-            "is no trainers.tracking.sink.Sink",
-            "derive the class from Sink",
-            source,
-        )
+        rule = "is no trainers.tracking.sink.Sink"
+        raise ConfigError("tracking", named, rule, "derive the class from Sink", source)
     return found
