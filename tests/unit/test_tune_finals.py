@@ -24,8 +24,7 @@ from tune.search.finalists import (
     rivals,
 )
 from tune.trials.interval import Interval
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord, crossing_s
+from tune.trials.record import TrialRecord, crossing_s, trial_id
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:

@@ -17,8 +17,7 @@ from tune.report.words import (
 )
 from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
 from tune.trials.interval import EQUAL
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 _CROWDED = 0.25
 _TELLING = 10.0

@@ -13,8 +13,7 @@ from trainers.measure.step_times import student_t
 from tune.objective import MEASURED, Objective
 from tune.search.finalists import LEVEL
 from tune.trials.interval import Interval
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 
 @dataclass(frozen=True)

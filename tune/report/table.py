@@ -26,8 +26,7 @@ from tune.report.words import (
     shown,
     span,
 )
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 _MOST_ROWS = 40
 _LEAST_TELLING = (

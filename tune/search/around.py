@@ -16,8 +16,7 @@ from typing import Any
 
 from tune.config import Range, SweepConfig
 from tune.objective import Objective
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord, value_of
+from tune.trials.record import TrialRecord, trial_id, value_of
 
 _FIRST_STEPS = (0, 1, -1)
 _MOST_STEPS = 6

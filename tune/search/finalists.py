@@ -33,8 +33,7 @@ from trainers.measure.step_times import student_t, student_t95
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET, Objective
 from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord, crossing_s
+from tune.trials.record import TrialRecord, crossing_s, trial_id
 
 MOST_FINALISTS = 8
 _SHARE = 0.5  # of the time of the search: what repeats may take

@@ -15,9 +15,9 @@ from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.objective import Objective
 from tune.search.around import NO_SCORE, Score, next_trials, score
 from tune.search.space import WHOLE, grid, in_probing_order
-from tune.trials import journal
 from tune.trials.interval import FAR_APART
 from tune.trials.record import TrialRecord, value_of
+from tune.trials.record import trial_id as name_of
 
 _WORTH_S = 10.0
 """Of training: a shorter trial is left to its end."""
@@ -109,8 +109,8 @@ class AroundSearch(Searcher):
         """Return the next trial; None until another has ended."""
         running = self._running.values()
         for trial in next_trials(self._config, self._scores):
-            if journal.trial_id(trial) not in running:
-                self._running[trial_id] = journal.trial_id(trial)
+            if name_of(trial) not in running:
+                self._running[trial_id] = name_of(trial)
                 return trial
         return None if running else Searcher.FINISHED
 

@@ -15,9 +15,8 @@ from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.search.around import next_trials, scores_of
-from tune.trials.journal import trial_id
 from tune.trials.microbatch_bounds import bisection_order
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 WHOLE = "whole_trial"
 """The one key of Tune's configuration of a trial that was not drawn key by key."""

@@ -23,8 +23,8 @@ from tune.sweeps.spec import (
     with_defaults,
 )
 from tune.trials.interval import dollars
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, time_to_target
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, time_to_target, trial_id
 from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)

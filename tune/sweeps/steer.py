@@ -13,8 +13,9 @@ from trainers.errors import MISSING, ConfigError
 from trainers.launch.from_python import plain
 from tune.search.space import check_trial, open_trials
 from tune.sweeps.spec import SweepSpec, read_kept
-from tune.trials.journal import Journal, trial_id
+from tune.trials.journal import Journal
 from tune.trials.live import read_live
+from tune.trials.record import trial_id
 from tune.trials.steering import Action, Actions
 
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]

@@ -18,8 +18,14 @@ from tune.objective import TO_TARGET, Objective
 from tune.search.ray_search import reward, worst
 from tune.search.space import trial_tree, unwrap
 from tune.trials.interval import dollars
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import Purpose, TrialRecord, make_record, time_to_target
+from tune.trials.journal import Journal
+from tune.trials.record import (
+    Purpose,
+    TrialRecord,
+    make_record,
+    time_to_target,
+    trial_id,
+)
 
 
 def assignment_of(
@@ -109,7 +115,6 @@ class LaneTrial(Trainable):
                 "trial": self._trial,
             }
         given = (
-            self._trial,
             self._space_config,
             self._objective,
             self._started,

@@ -6,7 +6,6 @@ resumed sweep answers a trial that has a record from it and runs only the others
 it `boundary.json` keeps which microbatches are known to fit.
 """
 
-import hashlib
 import json
 import logging
 from dataclasses import asdict
@@ -15,26 +14,11 @@ from typing import Any
 from trainers.errors import CheckpointError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Purpose, TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 logger = logging.getLogger(__name__)
 
 _BOUNDARY = "boundary.json"
-
-
-def trial_id(
-    config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None
-) -> str:
-    """Return ten hex digits that name a configuration; others where it is run for
-    another purpose or seed.
-    """
-    named = (
-        config
-        if purpose == "trial"
-        else {"purpose": purpose, "seed": seed, "config": config}
-    )
-    text = json.dumps(named, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 class Journal:

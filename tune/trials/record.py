@@ -1,5 +1,7 @@
 """TrialRecord: how one trial ended, made from what a lane reports."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -39,6 +41,17 @@ Row = Annotated[dict[str, float], AfterValidator(placed)]
 """An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss,
 ...; only figures may be NaN or infinite.
 """
+
+
+def trial_id(
+    config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None
+) -> str:
+    """Return ten hex digits that name a configuration, run for a purpose and seed."""
+    named = config
+    if purpose != "trial":
+        named = {"purpose": purpose, "seed": seed, "config": config}
+    text = json.dumps(named, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
@@ -211,7 +224,6 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
 
 
 def make_record(
-    trial: str,
     config: dict[str, Any],
     objective: Objective,
     started: float,
@@ -258,7 +270,7 @@ def make_record(
         status = "error"
         message = f"objective: the task reports no {missing[0]}, only {', '.join(sorted(known))}"
     return TrialRecord(
-        id=trial,
+        id=trial_id(config, purpose, seed),
         config=config,
         status=status,
         start_time=started,

@@ -17,8 +17,7 @@ from pydantic import Field
 
 from trainers.errors import CheckpointError
 from trainers.storage import Storage
-from tune.trials.journal import trial_id
-from tune.trials.record import UnixTime
+from tune.trials.record import UnixTime, trial_id
 
 logger = logging.getLogger(__name__)
 
