@@ -184,27 +184,26 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
     commands = dict(cluster.commands)
     for name, node_type in cluster.config["available_node_types"].items():
         for key in ("initialization_commands", "worker_setup_commands"):
-            commands[f"available_node_types.{name}.{key}"] = tuple(
-                node_type.get(key, ())
-            )
+            own = tuple(node_type.get(key, ()))
+            commands[f"available_node_types.{name}.{key}"] = own
     for field, lines in commands.items():
-        for line in lines:
-            for arguments in common.pip_arguments(line):
-                for package, version in common.installs(arguments):
-                    yield from common.version_finding(field, package, version)
-                for file in common.constraint_files(arguments):
-                    if "://" not in file and not _brings(cluster, file):
-                        rule = "must be brought to the nodes, which have no such file"
-                        yield error(
-                            field,
-                            file,
-                            rule,
-                            f"add `{file}: constraints.txt` to file_mounts",
-                        )
+        for arguments in common.pip_arguments("\n".join(lines)):
+            yield from _installed(cluster, field, arguments)
     docker = cluster.config.get("docker") or {}
     for key in ("image", "head_image", "worker_image"):
         if docker.get(key):
             yield from common.image_finding(f"docker.{key}", docker[key])
+
+
+def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Finding]:
+    """Find packages without a version, and files of versions that no node has."""
+    for package, version in common.installs(arguments):
+        yield from common.version_finding(field, package, version)
+    for file in common.constraint_files(arguments):
+        if "://" not in file and not _brings(cluster, file):
+            rule = "must be brought to the nodes, which have no such file"
+            fix = f"add `{file}: constraints.txt` to file_mounts"
+            yield error(field, file, rule, fix)
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:

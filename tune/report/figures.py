@@ -10,7 +10,6 @@ from typing import Any
 
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET
-from tune.report.answer import objective_value
 from tune.report.canvas import BAD, FG, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import Axis, FigureData, cut
 from tune.report.words import (
@@ -24,7 +23,7 @@ from tune.report.words import (
     time_unit,
 )
 from tune.search.finalists import finals
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, value_of
 
 _MARKERS = "os^Dv*"
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
@@ -99,7 +98,7 @@ def _marks(data: FigureData) -> list[Mark]:
     finalists = finals(data.config, data.records) if metric == "time_to_target" else []
     times = {final.record.id: final.time_s for final in finalists}
     for record in data.records:
-        value = objective_value(data.config.objective, record)
+        value = value_of(metric, record)
         if record.purpose == "repeat" or not is_number(value):
             continue
         if record.id in times:

@@ -33,11 +33,6 @@ class Configuration:
     is_equal: bool
     """Whether the best configuration's mean cannot be told apart from this one's."""
 
-    @property
-    def num_seeds(self) -> int:
-        """Of those with a value."""
-        return len(self.runs)
-
 
 def without_seed(record: TrialRecord) -> TrialRecord:
     """Return a record as one of its configuration, whatever its seed."""

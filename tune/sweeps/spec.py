@@ -314,7 +314,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     storage = spec.storage
     if fresh:
         delete_own(storage, SAVED)
-    count = sum(name.endswith(".json") for name in storage.names("trials"))
+    count = num_records(storage)
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
@@ -341,6 +341,11 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
+
+
+def num_records(sweep: Storage) -> int:
+    """Count the trials that stand in a sweep's directory, and read none."""
+    return sum(name.endswith(".json") for name in sweep.names("trials"))
 
 
 def with_defaults(train: Any, source: str) -> dict[str, Any]:

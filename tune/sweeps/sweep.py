@@ -29,6 +29,7 @@ from tune.sweeps.spec import (
     Interrupted,
     SweepSpec,
     is_complete,
+    num_records,
     prepare,
     read_saved,
     sweep_with,
@@ -186,21 +187,24 @@ def run_to_answer(
     is_command: bool = False,
     output: Output | None = None,
 ) -> SweepResult:
-    """Run what has no record yet, and write the report; of a sweep that is complete,
-    only that.
+    """Run what has no record yet, and write the report.
 
-    `is_command`: the process is there for nothing else. Otherwise its Ray connection,
-    its log and its garbage collection stay as they are. `output` is what the command's
-    user wants to be told.
+    Args:
+        spec: The sweep; where it was read from its directory, it is to be extended.
+        fresh: Delete what the directory holds.
+        checked: Look at the nodes first.
+        is_command: The process is there for nothing else. Otherwise its Ray connection,
+            its log and its garbage collection stay as they are.
+        output: What the command's user wants to be told.
     """
-    output = output or Output()
     from trainers.launch.log import shown_log
 
+    output = output or Output()
     check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         token = stack.enter_context(held(spec.storage, SAVED))
-        before = apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
+        num_before = apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
@@ -215,57 +219,61 @@ def run_to_answer(
             )
         )
         if is_complete(spec):
-            logger.info(
-                "%s is complete already (%s starts it anew)",
-                spec.uri,
-                "--fresh" if is_command else "fresh=True",
-            )
+            anew = "--fresh" if is_command else "fresh=True"
+            logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
             result = saved_answer(spec)
-            state = "ended"
-            return result
-        if before:
-            logger.info(
-                "%s holds %d trials that have ended: only the others run",
-                spec.uri,
-                before,
-            )
-        with without_collection(own_process=is_command):
-            from trainers.on_ray.connect import connect, leaving
-        facts: dict[str, str] = {}
-        # What takes seconds is done beside what only waits: imports while Ray starts,
-        # the report while it ends.
-        with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
+        else:
+            if num_before:
+                logger.info(
+                    "%s holds %d trials that have ended: only the others run",
+                    spec.uri,
+                    num_before,
+                )
             try:
-                with leaving(), closing(spec.zygote()) as zygote:
-                    imports = [
-                        beside.submit(import_module, name)
-                        for name in ("tune.sweeps.run", "tune.lanes.trainer")
-                    ]
-                    with without_collection(own_process=is_command):
-                        connect(show_workers=False)
-                        imports[0].result()
-                        from tune.sweeps.run import environment, run_sweep
-                    records = run_sweep(spec, checked, facts, output, zygote)
-                    while (
-                        Actions(spec.storage).read().extension
-                    ):  # of the sweep while it ran, or before
-                        following = replace(read_saved(spec.uri), token=token)
-                        if content(following) == content(spec):
-                            break
-                        spec = following
-                        apply_extension(spec)
-                        if is_complete(spec):
-                            records = Journal(spec.storage).records()
-                        else:
-                            records = run_sweep(spec, checked, facts, output)
-                    answer = beside.submit(
-                        _answer, spec, records, environment() | facts
-                    )
+                result = _run_to_end(spec, checked, is_command, output)
             except (Interrupted, KeyboardInterrupt):
-                raise SweepInterrupted(prepare(spec, False)) from None
-            result = answer.result()
-            state = "ended"
+                raise SweepInterrupted(num_records(spec.storage)) from None
+        state = "ended"
         return result
+
+
+def _run_to_end(
+    spec: SweepSpec, checked: bool, is_command: bool, output: Output
+) -> SweepResult:
+    """Run the sweep, and what it is extended to meanwhile.
+
+    What takes seconds is done beside what only waits: imports while Ray starts, the
+    report while it ends.
+    """
+    with without_collection(own_process=is_command):
+        from trainers.on_ray.connect import connect, leaving
+    facts: dict[str, str] = {}
+    with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
+        with leaving(), closing(spec.zygote()) as zygote:
+            imported = beside.submit(import_module, "tune.sweeps.run")
+            beside.submit(import_module, "tune.lanes.trainer")
+            with without_collection(own_process=is_command):
+                connect(show_workers=False)
+                imported.result()
+                from tune.sweeps.run import environment, run_sweep
+            records = run_sweep(spec, checked, facts, output, zygote)
+            while (extended := _extended(spec)) is not None:
+                spec = extended
+                apply_extension(spec)
+                if is_complete(spec):
+                    records = Journal(spec.storage).records()
+                else:
+                    records = run_sweep(spec, checked, facts, output)
+            answer = beside.submit(_answer, spec, records, environment() | facts)
+        return answer.result()
+
+
+def _extended(spec: SweepSpec) -> SweepSpec | None:
+    """Return what a user has had the sweep become while it ran, or before."""
+    if not Actions(spec.storage).read().extension:
+        return None
+    following = replace(read_saved(spec.uri), token=spec.token)
+    return None if content(following) == content(spec) else following
 
 
 def _block_sigterm() -> None:
