@@ -1,6 +1,4 @@
-"""Pure arithmetic: nodes and their resources -> how many worker groups fit, for how
-many dollars an hour.
-"""
+"""Nodes and their resources: how many worker groups fit, at which price an hour. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -66,8 +64,7 @@ def grow(
     gpus_per_worker: float,
     workers: int | None = None,
 ) -> dict[str, int]:
-    """Count the worker nodes of each type when the cluster has grown; exact, because
-    every node adds its own slots.
+    """Count the worker nodes of each type when the cluster has grown.
 
     Nodes are added to those that are always up, the type with the most slots a node
     first (then the one with the higher priority), within each type's limit and the
@@ -98,9 +95,7 @@ def grow(
 def nodes_of(
     node_types: Sequence[NodeType], counts: Mapping[str, int]
 ) -> list[Mapping[str, float]]:
-    """List the resources of every node: the head, and `counts` worker nodes of each
-    type.
-    """
+    """List the resources of the head, and of `counts` worker nodes of each type."""
     return [
         t.resources
         for t in node_types
@@ -119,8 +114,9 @@ def cost(
     prices: Mapping[str, float],
     spot_prices: Mapping[str, float] | None = None,
 ) -> Cost:
-    """Sum the dollars an hour of the head and `counts` worker nodes, with prices by
-    instance type.
+    """Sum the dollars an hour of the head and `counts` worker nodes.
+
+    Prices are by instance type.
     """
     usd_per_hour = []
     saved = list[float | None]()

@@ -1,6 +1,4 @@
-"""What Paceline knows of a cluster file of any kind, and the schema that its parts must
-obey; needs no Ray.
-"""
+"""Hold a cluster file of any kind, and check its parts against a schema; needs no Ray."""
 
 import functools
 from collections.abc import Mapping
@@ -50,8 +48,9 @@ class ClusterFile:
 def check_schema(
     value: Any, name: str, field: str, how_to_write: str, source: str | None = None
 ) -> None:
-    """Raise ConfigError for the first part of `value` that breaks a schema of
-    cluster/files/schemas.yaml.
+    """Raise ConfigError for the first part of `value` that breaks a schema.
+
+    The schema is one of cluster/files/schemas.yaml.
 
     `field` is where `value` stands. What is null counts as absent.
     """

@@ -1,6 +1,4 @@
-"""(Ray) Read a `ray up` YAML through Ray's own schema and defaults, offline; every
-refusal is one sentence.
-"""
+"""Read a `ray up` YAML through Ray's own schema and defaults, offline (Ray)."""
 
 import contextlib
 import copy
@@ -37,8 +35,7 @@ _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 
 
 def load_cluster(path: str | Path) -> ClusterFile:
-    """Read and check a cluster file, the first cluster in it; needs neither network nor
-    a cloud account.
+    """Read and check the first cluster of a file; needs no network and no cloud account.
 
     Raises ConfigError for what makes the file unusable.
     """
@@ -46,9 +43,7 @@ def load_cluster(path: str | Path) -> ClusterFile:
 
 
 def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
-    """Read all clusters of a file: one of a `ray up` YAML, one of each RayCluster and
-    RayJob of a KubeRay YAML.
-    """
+    """Read all clusters of a file: one of a `ray up` YAML, several of a KubeRay YAML."""
     source = str(path)
     try:
         text = read_text(Path(path), source)
@@ -67,18 +62,14 @@ def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """Return how many GPUs the machine has: attached ones, or by the price list; None
-    when unknown.
-    """
+    """Return how many GPUs the machine has, attached or by the price list, where known."""
     if attached := machine.get("guestAccelerators"):
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
     return None if price is None else price.gpus
 
 
 def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of
-    mappings.
-    """
+    """Return Google Cloud's `scheduling`, which Ray's examples write as a list."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
     return {key: value for part in parts for key, value in part.items()}
@@ -152,9 +143,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
 
 @contextlib.contextmanager
 def _asking_ray(source: str) -> Iterator[None]:
-    """Make a ConfigError of what Ray refuses, and keep its remarks off the terminal:
-    what matters is a finding.
-    """
+    """Raise ConfigError for what Ray refuses, and keep its remarks off the terminal."""
     import jsonschema
 
     logger = logging.getLogger("ray.autoscaler")
@@ -219,8 +208,9 @@ def _check_counts(config: Mapping[str, Any], source: str) -> None:
 def _commands(
     written: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """Commands by the field they stand in; Ray puts setup_commands before those of head
-    and workers.
+    """Return the commands by the field they stand in.
+
+    Ray puts setup_commands before those of head and workers.
     """
     shared = len(config["setup_commands"])
     defaults = {

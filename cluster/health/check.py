@@ -1,5 +1,4 @@
-"""Pre-flight on a live cluster: an actor on every node measures, and
-cluster/health/verdicts.py judges (Ray).
+"""Examine a live cluster: an actor on every node measures, verdicts.py judges (Ray).
 
 Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is
 proved.
@@ -63,8 +62,9 @@ class Probe:
 
 
 class Checkup:
-    """One examination of the connected cluster; a node that fails to answer is left out
-    of what follows.
+    """One examination of the connected cluster.
+
+    A node that fails to answer is left out of what follows.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,9 @@ class Checkup:
         self._actors: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Start an actor on every node that is alive; it holds the node's GPUs if
-        nothing else does.
+        """Start an actor on every node that is alive.
+
+        It holds the node's GPUs if nothing else does.
         """
         available = available_resources_per_node()
         for node in ray.nodes():
@@ -131,9 +132,7 @@ class Checkup:
             self.all_reduce = self._meet([training])[0]
 
     def answering(self, training: bool = False) -> list[str]:
-        """List the nodes that have answered everything so far; `training`: only those
-        for workers.
-        """
+        """List the nodes that have answered everything so far, or those that train."""
         return [
             id_
             for id_, node in self.facts.items()
@@ -179,17 +178,16 @@ class Checkup:
         self.facts[node_id] = replace(self.facts[node_id], **facts)
 
     def _learn(self, fact: str, part: str, timeout_s: float, *call: Any) -> None:
-        """Ask the same of all that answer, and note each answer as a field of the
-        node's facts.
-        """
+        """Ask all nodes that answer; note each answer as a field of its facts."""
         for node_id, answer in self.ask(
             part, timeout_s, dict.fromkeys(self.answering(), call)
         ).items():
             self._note(node_id, **{fact: answer})
 
     def _clocks(self) -> None:
-        """Each clock against this one by the quickest of some questions (Cristian
-        1989), then against their median.
+        """Compare the clocks with this one, then with their median.
+
+        Of several answers the quickest counts (Cristian 1989).
         """
         best_s = math.inf
         offsets = {}
@@ -235,9 +233,7 @@ class Checkup:
             )
 
     def _measure(self) -> None:
-        """Products of each node, and its better link of those with the one before and
-        the one after it.
-        """
+        """Measure products of each node, and its better link to a neighbour."""
         training = self.answering(training=True)
         measured = self.ask(
             "multiplying", _MEASURE_S, dict.fromkeys(training, (probes.matmul_rates,))
@@ -254,9 +250,7 @@ class Checkup:
             self._note(node_id, rates=better(self.facts[node_id].rates, rates))
 
     def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
-        """All-reduce within each group of nodes, all groups at once; of each the
-        slowest rank.
-        """
+        """Run all-reduce in all groups at once; return the slowest rank of each."""
         first = {
             group[0]: (probes.free_port, self.facts[group[0]].address)
             for group in groups
@@ -300,8 +294,7 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 def lost_nodes(
     nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]
 ) -> list[NodeFacts]:
-    """Return those of Ray's nodes that died unexpectedly and whose address has no
-    living one.
+    """Return the nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
     """
@@ -361,9 +354,7 @@ def examine(
 
 
 def require_sound(uri: str | None) -> None:
-    """Before a sweep on several nodes: raise ClusterError for what the quick part
-    finds.
-    """
+    """Raise ClusterError for what the quick part finds, before a sweep."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return
     nodes = examine(uri, quick=True).nodes
@@ -389,8 +380,7 @@ def check(
     exclude_bad: bool,
     quick: bool,
 ) -> int:
-    """Run the command: print table and findings, or JSON, or Ray's label selector for
-    the nodes in order.
+    """Run the command: print table and findings, JSON, or a selector of nodes in order.
 
     Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
     """

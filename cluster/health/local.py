@@ -1,5 +1,4 @@
-"""What this machine has and how fast it is: versions, driver, devices, and the rates of
-a matrix product.
+"""Show what this machine has, and how fast it multiplies matrices.
 
 Environment read: CUDA_VISIBLE_DEVICES, which hides GPUs from torch.
 """
@@ -176,9 +175,7 @@ def judge_gpus(
 
 
 def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
-    """Say what the rates mean: a GPU against the CPU at one size, formats that gain
-    nothing, noise.
-    """
+    """Say what the rates mean: a GPU against the CPU, formats that gain nothing, noise."""
     verdicts = []
     on_cpu = {
         rate.n: rate

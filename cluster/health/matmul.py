@@ -19,8 +19,9 @@ _TRIES = 3
 def matmul_times(
     precision: str, device: torch.device, n: int, sample_s: float = _SAMPLE_S
 ) -> list[float]:
-    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples, with
-    torch's CPU threads.
+    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples.
+
+    A CPU multiplies with torch's threads.
     """
     spec = TABLE[precision]
     apply_matmul(spec)
@@ -39,8 +40,9 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     sample_s: float = _SAMPLE_S,
 ) -> list[float]:
-    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples; a
-    few runs before them warm up.
+    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples.
+
+    A few runs before them warm up.
 
     A sample has as many runs as take `sample_s` where nothing disturbs them, and so
     takes longer where something does.

@@ -1,6 +1,4 @@
-"""What nodes measure, each of itself and together with others; every function runs on
-the node that it is about.
-"""
+"""Measure a node, alone and with others; every function runs on the node it is about."""
 
 import contextlib
 import platform
@@ -62,9 +60,7 @@ def processor() -> str:
 
 
 def device_name() -> str:
-    """Return the model of what the products run on: the GPUs, or the CPU where there is
-    none.
-    """
+    """Return the model of what the products run on: the GPUs, else the CPU."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else processor()

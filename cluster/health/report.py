@@ -1,6 +1,4 @@
-"""Pure: what a check has found, as a table, as JSON, or as the label selector that
-leaves bad nodes out.
-"""
+"""Show what a check has found: a table, JSON, or a selector without bad nodes. Pure."""
 
 import dataclasses
 import io
@@ -114,8 +112,9 @@ def _lines(
 def table_lines(
     columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None
 ) -> list[str]:
-    """Render a table as plain text; the columns after the first `num_left` hold
-    figures, which end flush.
+    """Render a table as plain text.
+
+    The columns after the first `num_left` hold figures, which end flush.
     """
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):

@@ -1,5 +1,4 @@
-"""What Ray and KubeRay do not check in a cluster file: what is unsafe in it,
-contradicts itself, or would be lost.
+"""Find what Ray and KubeRay do not: what is unsafe, contradictory, or would be lost.
 
 Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local
 only).
@@ -136,9 +135,7 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
-    """Resources that the machine does not have, GPUs left idle, training on the head,
-    GPUs that cannot start.
-    """
+    """Find resources that no machine has, idle GPUs, a head that trains."""
     known = load_prices(cluster.provider)
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
@@ -233,8 +230,9 @@ def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Findi
 
 
 def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Workers that may not write to `storage`; Ray gives its own account to the head
-    only.
+    """Find workers that may not write to `storage`.
+
+    Ray gives its own account to the head only.
     """
     scheme = storage.split("://")[0]
     if (
@@ -263,8 +261,9 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
 
 
 def _brings(cluster: ClusterFile, place: str) -> bool:
-    """Whether `file_mounts` brings a file to a place; $HOME, /home/ubuntu and /root are
-    what `~` means there.
+    """Whether `file_mounts` brings a file to a place.
+
+    There $HOME, /home/ubuntu and /root are what `~` means.
     """
     place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
     mounts: list[str] = list(cluster.config["file_mounts"])
@@ -304,9 +303,7 @@ def _kuberay(cluster: ClusterFile) -> list[Finding]:
 def _container_environment(
     group: Mapping[str, Any], by_operator: bool
 ) -> dict[str, str]:
-    """The variables of a group's Ray container; `$NAME` for what comes from elsewhere,
-    a Secret or so.
-    """
+    """Return the variables of a group's Ray container; `$NAME` for a Secret's value."""
     found = {"RAY_AUTH_MODE": "token"} if by_operator else {}
     for entry in container_of(group).get("env") or ():
         value = entry.get("value")

@@ -1,5 +1,4 @@
-"""A Slurm batch script: read as sbatch reads it, and judged: what hangs, meets another
-job, or is lost.
+"""Read a Slurm batch script as sbatch does, and judge it: what hangs, or is lost.
 
 Nothing in a script is run.
 """
@@ -114,9 +113,7 @@ class SlurmScript:
     commands: tuple[Command, ...]
 
     def where(self, option: str) -> str:
-        """Return an option's name for a message, with its line where it stands in the
-        file.
-        """
+        """Return an option's name for a message, with its line in the file."""
         return (
             f"line {self.lines[option]}, --{option}"
             if option in self.lines
@@ -132,9 +129,7 @@ class SlurmScript:
 
 
 def is_slurm(path: str | Path) -> bool:
-    """Return whether a file is a batch script of Slurm's: by its name, or by an
-    `#SBATCH` line.
-    """
+    """Return whether a file is a batch script of Slurm's, by its name or its content."""
     try:
         text = read_text(Path(path), "")
     except (ConfigError, FileNotFoundError):  # whoever reads it says so

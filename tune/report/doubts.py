@@ -45,9 +45,7 @@ def doubts(
     found: Sequence[Final],
     most_ahead: float | None,
 ) -> list[Doubt]:
-    """Return what is in doubt: the order first, then how the machine was while this was
-    measured.
-    """
+    """Return what is in doubt: the order, then the machine while this was measured."""
     kinds = (
         _once(config, records, found, most_ahead),
         _one_seed(config, records),

@@ -1,6 +1,4 @@
-"""The report's figures: the objective by key, throughput and memory by batch size, and
-learning curves.
-"""
+"""Draw the report's figures: objective, throughput, memory and learning curves."""
 
 import math
 from collections.abc import Collection
@@ -59,9 +57,7 @@ class Mark:
 
 
 def objective(data: FigureData) -> Figure | None:
-    """Draw the objective against each key that varied, a panel a key, with what is
-    known of how sure it is.
-    """
+    """Draw the objective against each key that varied, a panel a key."""
     metric = data.config.objective.metric
     marks = _marks(data)
     if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
@@ -90,9 +86,7 @@ def objective(data: FigureData) -> Figure | None:
 
 
 def _marks(data: FigureData) -> list[Mark]:
-    """Return the trials that have a value of the objective, best first; of finalists it
-    is that of their repeats.
-    """
+    """Return the trials with a value of the objective, best first."""
     metric = data.config.objective.metric
     marks = []
     finalists = finals(data.config, data.records) if metric == "time_to_target" else []
@@ -200,9 +194,7 @@ def throughput(data: FigureData) -> Figure | None:
 
 
 def memory(data: FigureData) -> Figure | None:
-    """Draw peak memory against the batch size, and trials that ran out of it in a strip
-    on top.
-    """
+    """Draw peak memory against the batch size; a strip on top has trials out of memory."""
     peaks = [(one, peak) for one in data.finished if (peak := one.peak_memory_bytes)]
     if not peaks and not data.out_of_memory:
         return None
@@ -330,8 +322,7 @@ def _against_x(
     marks: list[tuple[TrialRecord, float, str]],
     also: Collection[int] = (),
 ) -> None:
-    """Draw a mark a trial, and on a grid a line a series through the median of the
-    trials at one x.
+    """Draw a mark a trial, and on a grid a line a series through medians at each x.
 
     The legend has the series with marks and those in `also`. A dotted line for each
     series lies between the largest value that fitted and the smallest that ran out of
@@ -397,9 +388,7 @@ def _points(record: TrialRecord, metric: str) -> Points:
 
 
 def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
-    """Return limits of a metric's axis without the fifth of the values that is worst,
-    where all runs are alike.
-    """
+    """Return limits of a metric's axis without the worst fifth, where runs are alike."""
     values = sorted(y for points in lines for _, y in points)
     fifth = len(values) // 5
     rises = sum(points[-1][1] - points[0][1] for points in lines) > 0
@@ -412,9 +401,7 @@ def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
 
 
 def _set_axis(axis: Axis, canvas: Canvas) -> None:
-    """Set ticks of the x axis at the values that were tried; logarithmic to base 2 for
-    batch sizes.
-    """
+    """Set ticks of the x axis at the values that were tried; base 2 for batch sizes."""
     positions = axis.positions
     log = axis.is_log
     if log:

@@ -1,5 +1,4 @@
-"""Configurations that ran with several seeds of the space: a seed is a repeat, never a
-choice.
+"""Configurations that ran with several seeds: a seed is a repeat, never a choice. Pure.
 
 Pure.
 """
@@ -47,8 +46,7 @@ def by_configuration(
     ranked: Sequence[tuple[float, TrialRecord]],
     records: Sequence[TrialRecord],
 ) -> list[Configuration]:
-    """Return the configurations, best mean first; those of which a seed has no value
-    come last.
+    """Return the configurations, best mean first; those that miss a value come last.
 
     What a user has stopped tells nothing, nor does a second run of the very same.
 

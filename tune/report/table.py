@@ -1,6 +1,4 @@
-"""The table of a sweep's trials: its rows and columns for terminal and page, and as
-rich draws it.
-"""
+"""The table of a sweep's trials: columns for terminal and page, and as rich draws it."""
 
 import io
 import math
@@ -158,9 +156,7 @@ def as_html(*shown: RenderableType) -> str:
 
 
 def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecord]:
-    """Return the trials in the order of the space: of its lists, and rising in its
-    ranges.
-    """
+    """Return the trials in the order of the space's lists, and rising in its ranges."""
 
     def place(key: str, value: Any) -> tuple[float, str]:
         space = config.space[key]
@@ -177,8 +173,9 @@ def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecor
 def best_first(
     config: SweepConfig, records: list[TrialRecord], answer: Answer
 ) -> list[TrialRecord]:
-    """Return the trials in the answer's order, each followed by its repeats; then, in
-    the order of the space, those without a value of the objective.
+    """Return the trials in the answer's order, each followed by its repeats.
+
+    Those without a value of the objective come last, in the order of the space.
     """
     places: dict[str, float] = {}
     by_config: dict[str, float] = {}
@@ -280,9 +277,7 @@ def _four_digits(value: float) -> str:
 def constant(
     config: SweepConfig, records: list[TrialRecord], found: list[Column]
 ) -> list[Column]:
-    """Return the columns that say the same of every trial: of the configuration, or
-    that there is nothing.
-    """
+    """Return the columns that say the same of every trial, or that there is nothing."""
     keys = set(labels(config, records).values())
     found_same = []
     for column in found:

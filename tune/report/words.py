@@ -13,9 +13,7 @@ _MOST_NAMES = 3
 
 
 def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the column names of dotted keys: the last part, or the whole key where
-    that names something else too.
-    """
+    """Return the column names of dotted keys: the last part where that is clear."""
     keys = dict.fromkeys(
         [*config.space, *(key for record in records for key in record.config)]
     )
@@ -34,9 +32,7 @@ def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str
 
 
 def telling(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the labels of the keys that tell trials apart; of all keys where none
-    does.
-    """
+    """Return the labels of the keys that tell trials apart; of all where none does."""
     found = labels(config, records)
     varied = {
         key: label
@@ -69,9 +65,7 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
 
 
 def capitalized(text: str) -> str:
-    """Return a sentence with a capital letter, unless it begins with a name of a key or
-    a value.
-    """
+    """Return a sentence with a capital letter, unless it begins with a key or a value."""
     return text[0].upper() + text[1:] if text.startswith("batch ") else text
 
 
@@ -91,9 +85,7 @@ def in_a_line(config: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as YAML has it in one line, numbers to four
-    digits.
-    """
+    """Return a value as YAML has it in one line, numbers to four digits."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
@@ -108,9 +100,7 @@ def shown(value: Any) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value fits on an axis: a number that arithmetic does not take to
-    infinity.
-    """
+    """Whether a value fits on an axis: a number that arithmetic keeps finite."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -133,9 +123,7 @@ def duration(time_s: float) -> str:
 
 
 def span(low_s: float | None, high_s: float) -> str:
-    """Return a time that lies between two: "2.9 to 3.1 s", "up to 3.1 s" from 0 on;
-    `low_s` None: it is the second.
-    """
+    """Return a time between two: "2.9 to 3.1 s", "up to 3.1 s"; no `low_s`: the second."""
     first = duration(low_s if low_s is not None else high_s)
     last = duration(high_s)
     if low_s is not None and low_s <= 0:
@@ -147,9 +135,7 @@ def span(low_s: float | None, high_s: float) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit that suits an axis up to `longest_s`, and its
-    name.
-    """
+    """Return the unit that suits an axis up to `longest_s`: its seconds and name."""
     return (
         (1.0, "s")
         if longest_s < 300

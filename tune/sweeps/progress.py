@@ -1,5 +1,4 @@
-"""What the driver does between two of Tune's steps: heed Ctrl-C, show the sweep, let
-lanes and trials grow (Ray).
+"""What the driver does between two of Tune's steps: Ctrl-C, the live table, growth (Ray).
 
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
@@ -140,9 +139,7 @@ def _spent(view: View) -> str:
 
 
 class Terminal:
-    """Lines, and beside them the live table where standard output is a terminal or a
-    notebook's.
-    """
+    """Lines, and beside them the live table on a terminal or in a notebook."""
 
     def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
         """`is_live`: a table is wanted."""
@@ -191,9 +188,9 @@ class Pace:
     """
 
     def __init__(self, search: Any, mailbox: Any, total: int | None) -> None:
-        """`total`: the trials that Tune will start, where the search proposes them
-        whatever it hears of others; None: any other search has as many at a time as
-        there are lanes, started or not.
+        """Take how many trials Tune will start, where the search heeds no results.
+
+        Any other search (`total` None) has as many at a time as there are lanes.
         """
         self._search = search
         self._mailbox = mailbox
@@ -241,9 +238,7 @@ class Pace:
             self._mailbox.expect.remote(0)
 
     def trial_ended(self, was_known: bool) -> None:
-        """Called when one of Tune's trials has ended, at once where its record
-        `was_known` from an earlier start.
-        """
+        """Called when one of Tune's trials has ended, maybe in an earlier start."""
         if was_known:
             self._num_known += 1
         else:
@@ -259,9 +254,7 @@ class Pace:
 
 
 class Progress(tune.Callback):
-    """The sweep as its driver sees it; makes sure that each trial that has ended has
-    its record.
-    """
+    """The sweep as its driver sees it; each trial that has ended has its record."""
 
     def __init__(
         self,
@@ -334,9 +327,7 @@ class Progress(tune.Callback):
         self.tick()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune at the end of a step: the first trials go to their lanes while
-        their actors still start.
-        """
+        """Called by Tune: the first trials go to their lanes while their actors start."""
         if self._started:
             return
         for trial in trials:
@@ -435,9 +426,7 @@ class Progress(tune.Callback):
     def on_trial_complete(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial has ended, or was stopped: a line on the
-        terminal.
-        """
+        """Called by Tune when a trial has ended, or was stopped: record it, and say so."""
         name = _name(trial)
         with self._noting_failure():
             why = self.reasons.get(trial.trial_id, "stopped by the search")
@@ -480,9 +469,7 @@ class Progress(tune.Callback):
     def on_trial_recover(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial's actor has failed and it starts another: what
-        runs on a lane goes on.
-        """
+        """Called by Tune when a trial's actor has failed: what runs on a lane goes on."""
         with self._noting_failure():
             ray.get(self._mailbox.orphan.remote(_name(trial)))
             self.terminal.say(
@@ -492,9 +479,7 @@ class Progress(tune.Callback):
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when it gives a trial up: it has no result, and was not
-        stopped by anybody.
-        """
+        """Called by Tune when it gives a trial up: it has no result."""
         what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
         self.failure = self.failure or PacelineError(
             f"{what}, at last of {_cause(trial)}"
@@ -518,8 +503,7 @@ class Progress(tune.Callback):
             self._say_end(record)
 
     def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
-        """Note a trial's record; write it where there is none: storage was gone, or
-        somebody has stopped the trial.
+        """Note a trial's record; write it where storage was gone, or it was stopped.
 
         One without an evaluation gets none.
         """
@@ -541,9 +525,7 @@ class Progress(tune.Callback):
     def _from_mailbox(
         self, name: str, why_stopped: str, purpose: Purpose
     ) -> TrialRecord | None:
-        """The record of a trial as its lane has told it: of its own end, or else as one
-        that was stopped.
-        """
+        """Return the record of a trial as its lane has told it, or as stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
         outcome = events[-1].outcome if events else None
@@ -560,9 +542,7 @@ class Progress(tune.Callback):
         )
 
     def record_rest(self, is_over_budget: bool) -> None:
-        """Record the trials that the end of a budget has cut off; raise where one is
-        missing for no such reason.
-        """
+        """Record the trials that a budget has cut off; raise where another is missing."""
         if self.failure is not None:
             raise self.failure
         missing = [name for name in self._started if name not in self.records]
@@ -574,9 +554,7 @@ class Progress(tune.Callback):
             self._record(name, "stopped by the budget")
 
     def restore_records(self) -> None:
-        """Write again what has vanished from storage since; raise StorageError where
-        that is not possible.
-        """
+        """Write again what has vanished from storage since; raises StorageError."""
         there = {record.id for record in self._journal.records()}
         gone = [record for name, record in self.records.items() if name not in there]
         for record in gone:
@@ -593,9 +571,7 @@ def _name(trial: Any) -> str:
 
 
 def _cause(trial: Any) -> str:
-    """What one of Tune's trials failed of last, in a line, from the file that Tune
-    writes.
-    """
+    """Return what one of Tune's trials failed of last, in a line, from Tune's file."""
     lines: list[str] = []
     with contextlib.suppress(OSError, TypeError):  # the disk may be full
         lines = Path(trial.error_file).read_text(errors="replace").split("\n")

@@ -1,6 +1,4 @@
-"""A running sweep in its user's hands: the driver looks at the actions in its
-directory, and does them (Ray).
-"""
+"""Do what users want of a running sweep: its driver reads the actions (Ray)."""
 
 import contextlib
 import time

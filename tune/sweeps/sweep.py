@@ -1,6 +1,4 @@
-"""A sweep from its start to its answer, for the command and for Python: `from tune
-import sweep`.
-"""
+"""A sweep from its start to its answer, for the command and `from tune import sweep`."""
 
 from __future__ import annotations
 
@@ -68,16 +66,12 @@ class SweepResult:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The best trial, as `best.config` and `best.metrics`; None where no trial
-        ended well.
-        """
+        """The best trial, with `config` and `metrics`; None where none ended well."""
         return self.answer.best
 
     @property
     def best_yaml(self) -> str | None:
-        """The file that trains with the best configuration: `train(result.best_yaml)`;
-        None without one.
-        """
+        """The file that trains with the best configuration: `train(result.best_yaml)`."""
         return self.spec.storage.locate("best.yaml") if self.best else None
 
     @property
@@ -95,9 +89,7 @@ class SweepResult:
         return table
 
     def table(self, width: int | None = None) -> Table:
-        """Return the table that the command prints, for rich; at most `width`
-        characters wide.
-        """
+        """Return the table that the command prints, for rich; at most `width` wide."""
         from tune.report.table import table
 
         return table(self.spec.config, self.records, self.answer, width)
@@ -122,24 +114,28 @@ def sweep(
     check: bool = True,
     **keys: Any,
 ) -> SweepResult:
-    """Sweep a training run, or go on with the sweep in its directory: what `python -m
-    tune` does.
+    """Sweep a training run, or go on with the sweep in its directory, as `python -m tune`.
 
-    Args: train: The run to vary: its file (a path or URI), a mapping of its keys, a
-        Task class, which may be a
-            notebook's, or a training function of Ray Train's.
+    Args:
+        train: The run to vary: its file (a path or URI), a mapping of its keys, a Task
+            class, which may be a notebook's, or a training function of Ray Train's.
         space: Dotted keys of the run and their values: a list, or a range such as
-        `{"loguniform": [1e-4, 1e-2]}`.
+            `{"loguniform": [1e-4, 1e-2]}`.
         objective: What the best trial is best at: a metric, or a mapping with `metric`,
-        `mode` and `target`.
+            `mode` and `target`.
         fresh: Start anew: delete what the sweep's directory holds.
         check: Look at the nodes of a cluster first.
         keys: Further keys of the sweep (`name="lr"`, `search="random"`,
             `budget={"trials": 20}`), and of the run (`**{"train.epochs": 3}`).
 
-    An interrupt raises SweepInterrupted, a KeyboardInterrupt, and the same call goes
-    on. Raises ConfigError where a value cannot be used, PacelineError where the sweep
-    was cut off, and ClusterError where nodes are not in order.
+    Returns:
+        The trials, and what the sweep says of them.
+
+    Raises:
+        SweepInterrupted: A KeyboardInterrupt; the same call goes on.
+        ConfigError: A value cannot be used.
+        ClusterError: Nodes are not in order.
+        PacelineError: The sweep was cut off.
     """
     check_thread("sweep()")
     places: list[Path] = []
@@ -159,18 +155,24 @@ def sweep(
 def extend(
     directory: str | os.PathLike[str], *, check: bool = True, **keys: Any
 ) -> SweepResult:
-    """Go on with the sweep in a directory (or URI), and with other keys where some are
-    given: `python -m tune extend`.
+    """Go on with the sweep in a directory, maybe with other keys: `python -m tune extend`.
 
     What is known is not trained again, and trials that are to be longer go on from
-    their last checkpoint, where they have one. Raises what `sweep` raises, and
-    InUseError, a ConfigError, where the sweep runs: it goes on with the keys once its
-    trials have ended.
+    their last checkpoint, where they have one.
 
-    Args: directory: The sweep's. check: Look at the nodes of a cluster first. keys:
-        Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of its
-        keys that it names), and of
-            the run (`**{"train.epochs": 10}`).
+    Args:
+        directory: The sweep's, a path or URI.
+        check: Look at the nodes of a cluster first.
+        keys: Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of
+            its keys that it names), and of the run (`**{"train.epochs": 10}`).
+
+    Returns:
+        The trials, and what the sweep says of them.
+
+    Raises:
+        InUseError: A ConfigError: the sweep runs, and goes on with the keys once its
+            trials have ended.
+        PacelineError: As for `sweep`.
     """
     check_thread("extend()")
     overrides = plain(keys, "extend()", [])

@@ -1,6 +1,4 @@
-"""A trial as Ray Tune sees it: a trainable without a model, which waits for the reports
-of its lane (Ray).
-"""
+"""A trial as Ray Tune sees it: a trainable that waits for its lane's reports (Ray)."""
 
 import contextlib
 import math
@@ -47,8 +45,7 @@ def assignment_of(
 
 
 class LaneTrial(Trainable):
-    """Submits its configuration to the mailbox; `step` gives one evaluation at a time;
-    the actor is reused.
+    """Submits its configuration to the mailbox; `step` gives one evaluation at a time.
 
     The record of a trial is in the journal before Tune hears of its end. A trial whose
     record is there already (a resumed sweep) ends at once, from the record. Where the
@@ -128,9 +125,7 @@ class LaneTrial(Trainable):
         return self._final(self._record)
 
     def _value(self, row: dict[str, float]) -> float:
-        """The objective so far, for a scheduler; the worst value where it is not
-        defined yet.
-        """
+        """Return the objective so far, for a scheduler; the worst before it has one."""
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)
             if value is not None and self._objective.metric == "usd_to_target":
@@ -153,9 +148,7 @@ class LaneTrial(Trainable):
         return {**record.metrics, **speeds, **said}
 
     def cleanup(self) -> None:
-        """Cancel a trial that the search has stopped before its end; the driver records
-        it.
-        """
+        """Cancel a trial that the search has stopped; the driver records it."""
         if self._record is None and self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 

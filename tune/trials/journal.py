@@ -1,5 +1,4 @@
-"""The journal of a sweep: one JSON file for each trial that ended, durable before Ray
-Tune is told.
+"""The journal of a sweep: one file a trial that ended, durable before Tune is told.
 
 `<sweep>/trials/<id>.json` is a whole file because object stores have no append. A
 resumed sweep answers a trial that has a record from it and runs only the others. Beside
@@ -69,9 +68,7 @@ class Journal:
 
 
 def read_boundary(sweep: Storage) -> Boundary:
-    """Return what earlier starts of the sweep have learned of microbatches; nothing
-    when that cannot be read.
-    """
+    """Return what earlier starts learned of microbatches; nothing where it is damaged."""
     try:
         return Boundary.from_plain(
             sweep.read_json(_BOUNDARY, dict[str, Any])

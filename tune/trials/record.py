@@ -61,9 +61,7 @@ USED = ("peak_memory_bytes", "energy_j")
 
 @dataclass(frozen=True)
 class Spent:
-    """Where a trial's time on its lane went; of one that was started again, of its last
-    start.
-    """
+    """Where a trial's time on its lane went, in its last start."""
 
     began: UnixTime
     """When the lane took it, Unix time of that node, s."""
@@ -149,15 +147,14 @@ class TrialRecord:
 
     @property
     def is_censored(self) -> bool:
-        """Whether a user has stopped the trial: what it would have come to nobody
-        knows.
-        """
+        """Whether a user has stopped the trial: nobody knows what it would have reached."""
         return self.status == "stopped" and self.message == BY_HAND
 
     @property
     def missed_target_s(self) -> float | None:
-        """Training time at the last evaluation before the one that met the target, 0
-        where that was the first: the target was met in between.
+        """Training time at the last evaluation before the one that met the target.
+
+        It is 0 where that was the first: the target was met in between.
 
         None where it was not met, or the evaluations do not tell.
         """
@@ -177,9 +174,7 @@ _FIELDS = {"time_to_target": "time_to_target_s"} | {
 
 
 def value_of(metric: str, record: TrialRecord) -> float | None:
-    """Return a trial's figure; None where it failed, has none, or has one that is not
-    finite.
-    """
+    """Return a trial's figure; None where it failed, or has none that is finite."""
     if not record.finished:
         return None
     value: float | None = (
@@ -191,16 +186,15 @@ def value_of(metric: str, record: TrialRecord) -> float | None:
 
 
 def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
-    """Return the training time, s, at the first evaluation that met the target; None
-    when none did.
-    """
+    """Return the training time, s, at the first evaluation that met the target, if any."""
     return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
 
 
 def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
-    """Return the training time, s, at which a trial met the target: on the straight
-    line between the last evaluation before and the one that met it, between which it
-    may have been at any time.
+    """Return the training time, s, at which a trial met the target.
+
+    It is on the straight line between the last evaluation before and the one that met it,
+    between which it may have been at any time.
 
     None where it did not meet it.
     """
@@ -233,8 +227,7 @@ def make_record(
     purpose: Purpose = "trial",
     seed: int | None = None,
 ) -> TrialRecord:
-    """Return the record of a trial from its evaluations and from what its lane said of
-    its end.
+    """Return the record of a trial from its evaluations and from what its lane said.
 
     `usd_per_hour` is the price of one lane. A trial that reports no objective or target
     has status `error`.
@@ -297,9 +290,7 @@ def make_record(
 
 
 def _samples(result: Mapping[str, Any]) -> float | None:
-    """Return the samples that a trial has trained; those of a training function by its
-    steps.
-    """
+    """Return the samples that a trial has trained; a training function's by steps."""
     if (exact := result.get("samples")) is not None:
         return float(exact)
     return result["steps"] * result["global_batch_size"] if "steps" in result else None
