@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from cluster.files.capacity import NodeType
+from trainers.config.yaml import read_text
 from trainers.errors import MISSING, ConfigError, did_you_mean
 
 MOST_NODES = 100_000
@@ -43,6 +44,24 @@ class ClusterFile:
     def sum_max_workers(self) -> int:
         """The sum of all types' limits; `max_workers` may be lower or higher."""
         return sum(node_type.max_workers for node_type in self.node_types)
+
+
+def read_file(path: str | Path) -> str:
+    """Return the text of a file of this machine; ConfigError where it is not there."""
+    source = str(path)
+    try:
+        return read_text(Path(path), source)
+    except FileNotFoundError as error:
+        fix = "give the path of a cluster file"
+        raise ConfigError("the file", MISSING, "does not exist", fix, source) from error
+
+
+def check_bounds(field: str, low: int, high: int, most: str, source: str) -> None:
+    """Raise ConfigError where a node type's least number of nodes is above its most."""
+    if low > high:
+        rule = f"must be at most {most}, {high}"
+        fix = f"write {high} or less, or raise {most}"
+        raise ConfigError(field, low, rule, fix, source)
 
 
 def check_schema(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import ClusterFile, check_schema, join
+from cluster.files.cluster_file import ClusterFile, check_bounds, check_schema, join
 from trainers.errors import ConfigError, printable
 
 GPU = "nvidia.com/gpu"
@@ -117,21 +117,13 @@ def _node_type(field: str, group: Mapping[str, Any], source: str) -> NodeType:
         return NodeType("head", resources, is_head=True)
     low = group["minReplicas"]
     high = group["maxReplicas"]
-    hosts = group.get("numOfHosts") or 1
-    if low > high:
-        rule = f"must be at most maxReplicas, {high}"
-        raise ConfigError(
-            f"{field}.minReplicas",
-            low,
-            rule,
-            f"write {high} or less, or raise maxReplicas",
-            source,
-        )
+    check_bounds(f"{field}.minReplicas", low, high, "maxReplicas", source)
+    num_hosts = group.get("numOfHosts") or 1
     return NodeType(
         name=group["groupName"],
         resources=resources,
-        min_workers=low * hosts,
-        max_workers=high * hosts,
+        min_workers=low * num_hosts,
+        max_workers=high * num_hosts,
         instance_type=(pod_of(group).get("nodeSelector") or {}).get(
             "node.kubernetes.io/instance-type"
         ),

@@ -13,12 +13,15 @@ from cluster.files.capacity import NodeType
 from cluster.files.cluster_file import (
     MOST_NODES,
     ClusterFile,
+    check_bounds,
     check_schema,
+    join,
+    read_file,
     schema_error,
 )
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.prices import Price, load_prices
-from trainers.config.yaml import parse_documents, read_text
+from trainers.config.yaml import parse_documents
 from trainers.errors import MISSING, ConfigError, did_you_mean, first_line
 
 HEAD = "head_start_ray_commands"
@@ -45,17 +48,7 @@ def load_cluster(path: str | Path) -> ClusterFile:
 def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
     """Read all clusters of a file: one of a `ray up` YAML, several of a KubeRay YAML."""
     source = str(path)
-    try:
-        text = read_text(Path(path), source)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "does not exist",
-            "give the path of a cluster YAML",
-            source,
-        ) from error
-    documents = parse_documents(text, source)
+    documents = parse_documents(read_file(path), source)
     if is_kuberay(documents):
         return kuberay_files(documents, source)
     return (_ray_up(documents, source),)
@@ -78,31 +71,10 @@ def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     from trainers.on_ray.internals import check_cluster_file, filled_in
 
-    written = documents[0] if documents else None
-    if len(documents) > 1:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "must be one document for `ray up`",
-            "remove the `---` in it",
-            source,
-        )
-    if not isinstance(written, dict):
-        raise ConfigError(
-            "the file",
-            written,
-            "must be a mapping of fields to values",
-            _HOW_TO_WRITE,
-            source,
-        )
-    if "provider" not in written and "run" in written:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "is a task of SkyPilot's",
-            "ask `sky launch --dryrun FILE`",
-            source,
-        )
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        rule = "must be one mapping of fields to values"
+        raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source)
+    written = documents[0]
     # What the file itself says, before the defaults, which crash on a wrong type.
     shape = {
         "cluster_name": "default",
@@ -111,10 +83,8 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         **written,
     }
     shape.pop("min_workers", None)
-    for legacy in (
-        "head_node",
-        "worker_nodes",
-    ):  # Ray takes them out before it validates, where they are empty
+    # Ray takes them out before it validates, where they are empty.
+    for legacy in ("head_node", "worker_nodes"):
         if not shape.get(legacy):
             shape.pop(legacy, None)
     if isinstance(written.get("available_node_types"), dict):
@@ -185,24 +155,17 @@ def _check_types(written: Mapping[str, Any], source: str) -> None:
 
 
 def _check_counts(config: Mapping[str, Any], source: str) -> None:
-    is_local = (
-        config["provider"]["type"] == "local"
-    )  # one type, which Ray makes of the top-level fields
+    # Of provider local Ray makes one type of the fields at the top.
+    is_local = config["provider"]["type"] == "local"
     for name, node_type in config["available_node_types"].items():
-        field = (
-            "min_workers" if is_local else f"available_node_types.{name}.min_workers"
+        place = "" if is_local else f"available_node_types.{name}"
+        check_bounds(
+            join(place, "min_workers"),
+            node_type["min_workers"],
+            node_type["max_workers"],
+            "its max_workers",
+            source,
         )
-        low = node_type["min_workers"]
-        high = node_type["max_workers"]
-        if low > high:
-            rule = f"must be at most its max_workers, {high}"
-            raise ConfigError(
-                field,
-                low,
-                rule,
-                f"write {high} or less, or raise its max_workers",
-                source,
-            )
 
 
 def _commands(

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.files.cluster_file import read_file
 from cluster.finding import Finding, Level, error, warning
 from cluster.rules import common
-from trainers.config.yaml import read_text
 from trainers.errors import MISSING, ConfigError
 
 _SHORT = {
@@ -131,8 +131,8 @@ class SlurmScript:
 def is_slurm(path: str | Path) -> bool:
     """Return whether a file is a batch script of Slurm's, by its name or its content."""
     try:
-        text = read_text(Path(path), "")
-    except (ConfigError, FileNotFoundError):  # whoever reads it says so
+        text = read_file(path)
+    except ConfigError:  # whoever reads it says so
         text = ""
     return (
         str(path).endswith((".sbatch", ".slurm"))
@@ -143,24 +143,7 @@ def is_slurm(path: str | Path) -> bool:
 def load_slurm(path: str | Path) -> SlurmScript:
     """Read a batch script; ConfigError for what sbatch would refuse."""
     source = str(path)
-    try:
-        lines = read_text(Path(path), source).splitlines()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "does not exist",
-            "give the path of a batch script",
-            source,
-        ) from error
-    if not lines or not lines[0].startswith("#!"):
-        raise ConfigError(
-            "line 1",
-            lines[0] if lines else MISSING,
-            "must name a shell",
-            "write #!/bin/bash",
-            source,
-        )
+    lines = read_file(path).splitlines()
     options: dict[str, str] = {}
     places: dict[str, int] = {}
     ignored: list[Command] = []

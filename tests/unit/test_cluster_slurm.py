@@ -163,16 +163,12 @@ def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
     assert slurm_findings(load_slurm(file)) == [], "`& t=$!` is no `&` at the end"
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [("", "line 1"), ("sleep 1\n", "line 1"), ('#!/bin/sh\n#SBATCH "\n', "line 2")],
-)
-def test_what_sbatch_refuses(text: str, field: str, tmp_path: Path) -> None:
+def test_a_quote_that_is_not_closed_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "job.sbatch"
-    file.write_text(text, encoding="utf-8")
+    file.write_text('#!/bin/sh\n#SBATCH "\n', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_slurm(file)
-    assert caught.value.field == field
+    assert caught.value.field == "line 2"
 
 
 FAKES = {

@@ -427,8 +427,7 @@ def largest_size(
 ) -> str:
     """Say whether the largest batch size lost to its learning rate or to itself.
 
-    Args:
-        as_good: Ids of the best trial, and of those that are as good.
+    `as_good` are the ids of the best trial, and of those that are as good.
 
     Returns:
         A sentence; "" where no rate was searched around, or the size was not tried.

@@ -32,7 +32,7 @@ class Trial:
 def steer(
     directory: str | os.PathLike[str], action: Steer, trial: str = "", **keys: Any
 ) -> str:
-    """Stop, clone or prefer a trial of a sweep, or pause the sweep: `python -m tune steer`.
+    """Stop, clone or prefer a trial of a sweep, or pause it: `python -m tune steer`.
 
     A sweep that runs does it within a second or two, another one when it is resumed.
 

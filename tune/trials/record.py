@@ -147,7 +147,7 @@ class TrialRecord:
 
     @property
     def is_censored(self) -> bool:
-        """Whether a user has stopped the trial: nobody knows what it would have reached."""
+        """Whether a user has stopped the trial: nobody knows how it would have ended."""
         return self.status == "stopped" and self.message == BY_HAND
 
     @property
