@@ -29,12 +29,11 @@ class Price:
     def age(self, today: dt.date) -> str:
         """Say how old the figure is, and whether that is too old."""
         days = (today - self.date).days
-        stale = (
-            f", STALE: over {STALE_AFTER_DAYS} days, look it up"
-            if days > STALE_AFTER_DAYS
-            else ""
-        )
-        return f"read {days} days ago{stale}"
+        if days > STALE_AFTER_DAYS:
+            return (
+                f"read {days} days ago, STALE: over {STALE_AFTER_DAYS} days, look it up"
+            )
+        return f"read {days} days ago"
 
 
 def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:

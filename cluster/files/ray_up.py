@@ -56,7 +56,8 @@ def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
     """Return how many GPUs the machine has, attached or by the price list, where known."""
-    if attached := machine.get("guestAccelerators"):
+    attached = machine.get("guestAccelerators")
+    if attached:
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
     return None if price is None else price.gpus
 

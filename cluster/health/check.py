@@ -120,12 +120,15 @@ class Checkup:
         for _ in range(_MEASUREMENTS):
             self._measure()
             nodes = [self.facts[node_id] for node_id in self.answering()]
-            is_cut = any(
-                rate.value == 0 for node in nodes for rate in node.rates
-            )  # each try takes its whole timeout
             # A node that is slow stays slow in every measurement; one that something
             # disturbed for a moment does not.
-            if is_cut or not slow(nodes):
+            if not slow(nodes):
+                break
+            # Where a link is cut, each try takes its whole timeout.
+            rates = [
+                min(rate.value for rate in node.rates) for node in nodes if node.rates
+            ]
+            if 0 in rates:
                 break
         training = self.answering(training=True)
         if len(training) > 1:
@@ -163,15 +166,12 @@ class Checkup:
             except ray.exceptions.RayTaskError as error:
                 self._note(node_id, failure=f"{part}: {last_line(error)}")
             except ray.exceptions.RayError as error:
-                # An actor whose class cannot be imported there has died of it; else its
-                # node is gone.
                 words = last_line(error)
-                self._note(
-                    node_id,
-                    **(
-                        {"failure": words} if "Error:" in words else {"silent_in": part}
-                    ),
-                )
+                # An actor whose class cannot be imported there has died of it.
+                if "Error:" in words:
+                    self._note(node_id, failure=words)
+                else:  # its node is gone
+                    self._note(node_id, silent_in=part)
         return results
 
     def _note(self, node_id: str, **facts: Any) -> None:
@@ -179,9 +179,8 @@ class Checkup:
 
     def _learn(self, fact: str, part: str, timeout_s: float, *call: Any) -> None:
         """Ask all nodes that answer; note each answer as a field of its facts."""
-        for node_id, answer in self.ask(
-            part, timeout_s, dict.fromkeys(self.answering(), call)
-        ).items():
+        calls = dict.fromkeys(self.answering(), call)
+        for node_id, answer in self.ask(part, timeout_s, calls).items():
             self._note(node_id, **{fact: answer})
 
     def _clocks(self) -> None:
@@ -298,22 +297,16 @@ def lost_nodes(
 
     Not those among `examined`: that they are silent is said already.
     """
-    gone = {node["NodeManagerAddress"] for node in nodes} - {
-        n["NodeManagerAddress"] for n in nodes if n["Alive"]
-    }
+    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     found = {}
     for node in nodes:
         address = node["NodeManagerAddress"]
         node_id = node["NodeID"]
-        if (
-            address in gone
-            and node_id not in examined
-            and node["DeathReason"] == _UNEXPECTED
-        ):
+        has_died = node["DeathReason"] == _UNEXPECTED and address not in alive
+        if has_died and node_id not in examined:
             reason = (node["DeathReasonMessage"] or "dead").strip()
-            found[address] = NodeFacts(
-                node_id, node["NodeManagerHostname"], address, trains=False, lost=reason
-            )
+            host = node["NodeManagerHostname"]
+            found[address] = NodeFacts(node_id, host, address, False, lost=reason)
     return list(found.values())
 
 
@@ -358,18 +351,11 @@ def require_sound(uri: str | None) -> None:
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return
     nodes = examine(uri, quick=True).nodes
-    found = judge(
-        ClusterFacts(tuple(node for node in nodes if not node.lost))
-    )  # a sweep starts on the living ones
+    # A sweep starts on the living ones.
+    found = judge(ClusterFacts(tuple(node for node in nodes if not node.lost)))
     if found:
-        raise ClusterError(
-            "\n".join(
-                [
-                    *map(str, found),
-                    "fix these nodes, or go on all the same with --no-check",
-                ]
-            )
-        )
+        fix = "fix these nodes, or go on all the same with --no-check"
+        raise ClusterError("\n".join([*map(str, found), fix]))
 
 
 def check(

@@ -98,11 +98,9 @@ def _lines(
         result.append(
             "note: storage was not looked at; give --storage_path or set PACELINE_STORAGE"
         )
-    whole = (
-        ", but not the cluster as a whole"
-        if any(not each.node_id for each in found)
-        else ""
-    )
+    whole = ""
+    if not all(each.node_id for each in found):
+        whole = ", but not the cluster as a whole"
     result.append(
         f"{len(rows) - len(bad)} of {len(rows)} nodes in order{whole}, in {seconds:.1f} s"
     )
@@ -139,11 +137,9 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
         "-" if node.clock_offset_s is None else f"{node.clock_offset_s * 1e3:+.0f} ms"
     )
     storage = "not shared" if node.storage else "shared"
-    device = (
-        f"{node.num_gpus} x {node.device}"
-        if node.num_gpus and node.device
-        else node.device
-    )
+    device = node.device
+    if node.num_gpus and node.device:
+        device = f"{node.num_gpus} x {device}"
     verdict = "bad" if is_bad else "ok"
     if node.lost:
         verdict = "bad: lost"

@@ -127,13 +127,17 @@ class NodeFinding:
 def judge(cluster: ClusterFacts) -> list[NodeFinding]:
     """Return all that is wrong: on each node first, then with the cluster as a whole."""
     answering = [node for node in cluster.nodes if node.answers]
-    found = [_on(node, finding) for node in cluster.nodes for finding in _alone(node)]
-    for name in dict.fromkeys(name for node in answering for name in node.versions):
+    found = []
+    names: dict[str, None] = {}
+    for node in cluster.nodes:
+        found += [_on(node, finding) for finding in _alone(node)]
+    for node in answering:
+        names.update(dict.fromkeys(node.versions))
+    for name in names:
         found += _versions(name, answering)
     found += slow(answering)
-    found += [
-        NodeFinding("", "cluster", finding) for finding in _together(cluster, answering)
-    ]
+    for finding in _together(cluster, answering):
+        found.append(NodeFinding("", "cluster", finding))
     return found
 
 

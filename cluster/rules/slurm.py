@@ -114,11 +114,9 @@ class SlurmScript:
 
     def where(self, option: str) -> str:
         """Return an option's name for a message, with its line in the file."""
-        return (
-            f"line {self.lines[option]}, --{option}"
-            if option in self.lines
-            else f"--{option}"
-        )
+        if option not in self.lines:
+            return f"--{option}"
+        return f"line {self.lines[option]}, --{option}"
 
     def search(self, pattern: str) -> Command | None:
         """Return the first command in which a regular expression is found."""

@@ -178,9 +178,9 @@ class Azure(MetadataService):
         if not isinstance(events, list):
             raise UnansweredError("/metadata/scheduledevents: no list of events")
         evictions = [
-            one
-            for one in events
-            if isinstance(one, dict) and one.get("EventType") == "Preempt"
+            event
+            for event in events
+            if isinstance(event, dict) and event.get("EventType") == "Preempt"
         ]
         if not evictions:
             return None
@@ -226,7 +226,8 @@ def wait_for_notice(
         before = trouble
         trouble = ""
         try:
-            if (notice := service.notice()) is not None:
+            notice = service.notice()
+            if notice is not None:
                 return notice
             is_spot = is_spot or service.is_spot()
         except UnansweredError as error:
@@ -259,9 +260,9 @@ def _as_json(text: str, path: str) -> dict[str, Any]:
 
 def _is_among(name: str, names: object) -> bool:
     """Whether Azure's name of a machine is listed; case does not count."""
-    return isinstance(names, list) and name.casefold() in (
-        str(one).casefold() for one in names
-    )
+    if not isinstance(names, list):
+        return False
+    return name.casefold() in [str(other).casefold() for other in names]
 
 
 def _unix_time(text: object, notice_s: float) -> float:
