@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
-from tune.objective import Objective
-from tune.report.answer import Answer, answer, objective_value
+from tune.report.answer import Answer, answer
 from tune.report.words import shown
 from tune.search.finalists import LEVEL
 from tune.trials.record import TrialRecord
@@ -42,7 +41,6 @@ def test_what_is_not_finite_never_wins(metric: str, value: float) -> None:
         {"global_batch_size": 32, "precision": "fp16"},
         metrics={metric: value},
     )
-    assert objective_value(Objective(metric=metric), odd) is None
     assert odd not in answer(config(metric), [odd, *done()]).ranking
 
 

@@ -128,12 +128,10 @@ class Canvas:
             self.axes.plot([], [], color=color, linewidth=2.5, label=name)
         handles, names = self.axes.get_legend_handles_labels()
         if names:
-            in_one_row = sum(map(len, names)) + 6 * len(names) <= _LEGEND_CHARS
-            columns = (
-                len(names)
-                if in_one_row
-                else max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
-            )
+            widths = [len(name) + 6 for name in names]
+            columns = max(1, _LEGEND_CHARS // max(widths))
+            if sum(widths) <= _LEGEND_CHARS:
+                columns = len(names)
             self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:

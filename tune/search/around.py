@@ -34,11 +34,9 @@ def score(
 ) -> Score:
     """Return the score of a trial that did not fail."""
     goal = objective.goal
-    far = (
-        math.inf
-        if goal is None
-        else _smaller_is_better(goal.mode, metrics.get(goal.metric))
-    )
+    far = math.inf
+    if goal is not None:
+        far = _smaller_is_better(goal.mode, metrics.get(goal.metric))
     return _smaller_is_better(objective.direction, value), far
 
 

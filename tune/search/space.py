@@ -93,12 +93,10 @@ def open_trials(
             for trial in grid(config)[: config.budget.trials]
             if trial_id(trial) not in ended
         ]
-    left = (
-        MOST_TRIALS
-        if config.budget.trials is None
-        else max(0, config.budget.trials - len(ended))
-    )
-    return next_trials(config, scores_of(config.objective, records))[:left]
+    num_left = MOST_TRIALS
+    if config.budget.trials is not None:
+        num_left = max(0, config.budget.trials - len(ended))
+    return next_trials(config, scores_of(config.objective, records))[:num_left]
 
 
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
@@ -155,9 +153,8 @@ def planned_trials(config: SweepConfig) -> int:
 
 def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the trials so that the fewest fixed microbatches run out of memory."""
-    order = bisection_order(
-        size for trial in trials if type(size := trial.get("microbatch_size")) is int
-    )
+    sizes = [trial.get("microbatch_size", "auto") for trial in trials]
+    order = bisection_order(size for size in sizes if type(size) is int)
     place = {size: index for index, size in enumerate(order)}
     return sorted(
         trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1)

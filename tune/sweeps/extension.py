@@ -67,11 +67,9 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
         raise ConfigError(
             "name", new.config.name, f"is not that of {old.uri}, which goes on", fix
         )
-    redrawn = (old.config.search, old.config.space) != (
-        new.config.search,
-        new.config.space,
-    )
-    if new.config.search == "random" and redrawn:
+    is_drawn = (old.config.search, old.config.space)
+    is_redrawn = is_drawn != (new.config.search, new.config.space)
+    if new.config.search == "random" and is_redrawn:
         rule = "draws its trials anew from another space, whatever is known"
         raise ConfigError(
             "search", "random", rule, "add `--search optuna`, which goes on from it"
@@ -132,14 +130,12 @@ def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str
         return words
     states = spec.storage.names("states")
     going_on = sum(record.id in states for record in shorter)
+    why = "no checkpoints were kept, as with `train.checkpoint.every_epochs: 1`"
     schedule = spec.train.get("lr_schedule", {})
-    if schedule.get("name", "constant") != "constant" or isinstance(
-        schedule.get("warmup"), float
-    ):
+    is_constant = schedule.get("name", "constant") == "constant"
+    if not is_constant or isinstance(schedule.get("warmup"), float):
         why = "the learning rate goes by the number of steps"
         going_on = 0
-    else:
-        why = "no checkpoints were kept, as with `train.checkpoint.every_epochs: 1`"
     anew = len(shorter) - going_on
     words += f", {going_on} go on from their last checkpoint"
     return f"{words}, and {anew} run anew, since {why}" if anew else words
@@ -152,14 +148,11 @@ def _carried(
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
-    config = {
-        **{
-            key: _value(old.train, key)
-            for key in new.config.space
-            if key not in record.config
-        },
-        **record.config,
-    }
+    config = {}
+    for key in new.config.space:
+        if key not in record.config:
+            config[key] = _value(old.train, key)
+    config |= record.config
     name = trial_id(config, record.purpose, record.seed)
     if old.config.objective == new.config.objective:
         return replace(record, id=name, config=config)
@@ -180,23 +173,21 @@ def _goes_on(
 
     One that ended early by its own evaluations would not.
     """
-    if (new.config.objective.ends_at_target and time_s is not None) or _is_whole(
-        record, new
-    ):
+    if new.config.objective.ends_at_target and time_s is not None:
         return False
-    ended_at_target = (
-        old.config.objective.ends_at_target and record.time_to_target_s is not None
-    )
-    return ended_at_target or _is_whole(record, old)
+    if _is_whole(record, new):
+        return False
+    if old.config.objective.ends_at_target and record.time_to_target_s is not None:
+        return True
+    return _is_whole(record, old)
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
     """Whether a trial was trained to the last step that it has in a sweep."""
     run = build_run(trial_tree(spec.train, record.config), spec.source)
     if isinstance(run, FunctionConfig):
-        return not (
-            spec.config.objective.ends_at_target and record.time_to_target_s is not None
-        )
+        is_short = spec.config.objective.ends_at_target
+        return not is_short or record.time_to_target_s is None
     return _length(record, run) >= 1
 
 

@@ -115,11 +115,10 @@ def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -
     `fits` have one): that is what makes a cluster grow.
     """
     nodes = sum(cpu >= 1 for cpu in cpus)
-    return (
-        max(1, nodes // workers, int(sum(cpus)) // (_CPUS_TO_START * (1 + workers)))
-        if fits >= count
-        else count
-    )
+    if fits < count:
+        return count
+    by_cpus = int(sum(cpus)) // (_CPUS_TO_START * (1 + workers))
+    return max(1, nodes // workers, by_cpus)
 
 
 @dataclass(frozen=True)
@@ -260,33 +259,29 @@ class Forecast:
         budget_s = self.spec.config.time_budget_s
         if self.time_s is not None:
             return f"{duration(self.time_s)} once the nodes are up"
-        return (
-            "unknown"
-            if budget_s is None
-            else f"unknown, at most {duration(budget_s)} by the budget"
-        )
+        if budget_s is None:
+            return "unknown"
+        return f"unknown, at most {duration(budget_s)} by the budget"
 
     def _remarks(self) -> Iterator[str]:
         """Say where the price of each node is from, and how old it is."""
         cluster = self.cluster
         today = dt.datetime.now(dt.UTC).date()
         types = [
-            one
-            for one in cluster.node_types
-            if one.is_head or self.held.counts.get(one.name)
+            node_type
+            for node_type in cluster.node_types
+            if node_type.is_head or self.held.counts.get(node_type.name)
         ]
         prices = load_prices(cluster.provider, cluster.region)
         for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
             price = prices[name]
-            region = (
-                "" if price.region == cluster.region else f", not of {cluster.region}"
-            )
-            spot = (
-                "none"
-                if price.spot_usd_per_hour is None
-                else f"{price.spot_usd_per_hour:g}"
-            )
-            figures = f"{price.usd_per_hour:g} USD/hour in {price.region}{region}, {spot} on spot"
+            where = price.region
+            if where != cluster.region:
+                where += f", not of {cluster.region}"
+            spot = "none"
+            if price.spot_usd_per_hour is not None:
+                spot = f"{price.spot_usd_per_hour:g}"
+            figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
             yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
         if any(node_type.spot for node_type in types):
             yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
@@ -330,19 +325,23 @@ def make_plan(
         records = []
         note = f"; {spec.uri} cannot be read: {first_line(error)}"
     trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
-    trials = within = max(0, plan.num_trials - len(records))
+    trials = max(0, plan.num_trials - len(records))
+    within = trials
     held = size_of(cluster, worker, plan.num_lanes * scaling.min_workers)
     usd_per_hour = spec.config.usd_per_hour or (
         None if held.cost.missing else held.cost.usd_per_hour
     )
     budget_s = spec.config.time_budget_s
     time_s = None
+    usd = None
     if trial_s is not None:
         time_s = min(math.ceil(trials / plan.num_lanes) * trial_s, budget_s or math.inf)
         if budget_s is not None:
             within = min(trials, math.floor(budget_s / trial_s + 1e-9) * plan.num_lanes)
-    if trial_s is not None and trials and within == 0:
-        raise _too_short(spec, plan, trial_s, usd_per_hour)
+        if usd_per_hour is not None:
+            usd = dollars(time_s, usd_per_hour)
+        if trials and within == 0:
+            raise _too_short(spec, plan, trial_s, usd_per_hour)
     return Forecast(
         spec=spec,
         plan=plan,
@@ -357,9 +356,7 @@ def make_plan(
         trial_s=trial_s,
         trial_source=trial_source,
         time_s=time_s,
-        usd=None
-        if time_s is None or usd_per_hour is None
-        else dollars(time_s, usd_per_hour),
+        usd=usd,
     )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,17 @@ from trainers.config.tracking import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.launch.run_directory import delete_own
-from trainers.launch.spec import make_function_spec, make_spec, read_file, read_mapping
+from trainers.launch.spec import (
+    FunctionSpec,
+    RunSpec,
+    make_function_spec,
+    make_spec,
+    read_file,
+    read_mapping,
+)
 from trainers.lease import fenced
 from trainers.storage import Storage, inside_ray_job, storage_uri
-from tune.config import Range, SweepConfig, sample_values
+from tune.config import SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
@@ -69,11 +76,9 @@ class SweepSpec:
 
     def resume(self, python: str = "python") -> str:
         """Return the command that goes on with it; inside a Ray job, another job."""
-        submit = (
-            "ray job submit --working-dir . -- python"
-            if inside_ray_job()
-            else shlex.quote(python)
-        )
+        submit = shlex.quote(python)
+        if inside_ray_job():
+            submit = "ray job submit --working-dir . -- python"
         return f"{submit} -m tune resume {shlex.quote(self.uri)}"
 
     @property
@@ -104,10 +109,8 @@ class SweepSpec:
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
         sweep = self.config.model_dump(mode="json", exclude_none=True)
-        return {
-            **sweep,
-            "train": {**self.train, "task_dir": self.path[0] if self.path else None},
-        }
+        task_dir = self.path[0] if self.path else None
+        return sweep | {"train": self.train | {"task_dir": task_dir}}
 
 
 def read_sweep(
@@ -131,59 +134,28 @@ def sweep_with(
     own_workers: bool = True,
 ) -> SweepSpec:
     """Check a sweep's mapping from `location`, with overrides as `read_sweep` has them."""
-    of_train = {
-        key.removeprefix("train."): value
-        for key, value in overrides.items()
-        if key.startswith("train.")
-    }
-    of_space = {
-        key.removeprefix("space."): value
-        for key, value in overrides.items()
-        if key.startswith("space.")
-    }
-    of_sweep = {
-        key: value
-        for key, value in overrides.items()
-        if not key.startswith(("train.", "space."))
-    }
-    tree = override(SweepConfig, tree, of_sweep)
-    if of_space:
-        tree["space"] = _space(tree.get("space") or {}, of_space)
-    config = build(SweepConfig, tree, location)
-    if isinstance(config.train, str):
-        file = (
-            config.train
-            if "://" in config.train or directory is None
-            else str(directory / config.train)
-        )
-        (train, directory), source = read_file(file), file
-    else:
-        train = config.train
-        source = location
-    return _spec(
-        config,
-        override(kind_of(train), train, of_train),
-        source,
-        location,
-        directory,
-        own_workers,
-    )
-
-
-def _space(space: Any, overrides: Mapping[str, Any]) -> Any:
-    """Set dotted keys of a space: `optimizer.lr`, or `optimizer.lr.min` of a range."""
-    if not isinstance(space, dict):
-        return space  # which is an error to come
+    of_sweep: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {"train": {}, "space": {}}
     for key, value in overrides.items():
-        of_range, dot, end = key.rpartition(".")
-        is_end = (
-            dot and end in Range.model_fields and isinstance(space.get(of_range), dict)
-        )
-        space = {
-            **space,
-            **({of_range: {**space[of_range], end: value}} if is_end else {key: value}),
-        }
-    return space
+        section, _, rest = key.partition(".")
+        if rest and section in sections:
+            sections[section][rest] = value
+        else:
+            of_sweep[key] = value
+    tree = override(SweepConfig, tree, of_sweep)
+    space = tree.get("space") or {}
+    if isinstance(space, dict):
+        tree["space"] = space | sections["space"]
+    config = build(SweepConfig, tree, location)
+    source = location
+    train = config.train
+    if isinstance(train, str):
+        source = train
+        if "://" not in train and directory is not None:
+            source = str(directory / train)
+        train, directory = read_file(source)
+    train = override(kind_of(train), train, sections["train"])
+    return _spec(config, train, source, location, directory, own_workers)
 
 
 def _spec(
@@ -195,26 +167,23 @@ def _spec(
     own_workers: bool,
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
-    given = {
-        key: value
-        for key, value in train.items()
-        if key not in ("name", "storage_path")
-    }
-    # With the first value of each swept key, so that what only the space gives is
-    # there.
+    given = dict(train)
+    given.pop("name", None)
+    given.pop("storage_path", None)
     space = known_space(config.space, given, source)
-    base = trial_tree(
-        given, {key: sample_values(values)[0] for key, values in space.items()}
-    )
+    # With the first value of each swept key: what only the space gives is there.
+    first = {key: sample_values(values)[0] for key, values in space.items()}
+    base = trial_tree(given, first)
+    make: Callable[..., RunSpec | FunctionSpec] = make_spec
     try:
         if kind_of(base) is FunctionConfig:
+            make = make_function_spec
             config.check_function()
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        make = make_function_spec if kind_of(base) is FunctionConfig else make_spec
-        run = make({**base, "storage_path": uri}, train_file, directory, own_workers)
+        run = make(base | {"storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
         if error.field in space:
             raise ConfigError(
@@ -308,26 +277,22 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
-        then, train = (
-            with_defaults(saved.get("train"), storage.locate(SAVED))
-            for saved in (before, now)
-        )
-        pairs = {
-            key: (before.get(key), now.get(key))
-            for key in ("space", "search", "objective")
-        }
+        then = with_defaults(before.get("train"), storage.locate(SAVED))
+        train = with_defaults(now["train"], storage.locate(SAVED))
+        pairs = {}
+        for key in ("space", "search", "objective"):
+            pairs[key] = before.get(key), now.get(key)
         if not count:  # it may name no metric, which has ended the sweep
             del pairs["objective"]
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling", "tracking"):
-                pairs[f"train.{key}"] = (then.get(key), train.get(key))
+                pairs[f"train.{key}"] = then.get(key), train.get(key)
         for key, (was, value) in pairs.items():
             if was != value:
+                rule = f"differs from {was} in {storage.uri}"
                 extend = f"go on with what is known by `python -m tune extend {shlex.quote(storage.uri)}`"
                 fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
-                raise ConfigError(
-                    key, value, f"differs from {was} in {storage.uri}", fix, spec.source
-                )
+                raise ConfigError(key, value, rule, fix, spec.source)
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count

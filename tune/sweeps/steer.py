@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.from_python import plain
@@ -58,16 +58,14 @@ def steer(
             f"must be one of {', '.join(get_args(Steer))}",
             "choose one of them",
         )
-    if (action in _OF_TRIALS) != bool(trial):
-        rule = "needs a trial" if action in _OF_TRIALS else "is for the whole sweep"
-        fix = (
-            f"name one that `python -m tune steer {spec.uri}` lists"
-            if action in _OF_TRIALS
-            else "leave out the trial"
-        )
-        raise ConfigError("TRIAL", trial or MISSING, f"{action} {rule}", fix)
-    if keys and action != "clone":
-        raise ConfigError(next(iter(keys)), MISSING, "is for a clone", "leave it out")
+    if action in _OF_TRIALS and not trial:
+        fix = f"name one that `python -m tune steer {spec.uri}` lists"
+        raise ConfigError("TRIAL", MISSING, f"{action} needs a trial", fix)
+    given = list(keys) if action != "clone" else []
+    if trial and action not in _OF_TRIALS:
+        given.insert(0, "TRIAL")
+    if given:
+        raise ConfigError(given[0], MISSING, f"is not for {action}", "leave it out")
     actions = Actions(spec.storage)
     if not trial:
         actions.add(Action(action))
@@ -84,10 +82,7 @@ def steer(
             )
         actions.add(Action(action, name))
         return name
-    changed = {
-        **trials[name].config,
-        **cast("dict[str, Any]", plain(keys, "steer()", [])),
-    }
+    changed = trials[name].config | plain(keys, "steer()", [])
     check_trial(spec.train, changed, spec.source)
     actions.add(Action("clone", name, changed, goes_on=keys.keys() <= _LENGTHS))
     return trial_id(changed, "clone")
@@ -100,16 +95,14 @@ def known_trials(spec: SweepSpec) -> dict[str, Trial]:
     for trial in open_trials(spec.config, records):
         found[trial_id(trial)] = Trial(trial, "waiting")
     clones = Actions(spec.storage).read().clones
-    found |= {
-        name: Trial(clone.config, "waiting")
-        for name, clone in clones.items()
-        if name not in found
-    }
+    for name, clone in clones.items():
+        found.setdefault(name, Trial(clone.config, "waiting"))
     ended = {record.id for record in records}
     live = read_live(spec.storage)
-    for running in live.running if live is not None else ():
-        if running.trial not in ended:
-            found[running.trial] = Trial(running.config, "running")
+    if live is not None:
+        for running in live.running:
+            if running.trial not in ended:
+                found[running.trial] = Trial(running.config, "running")
     return found
 
 
@@ -117,11 +110,9 @@ def _meant(text: str, names: Iterable[str], uri: str) -> str:
     """Return the only trial whose id is, or begins with, a text."""
     found = [name for name in names if name.startswith(text)]
     if len(found) != 1:
-        rule = (
-            f"is how {len(found)} trials begin: {', '.join(found)}"
-            if found
-            else "is no trial of this sweep"
-        )
+        rule = "is no trial of this sweep"
+        if found:
+            rule = f"is how {len(found)} trials begin: {', '.join(found)}"
         raise ConfigError(
             "TRIAL", text, rule, f"`python -m tune steer {uri}` lists them"
         )

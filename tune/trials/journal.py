@@ -38,11 +38,8 @@ class Journal:
 
     def find(self, trial: str) -> TrialRecord | None:
         """Return the record of a trial that has ended, else None."""
-        return (
-            self._read(f"{trial}.json")
-            if self._storage.exists(f"{trial}.json")
-            else None
-        )
+        name = f"{trial}.json"
+        return self._read(name) if self._storage.exists(name) else None
 
     def records(self) -> list[TrialRecord]:
         """Return all records, in the order in which the trials started."""

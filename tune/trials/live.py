@@ -51,11 +51,9 @@ def write_live(sweep: Storage, live: Live) -> None:
 
 def read_live(sweep: Storage) -> Live | None:
     """Return what it says; None where there is none, or it is damaged."""
+    if not sweep.exists(PROGRESS):
+        return None
     try:
-        return (
-            sweep.read_json(PROGRESS, Live, finite=False)
-            if sweep.exists(PROGRESS)
-            else None
-        )
+        return sweep.read_json(PROGRESS, Live, finite=False)
     except CheckpointError:
         return None

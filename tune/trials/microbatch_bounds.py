@@ -27,15 +27,13 @@ from trainers.json_data import validated
 # All of task_args, since only the task knows which shape the model; deterministic
 # algorithms have other workspaces.
 _MEMORY_KEYS = (
-    *(
-        "task",
-        "task_args",
-        "precision",
-        "compile",
-        "cuda_graphs",
-        "channels_last",
-        "deterministic",
-    ),
+    "task",
+    "task_args",
+    "precision",
+    "compile",
+    "cuda_graphs",
+    "channels_last",
+    "deterministic",
     "activation_checkpointing",
 )
 
@@ -135,9 +133,8 @@ class Boundary:
     """The largest microbatch that fits, for each key, as far as it is known."""
 
     def __init__(self) -> None:
-        self._fits: dict[
-            str, set[int]
-        ] = {}  # every size: smaller ones count again when a larger one turns out not to
+        # Every size: smaller ones count again when a larger one turns out not to fit.
+        self._fits: dict[str, set[int]] = {}
         self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
@@ -153,7 +150,9 @@ class Boundary:
         else:
             self._misfit[key] = min(size, self._misfit.get(key, size))
         misfit = self._misfit.get(key)
-        wrong = {one for one in known if misfit is not None and one >= misfit}
+        if misfit is None:
+            return None
+        wrong = {other for other in known if other >= misfit}
         if not wrong:
             return None
         known -= wrong

@@ -177,11 +177,9 @@ def value_of(metric: str, record: TrialRecord) -> float | None:
     """Return a trial's figure; None where it failed, or has none that is finite."""
     if not record.finished:
         return None
-    value: float | None = (
-        getattr(record, _FIELDS[metric])
-        if metric in _FIELDS
-        else record.metrics.get(metric)
-    )
+    value = record.metrics.get(metric)
+    if metric in _FIELDS:
+        value = getattr(record, _FIELDS[metric])
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -291,6 +289,6 @@ def make_record(
 
 def _samples(result: Mapping[str, Any]) -> float | None:
     """Return the samples that a trial has trained; a training function's by steps."""
-    if (exact := result.get("samples")) is not None:
-        return float(exact)
+    if result.get("samples") is not None:
+        return float(result["samples"])
     return result["steps"] * result["global_batch_size"] if "steps" in result else None
