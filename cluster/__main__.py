@@ -66,7 +66,7 @@ def validate(
 
 
 def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
-    """The findings on each cluster of a file, with its name and what it is."""
+    """Yield name, kind and findings of each cluster in a file."""
     from cluster.rules.slurm import is_slurm, load_slurm, slurm_findings
 
     if is_slurm(file):
@@ -162,7 +162,7 @@ def autoscale(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     functions: dict[str, Callable[..., int]] = {
         "validate": validate,
         "check": check,

@@ -80,7 +80,7 @@ def prefix_of(document: Mapping[str, Any]) -> str:
 
 
 def _quantity(value: object) -> float:
-    """A Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
+    """Return a Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
     text = str(value)
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 

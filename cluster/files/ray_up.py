@@ -189,7 +189,7 @@ def _commands(
 def _node_types(
     config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]
 ) -> tuple[NodeType, ...]:
-    """The node types of a configuration that Ray has prepared.
+    """Return the node types of a configuration that Ray has prepared.
 
     With provider local Ray has one type, which is head and workers; here they are two,
     because the head may be started with other resources.
@@ -248,7 +248,7 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
 
 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
-    """The resources that `ray start` is told; what it is not told it finds on the host."""
+    """Return the resources that `ray start` is told; others it finds on the host."""
     text = " ".join(
         command.split("ray start", 1)[1]
         for command in commands

@@ -209,7 +209,7 @@ class Checkup:
             self._note(node_id, clock_offset_s=offset - usual, clock_error_s=best_s)
 
     def _storage(self, uri: str) -> None:
-        """Every node writes a marker, then reads those of all."""
+        """Have every node write a marker, then read those of all."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
         calls: dict[str, Call] = {
             node_id: (probes.write_marker, place, node_id)

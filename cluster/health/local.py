@@ -207,7 +207,7 @@ def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
 
 
 def _rates(shown: Device) -> list[ProductRate]:
-    """The rates of one device: fp32 at the CPU's size too, for the comparison."""
+    """Measure one device: fp32 at the CPU's size too, for the comparison."""
     device = torch.device(shown.device)
     on_cpu = device.type == "cpu"
     rates = []

@@ -94,7 +94,7 @@ def gpu_health() -> tuple[GpuHealth, ...] | None:
 
 
 def _health(nvml: Any, index: int) -> GpuHealth:
-    """One GPU; what its driver does not support counts as healthy."""
+    """Examine one GPU; what its driver does not support counts as healthy."""
     from trainers.devices.nvml import SLOWED
 
     try:
@@ -238,7 +238,7 @@ def all_reduce(
 
 
 def _summed(rank: int, world_size: int, device: Any) -> AllReduce:
-    """The best of three, after one that connects."""
+    """Return the best sum of three, after one that connects."""
     import torch
     import torch.distributed as dist
 

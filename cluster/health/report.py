@@ -83,7 +83,7 @@ def _as_tree(
 def _lines(
     cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float
 ) -> list[str]:
-    """The table, a row for each node, and the findings below it."""
+    """Return the table, a row for each node, and the findings below it."""
     bad = bad_nodes(found)
     rows = [_row(node, node.node_id in bad, uri) for node in cluster.nodes]
     result = table_lines(_COLUMNS, rows)
@@ -158,7 +158,7 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
 
 
 def _rate(node: NodeFacts, kind: Kind) -> str:
-    """The lowest figure of a kind: with several GPUs the one that the others wait for."""
+    """Return a kind's lowest figure: of several GPUs the one that others wait for."""
     worst = min(
         (rate for rate in node.rates if rate.kind == kind),
         key=lambda rate: rate.value,

@@ -199,7 +199,7 @@ def _on(node: NodeFacts, finding: Finding) -> NodeFinding:
 
 
 def _alone(node: NodeFacts) -> Iterator[Finding]:
-    """What one node's facts say by themselves."""
+    """Find what is wrong with one node by itself."""
     if node.lost is not None:
         fix = "look at the host and its cable; Ray takes it back when `ray start` runs there again"
         yield error("node", node.lost, "must be alive", fix)
@@ -271,7 +271,7 @@ def _gpu(gpu: GpuHealth) -> Iterator[Finding]:
 
 
 def _versions(name: str, nodes: Sequence[NodeFacts]) -> Iterator[NodeFinding]:
-    """Nodes that differ from the most; of equally many, from the first."""
+    """Find nodes that differ from the most; of equally many, from the first."""
     [(right, _)] = Counter(node.versions.get(name) for node in nodes).most_common(1)
     for node in nodes:
         version = node.versions.get(name)

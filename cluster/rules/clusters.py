@@ -59,7 +59,7 @@ def findings(
 
 
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
-    """What is set where `ray start` runs: in that command, or in a profile by set-up.
+    """Return the variables where `ray start` runs: of the command, or a profile.
 
     Each command has a shell of its own, so an export in another start command does not
     count.
@@ -279,7 +279,7 @@ def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]
 
 
 def _kuberay(cluster: ClusterFile) -> list[Finding]:
-    """What would be unsafe, contradictory or lost in a RayCluster or RayJob."""
+    """Find what is unsafe, contradictory or lost in a RayCluster or RayJob."""
     prefix = prefix_of(cluster.written)
     groups = groups_of(cluster.config, prefix)
     by_operator = (cluster.config.get("authOptions") or {}).get("mode") == "token"

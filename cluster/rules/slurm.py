@@ -252,7 +252,7 @@ def _options_findings(script: SlurmScript) -> Iterator[Finding]:
 
 
 def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
-    """The `srun` that starts the training."""
+    """Judge the `srun` that starts the training."""
     where = f"line {step.line}, srun"
     own_options = re.split(
         r"\s(?:ray|python3?|torchrun|bash|sh|env)\s", step.text, maxsplit=1

@@ -242,7 +242,7 @@ def wait_for_notice(
 
 
 def _require(path: str, status: int, text: str) -> str:
-    """The text of an answer with status 200."""
+    """Return the text of an answer with status 200; raises UnansweredError."""
     if status != http.HTTPStatus.OK or not text:
         raise UnansweredError(f"{path}: status {status}, {len(text)} characters")
     return text

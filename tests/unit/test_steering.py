@@ -253,11 +253,11 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(
     [
         (["halt"], "must be one of stop, pause, go-on, clone, first"),
         (["stop"], "stop needs a trial"),
-        (["pause", "abc"], "pause is for the whole sweep"),
+        (["pause", "abc"], "`TRIAL` is not for pause"),
         (["stop", "nothing"], "is no trial of this sweep"),
         (["stop", ""], "stop needs a trial"),
         (["first", "ENDED"], "has ended already: done"),
-        (["stop", "WAITING", "epochs=8"], "is for a clone"),
+        (["stop", "WAITING", "epochs=8"], "is not for stop"),
         (["clone", "ENDED", "optimizer.lr=-1"], "greater than 0"),
         (["clone", "ENDED", "scaling.num_workers=2"], "cannot vary inside a sweep"),
         (["clone", "ENDED", "optimiser.lr=1"], "did you mean `optimizer`"),

@@ -62,7 +62,7 @@ def _once(
     found: Sequence[Final],
     most_ahead: float | None,
 ) -> Doubt | None:
-    """Configurations that ran once and may be faster than the best."""
+    """Doubt the order where configurations ran once and may be faster."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
         return None
     bound = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
@@ -91,7 +91,7 @@ def _once(
 
 
 def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
-    """Figures that differ between seeds, of one run each."""
+    """Doubt figures that differ between seeds, of one run each."""
     is_measured = config.objective.metric in MEASURED
     is_compared = sum(record.finished for record in records) > 1
     if is_measured or "seed" in config.space or not is_compared:
@@ -102,7 +102,7 @@ def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | No
 
 
 def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
-    """Trials that a user has stopped, and that no clone was trained in place of."""
+    """Doubt trials that a user has stopped, and that no clone replaces."""
     ended = {trial_id(record.config) for record in records if not record.is_censored}
     names = telling(config, records)
     stopped = [

@@ -76,18 +76,17 @@ def _optuna_search(
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
-    optuna.logging.set_verbosity(
-        optuna.logging.WARNING
-    )  # the sweep has a line of its own for each trial
+    # The sweep has a line of its own for each trial.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     known = [record for record in before if not record.is_censored]
+    rewards = [reward(config.objective, record) for record in known]
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
-        seed=seed
-        + len(before),  # else a resumed search would draw its first random trials again
+        # Else a resumed search would draw its first random trials again.
+        seed=seed + len(before),
         points_to_evaluate=[record.config for record in known],
-        evaluated_rewards=[reward(config.objective, record) for record in known]
-        or None,
+        evaluated_rewards=rewards or None,
     )
 
 
@@ -161,10 +160,8 @@ class BeatenScheduler(FIFOScheduler):
         self._why = why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            FIFOScheduler,
-            (),
-        )  # Tune pickles it for a restore that the journal replaces
+        # Tune pickles it for a restore that the journal replaces.
+        return FIFOScheduler, ()
 
     def on_trial_result(
         self, tune_controller: Any, trial: Any, result: dict[str, Any]
@@ -175,11 +172,8 @@ class BeatenScheduler(FIFOScheduler):
             return str(TrialScheduler.CONTINUE)
         for record in self._records.values():
             is_whole = record.status == "done" and record.purpose == "trial"
-            if (
-                is_whole
-                and record.time_to_target_s
-                and record.time_to_target_s * FAR_APART <= trained_s
-            ):
+            time_s = record.time_to_target_s if is_whole else None
+            if time_s and time_s * FAR_APART <= trained_s:
                 self._why[trial.trial_id] = (
                     f"certain to be beaten in {self._objective.metric} by trial {record.id}"
                 )

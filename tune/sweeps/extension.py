@@ -124,7 +124,7 @@ def content(spec: SweepSpec) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str:
-    """What becomes of the trials that are known."""
+    """Say what becomes of the trials that are known."""
     words = f"what is known of {counted(num_records - len(shorter), 'trial')} stays"
     if not shorter:
         return words

@@ -212,7 +212,7 @@ class Forecast:
     """Dollars of `time_s`."""
 
     def lines(self) -> Iterator[str]:
-        """As the terminal shows it."""
+        """Yield the lines that the terminal shows."""
         cluster = self.cluster
         where = f"{cluster.provider}, {cluster.region or 'no region'}"
         yield f"{self.spec.config.name} on {printable(cluster.name)} ({where})"

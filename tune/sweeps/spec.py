@@ -107,7 +107,7 @@ class SweepSpec:
         return planned_trials(self.config)
 
     def saved(self) -> dict[str, Any]:
-        """What the sweep's directory keeps for `resume`."""
+        """Return what the sweep's directory keeps for `resume`."""
         sweep = self.config.model_dump(mode="json", exclude_none=True)
         task_dir = self.path[0] if self.path else None
         return sweep | {"train": self.train | {"task_dir": task_dir}}

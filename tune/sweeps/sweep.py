@@ -71,7 +71,10 @@ class SweepResult:
 
     @property
     def best_yaml(self) -> str | None:
-        """The file that trains with the best configuration: `train(result.best_yaml)`."""
+        """The file that trains with the best configuration: `train(result.best_yaml)`.
+
+        None where no trial ended well.
+        """
         return self.spec.storage.locate("best.yaml") if self.best else None
 
     @property

@@ -37,7 +37,7 @@ class SweepHistory:
         self._spec: SweepSpec | None = None
 
     def poll(self, ended: str | None) -> list[History]:
-        """As `Source` has it; a trial comes once, when it has ended."""
+        """Return the histories that are new; a trial comes once, when it has ended."""
         if self._spec is None:
             self._spec = read_saved(self._sweep.uri)
         spec = self._spec
