@@ -1,6 +1,4 @@
-"""Datasets from Parquet, Arrow, CSV and JSON files: `from trainers.arrow import
-ArrowDataset`.
-"""
+"""Export ArrowDataset, which reads Parquet, Arrow, CSV and JSON files."""
 
 from trainers.data.arrow import ArrowDataset
 
