@@ -1,6 +1,7 @@
 """Does this microbatch fit?
 
-Probed locally, without a collective inside; then agreed by all ranks.
+Forecast from a few samples where memory is ample, else probed locally, without a
+collective inside; then agreed by all ranks.
 
 Under DDP a rank that runs out of memory leaves the others waiting in all-reduce. So a
 size is tried on the bare module first: worst-case batch, forward, backward and
@@ -8,9 +9,11 @@ optimizer step, everything put back after.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ from torch.utils.data import Dataset
 
 from trainers.causes import classify
 from trainers.data.batch import Batch, map_tensors, tensors_of
-from trainers.devices.device import synchronize, take_spare
+from trainers.devices.device import free_gpu_bytes, synchronize, take_spare
 from trainers.devices.group import Group
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
@@ -33,6 +36,12 @@ from trainers.step.throwaway import throwaway
 logger = logging.getLogger(__name__)
 
 _REFUSED = "cannot be trained: "
+_FEW = 8
+"""Samples of the pass from which the memory of a whole microbatch is forecast."""
+_MARGIN = 2
+"""How many times the forecast must fit into what is free, to need no probe."""
+_STATE_COPIES = 4
+"""Of the parameters beside them: gradients, DDP's buckets and two moments."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,40 @@ class Probe:
             gc.collect()
             torch.cuda.empty_cache()
         return error
+
+    def fits_by_far(self, size: int) -> bool:
+        """Return whether memory is so ample on every rank that `size` needs no probe.
+
+        Every rank must call it. Only CUDA counts what a pass takes; whether a forecast
+        was right shows in the first step.
+        """
+        forward = self.forward
+        if forward.device.type != "cuda" or is_sharded(forward.model):
+            return False
+        needed = self._few_bytes * max(1, size / _FEW)
+        needed += _STATE_COPIES * sum(
+            parameter.nbytes for parameter in forward.model.parameters()
+        )
+        fits = _MARGIN * needed < free_gpu_bytes(forward.device)
+        return all(self.group.gather(fits))
+
+    @functools.cached_property
+    def _few_bytes(self) -> float:
+        """What a pass of a few samples takes beside what is there already; infinite
+        where it fails, which the probe explains.
+        """
+        device = self.forward.device
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with throwaway(self.forward, dataset=self.dataset):
+            try:
+                for part in self.passes:
+                    with part.alone():
+                        part.loss(self.batch(_FEW)).backward()
+            except Exception as error:
+                logger.debug("memory cannot be forecast: %s", error)
+                return math.inf
+        return torch.cuda.max_memory_allocated(device) - before
 
     def _error(
         self, size: int, accumulates: bool, with_spare: bool
@@ -175,6 +218,8 @@ def choose_microbatch(
                 raise torch.OutOfMemoryError(too_large)
             return False
         if known_fit is not None and size <= known_fit:
+            return True
+        if probe.fits_by_far(size):
             return True
         refused = ""
         try:
