@@ -46,9 +46,7 @@ _STATE_COPIES = 4
 
 @dataclass(frozen=True)
 class Probe:
-    """Whole steps of a size, to see whether they fit; everything is put back after
-    them.
-    """
+    """Take whole steps of a size, to see whether they fit, and put everything back."""
 
     forward: ForwardPass
     """Of the bare module, before DDP has put its hooks into it."""
@@ -67,9 +65,9 @@ class Probe:
     def run(
         self, size: int, accumulates: bool, with_spare: bool
     ) -> BaseException | None:
-        """Take steps of microbatches of `size` samples, as one that `accumulates`
-        several of them would find memory; return the out-of-memory error that this rank
-        met, if any.
+        """Return this rank's out-of-memory error in steps of `size`, if any.
+
+        A step that `accumulates` has several such microbatches.
 
         `with_spare`: it fits only if a little is left.
         """
@@ -97,8 +95,9 @@ class Probe:
 
     @functools.cached_property
     def _few_bytes(self) -> float:
-        """What a pass of a few samples takes beside what is there already; infinite
-        where it fails, which the probe explains.
+        """Memory that a pass of a few samples takes; infinite where it fails.
+
+        The probe explains why.
         """
         device = self.forward.device
         before = torch.cuda.memory_allocated(device)
@@ -132,8 +131,9 @@ class Probe:
         return None
 
     def take_steps(self, size: int, accumulates: bool) -> None:
-        """Take the first two steps, or one where the second needs no more; the model
-        and the optimizer change.
+        """Take the first two steps, or one where the second needs no more memory.
+
+        Model and optimizer change.
         """
         optimizer = self.optimizer
         sharded = is_sharded(self.forward.model)
@@ -184,8 +184,9 @@ def choose_microbatch(
     bounds: tuple[int | None, int | None] = (None, None),
     tell: Callable[[int, bool], None] = lambda size, fits: None,
 ) -> int:
-    """Return the microbatch size: the wanted one, or for `auto` the share split into as
-    few parts as fit.
+    """Return the microbatch size: the wanted one, or for `auto` the largest that fits.
+
+    The share is split into as few parts as that takes.
 
     `share` is the most samples that a rank has in a step, or the most to try where a
     step `accumulates` anyway. `bounds` are the largest size that is known to fit and
@@ -268,8 +269,9 @@ def choose_microbatch(
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """Return the size of the largest part when `share` samples are split into as few
-    even parts as fit.
+    """Return the largest part when `share` samples are split into the fewest that fit.
+
+    Parts are even.
 
     Parts are doubled until one fits, then bisected: `fits` is asked at most once for a
     size, and for sizes that are known not to fit no more than that takes. It must raise
