@@ -333,7 +333,7 @@ def silent_port() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def test_a_server_that_hangs_costs_nothing_and_another_gets_it_later(
+def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     tmp_path: Path, command: Command, silent_port: int
 ) -> None:
     config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
