@@ -96,11 +96,11 @@ def nodes_of(
     node_types: Sequence[NodeType], counts: Mapping[str, int]
 ) -> list[Mapping[str, float]]:
     """List the resources of the head, and of `counts` worker nodes of each type."""
-    return [
-        t.resources
-        for t in node_types
-        for _ in range(counts.get(t.name, 0) + t.is_head)
-    ]
+    nodes: list[Mapping[str, float]] = []
+    for node_type in node_types:
+        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
+        nodes += [node_type.resources] * num_nodes
+    return nodes
 
 
 def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:

@@ -66,7 +66,10 @@ def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return Google Cloud's `scheduling`, which Ray's examples write as a list."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
-    return {key: value for part in parts for key, value in part.items()}
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged |= part
+    return merged
 
 
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:

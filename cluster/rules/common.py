@@ -147,7 +147,9 @@ def image_finding(field: str, image: str | None) -> Iterator[Finding]:
         yield warning(
             field, image or MISSING, rule, "write a tag that names the versions in it"
         )
-    elif version := _RAY_IN_IMAGE.search(name):
+        return
+    version = _RAY_IN_IMAGE.search(name)
+    if version:
         yield from version_finding(field, "ray", version[1])
 
 

@@ -117,7 +117,9 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
     found = finals(config, records)
     if "seed" in config.space:
         configurations = by_configuration(objective, ranked, records)
-        ranking = [record for seeds in configurations for _, record in seeds.runs]
+        ranking = []
+        for configuration in configurations:
+            ranking += [record for _, record in configuration.runs]
         places = _places_of_seeds(objective, configurations)
     elif found:
         finalists = [final.record for final in found]

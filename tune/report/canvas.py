@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
-FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+FG = "#0a0b01"
+MUTED = "#0a0b02"
+BAD = "#0a0b03"
+_GRID = "#0a0b04"
+_CARD = "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
 _COLORS = {
     FG: "var(--fg)",

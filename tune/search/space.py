@@ -21,6 +21,10 @@ WHOLE = "whole_trial"
 """The one key of Tune's configuration of a trial that was not drawn key by key."""
 
 
+_FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
+"""Keys of a run that are the same for all trials."""
+
+
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
     """Check that every value of the space, and every trial of a grid, makes a run.
 
@@ -41,33 +45,20 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
 def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
     """Raise ConfigError for what is no trial of a run."""
     for key in trial:
-        if key.split(".")[0] in (
-            "scaling",
-            "launcher",
-            "name",
-            "storage_path",
-            "task_dir",
-            "keys",
-        ):
+        if key.partition(".")[0] in _FIXED:
             rule = "cannot vary inside a sweep: lanes are set up once"
-            raise ConfigError(
-                f"space.{key}",
-                MISSING,
-                rule,
-                "set it under `train:` and run a sweep for each",
-                source,
-            )
+            fix = "set it under `train:` and run a sweep for each"
+            raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
     try:
         build_run(trial_tree(train, trial), "space")
     except ConfigError as error:
-        field = f"space.{error.field}"
+        field = error.field
         rule = error.rule
-        if not any(
-            error.field == key or error.field.startswith(f"{key}.") for key in trial
-        ):
+        if any(f"{field}.".startswith(f"{key}.") for key in trial):
+            field = f"space.{field}"
+        else:
             keys = ", ".join(f"{key}: {value}" for key, value in trial.items())
-            field = error.field
-            rule = f"{error.rule} (in the trial {keys})"
+            rule = f"{rule} (in the trial {keys})"
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
@@ -102,11 +93,8 @@ def open_trials(
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
     """Return the configuration of one trial; a function's `keys` say where values land."""
     keys = train.get("keys") or {}
-    return override(
-        kind_of(train),
-        train,
-        {keys.get(key, key): value for key, value in trial.items()},
-    )
+    values = {keys.get(key, key): value for key, value in trial.items()}
+    return override(kind_of(train), train, values)
 
 
 def known_space(
@@ -116,13 +104,9 @@ def known_space(
     names = {path: name for name, path in (train.get("keys") or {}).items()}
     for path, name in names.items():
         if path in space and name in space:
-            raise ConfigError(
-                f"space.{path}",
-                MISSING,
-                f"is {name}, which is there too",
-                "keep one of the two",
-                source,
-            )
+            rule = f"is {name}, which is there too"
+            fix = "keep one of the two"
+            raise ConfigError(f"space.{path}", MISSING, rule, fix, source)
     return {
         names.get(key, key): _from_run(key, values, train, source)
         for key, values in space.items()
@@ -134,15 +118,21 @@ def _from_run(
 ) -> list[Any] | Range:
     if isinstance(values, list) or values.around != "run":
         return values
-    start: Any = train
-    for part in key.split("."):
-        start = start.get(part) if isinstance(start, dict) else None
+    start = value_at(train, key)
     if isinstance(start, bool) or not isinstance(start, int | float) or not start > 0:
         rule = "begins with the run's own value, which is no number above 0"
         raise ConfigError(
             f"space.{key}", "around", rule, f"give `{key}` below `train`", source
         )
     return Range(around=float(start))
+
+
+def value_at(tree: Tree, key: str) -> Any:
+    """Return what stands at a dotted key; None where nothing does."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def planned_trials(config: SweepConfig) -> int:

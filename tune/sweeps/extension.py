@@ -11,7 +11,7 @@ from trainers.config.function import FunctionConfig, build_run
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError, counted
 from tune.config import sample_values
-from tune.search.space import trial_tree
+from tune.search.space import trial_tree, value_at
 from tune.sweeps.spec import (
     SAVED,
     SweepSpec,
@@ -151,7 +151,8 @@ def _carried(
     config = {}
     for key in new.config.space:
         if key not in record.config:
-            config[key] = _value(old.train, key)
+            names = old.train.get("keys") or {}
+            config[key] = value_at(old.train, names.get(key, key))
     config |= record.config
     name = trial_id(config, record.purpose, record.seed)
     if old.config.objective == new.config.objective:
@@ -197,11 +198,3 @@ def _length(record: TrialRecord, run: TrainConfig) -> float:
     if run.max_steps is not None:
         return end.get("step", 0) / run.max_steps
     return (end.get("epoch", 0) + 1e-9) / (run.epochs or math.inf)
-
-
-def _value(tree: dict[str, Any], key: str) -> Any:
-    """Return what a run has for a key of the space; None without it."""
-    node: Any = tree
-    for part in (tree.get("keys") or {}).get(key, key).split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node

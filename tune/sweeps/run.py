@@ -323,7 +323,8 @@ class _Run:
         """
         began = time.monotonic()
         is_said = False
-        while (waited_s := time.monotonic() - began) < _QUIET_TIMEOUT_S:
+        waited_s = 0.0
+        while waited_s < _QUIET_TIMEOUT_S:
             running = ray.get(self._mailbox.watch.remote())["running"]
             busy = [*self._lanes.settle(), *running]
             if not busy:
@@ -335,6 +336,7 @@ class _Run:
                 )
             self._progress.tick()
             time.sleep(_LOOK_S)
+            waited_s = time.monotonic() - began
 
     def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord:
         """Have a lane run one repeat to its end."""

@@ -262,13 +262,15 @@ def _run_to_end(
                 imported.result()
                 from tune.sweeps.run import environment, run_sweep
             records = run_sweep(spec, checked, facts, output, zygote)
-            while (extended := _extended(spec)) is not None:
+            extended = _extended(spec)
+            while extended is not None:
                 spec = extended
                 apply_extension(spec)
                 if is_complete(spec):
                     records = Journal(spec.storage).records()
                 else:
                     records = run_sweep(spec, checked, facts, output)
+                extended = _extended(spec)
             answer = beside.submit(_answer, spec, records, environment() | facts)
         return answer.result()
 
