@@ -126,6 +126,7 @@ def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
     ]
 
 
+@pytest.mark.full
 def test_no_hang_the_largest_size_and_the_same_result(tmp_path: Path) -> None:
     world_size = 3
     plain, *found = run_processes(world_size, train_all, tmp_path)[0]

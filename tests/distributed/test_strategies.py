@@ -341,7 +341,9 @@ def kept_state(each: RunSpec) -> dict[str, Any]:
     return loaded.state
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("adamw", marks=pytest.mark.full), "sgd"]
+)
 def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -> None:
     chosen = (
         {"name": "adamw", "lr": 0.01}
@@ -451,6 +453,7 @@ def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)]
 )
@@ -463,6 +466,7 @@ def test_a_sharded_model_compiles_without_a_graph_break(
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_activations_that_are_computed_again_are_those_that_were(
     tmp_path: Path,
 ) -> None:
