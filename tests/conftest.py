@@ -133,6 +133,11 @@ class Done:
 
 Command = Callable[..., Done]
 
+FIRST = ("nice", "-n", "-10", sys.executable)
+"""Python before the tests that run beside it, where it is root's: Ray's raylet has 30 s
+to start, and no setting changes that.
+"""
+
 
 @pytest.fixture(scope="session")
 def command() -> Command:

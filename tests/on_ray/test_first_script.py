@@ -3,13 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import FIRST, REPOSITORY
 from tests.waits import HANG_S
 
 pytestmark = pytest.mark.ray
@@ -25,7 +24,7 @@ def stranger(home: Path, *command: str) -> str:
         prefix="s", dir=os.environ["TMPDIR"], ignore_cleanup_errors=True
     ) as temporary:
         done = subprocess.run(
-            [sys.executable, *command],
+            [*FIRST, *command],
             cwd=REPOSITORY,
             env={
                 "PATH": os.environ["PATH"],
