@@ -12,8 +12,7 @@ import pytest
 from tests.unit.report_records import config, trial
 from tune.report.answer import answer
 from tune.search.finalists import repeats_to_run, time_alone
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 SIZES = (32, 64, 128, 256, 512)
 LEVEL = 0.05

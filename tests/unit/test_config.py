@@ -83,7 +83,7 @@ REFUSED = [
         "lr_scaling.rule",
     ),
     ("ema: {decay: 1.0}", "ema.decay"),
-    ("early_stopping: {metric: val_loss}", "early_stopping.patience"),
+    ("early_stopping: {metric: val_loss}", "early_stopping.metric"),
     ("early_stopping: {patience: 5}", "early_stopping.patience"),
     ("checkpoint: {best_mode: min}", "checkpoint.best_mode"),
     ("evaluate: {every_epochs: 1, every_steps: 5}", "evaluate.every_steps"),

@@ -18,9 +18,8 @@ from trainers.launch.spec import FunctionSpec, read_run
 from tune.report.write import write_report
 from tune.search.space import trial_tree
 from tune.sweeps.spec import SweepSpec, prepare, read_saved, read_sweep
-from tune.trials.journal import trial_id
 from tune.trials.microbatch_bounds import fixed_size, key_of
-from tune.trials.record import TrialRecord, make_record
+from tune.trials.record import TrialRecord, make_record, trial_id
 
 MODULE = "function_of_test_function_config"
 RUN = {
@@ -288,11 +287,11 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
     objective = sweep(user).config.objective
     outcome = {"status": "done", "result": {"peak_memory_bytes": 5}}
     row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1}
-    fast = make_record("a", {}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
+    fast = make_record({}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
     assert (fast.samples_per_s, fast.peak_memory_bytes, fast.samples) == (8.0, 5, None)
     assert (
         make_record(
-            "a", {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome
+            {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome
         ).samples_per_s
         is None
     )

@@ -28,8 +28,8 @@ from trainers.storage import Storage
 from tune.report.write import write_report
 from tune.search.space import grid
 from tune.sweeps.spec import SweepSpec, save, sweep_with
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 pytestmark = pytest.mark.full
 pytest.importorskip("mlflow")

@@ -18,8 +18,8 @@ from tune.search.around import is_inside, next_trials, score, scores_of
 from tune.search.ray_search import num_samples, searcher, tune_space
 from tune.search.space import known_space, open_trials, planned_trials
 from tune.sweeps.spec import SweepSpec, is_complete, sweep_with
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 SIZES = [32, 128, 512]
 SPACE = {"global_batch_size": SIZES, "optimizer.lr": {"around": 0.004}}
