@@ -1,19 +1,16 @@
 """What Ray starts for a lane on a cluster of the command's own."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import FIRST, Command
+from tests.conftest import FIRST
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_an_embedded_cluster_has_only_what_trains(
-    tmp_path: Path, command: Command
-) -> None:
+def test_an_embedded_cluster_has_only_what_trains(tmp_path, command):
     """Every actor is a Python that imports Ray."""
     environment = {
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"
