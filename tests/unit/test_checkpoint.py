@@ -5,6 +5,7 @@ and storage that fails.
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -83,7 +84,12 @@ def test_what_is_saved_comes_back(tmp_path):
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path, keep):
-    save(make(tmp_path, keep), 1, 2, 3, 4, 5)
+    save(make(tmp_path, keep), 1, 2, 3, 4)
+    left = folder(tmp_path, 5) / "state.pt.01234567.tmp"  # by a writer that was killed
+    left.parent.mkdir()
+    left.touch()
+    save(make(tmp_path, keep), 5)
+    assert not left.exists()
     assert kept(tmp_path) == [1, 2, 3, 4, 5][-keep:]
     assert loaded_step(make(tmp_path)) == 5
 
@@ -214,12 +220,12 @@ def test_what_was_cut_off_at_the_first_checkpoint_begins_anew(tmp_path):
 
 
 def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
-    """Killed at every write in turn: whatever is there then is either whole or not
-    used.
+    """Killed at every write in turn, of a step that is new or written again: whatever
+    is there then is either whole or not used.
     """
     writes = 3  # state, rank, manifest
-    for cut in range(writes):
-        run = tmp_path / str(cut)
+    for cut, step in itertools.product(range(writes), (1, 2)):
+        run = tmp_path / f"{step}-{cut}"
         save(make(run), 1)
         left = [cut]
         original = Storage.writer
@@ -233,8 +239,8 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(Storage, "writer", writer)
             with pytest.raises(KeyboardInterrupt):
-                save(make(run), 2)
-        assert loaded_step(make(run)) == 1
+                save(make(run), step)
+        assert loaded_step(make(run)) == (1 if step == 2 else None)
 
 
 class Evil:

@@ -149,6 +149,13 @@ def test_a_damaged_best_gives_way_to_the_next_and_is_named(
     assert str(where) in caplog.text
 
 
+def test_what_a_run_that_is_done_again_left_behind_is_not_the_best(tmp_path):
+    for step, score in ((3, 0.9), (1, 0.8)):
+        state = {"position": {"step": step}}
+        opened(tmp_path).save(step, state, {}, {"val_score": score})
+    assert kept(tmp_path) == [1]
+
+
 def test_a_checkpoint_is_found_by_its_step(tmp_path):
     train(tmp_path, [0.1, 0.6, 0.5])
     for which in ("step-4", "4", "step-000000000004"):

@@ -350,6 +350,15 @@ def with_refuge(tmp_path, test):
     asyncio.run(main())
 
 
+def test_a_cancelled_trial_whose_node_is_taken_away_leaves_nothing(tmp_path):
+    async def test(mailbox, refuge):
+        await mailbox.cancel("t/1")
+        await mailbox.hand_back(0, "t/1", "step 12 is kept")
+        assert not refuge.exists()
+
+    with_refuge(tmp_path, test)
+
+
 def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(
     tmp_path,
 ):
