@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -23,7 +21,7 @@ SMALL = {name: Kind(kind.shape, 40, 8, 16) for name, kind in KINDS.items()}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_peer_gives_figures(name: str) -> None:
+def test_every_peer_gives_figures(name):
     found = measure(name, SMALL[name], rounds=1, seconds=0.001, workers=1)
     assert found["share_of_slice"].keys() == {"resident", "memory", "mapped"}
     assert all(row["median"] > 0 for row in found["rows"].values())
@@ -31,7 +29,7 @@ def test_every_peer_gives_figures(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_our_ways_give_the_same_batches(name: str, tmp_path: Path) -> None:
+def test_our_ways_give_the_same_batches(name, tmp_path):
     kind = SMALL[name]
     data = make_data(kind)
     mapped = write_mapped(data, tmp_path)
@@ -46,7 +44,7 @@ def test_our_ways_give_the_same_batches(name: str, tmp_path: Path) -> None:
             assert torch.equal(labels, batches[0][1])
 
 
-def test_the_transform_gives_what_the_guides_give() -> None:
+def test_the_transform_gives_what_the_guides_give():
     from PIL import Image
 
     images, labels = make_data(SMALL["mnist"]).tensors

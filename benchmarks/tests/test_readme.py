@@ -15,7 +15,7 @@ FOLDER = REPOSITORY / "benchmarks"
 TEXT = (FOLDER / "README.md").read_text()
 
 
-def test_every_script_is_in_the_table() -> None:
+def test_every_script_is_in_the_table():
     named = set(re.findall(r"^\| `(\w+\.py)`", TEXT, re.MULTILINE))
     assert all((FOLDER / name).is_file() for name in named)
     scripts = {f"{script.module}.py" for script in (*SHORT, *FULL)}
@@ -24,12 +24,12 @@ def test_every_script_is_in_the_table() -> None:
     assert scripts <= named
 
 
-def test_every_kept_file_is_named() -> None:
+def test_every_kept_file_is_named():
     kept = {path.name for path in (FOLDER / "results").iterdir()}
     assert kept == set(re.findall(r"results/([\w.-]+\.(?:json|md))", TEXT))
 
 
-def test_the_targets_are_there() -> None:
+def test_the_targets_are_there():
     makefile = (REPOSITORY / "Makefile").read_text()
     for target in set(re.findall(r"`make ([\w-]+)", TEXT)):
         assert re.search(rf"^[\w -]*\b{target}\b[\w -]*:", makefile, re.MULTILINE), (
@@ -37,7 +37,7 @@ def test_the_targets_are_there() -> None:
         )
 
 
-def test_quoted_ratios_are_the_kept_ones() -> None:
+def test_quoted_ratios_are_the_kept_ones():
     (before, after) = re.findall(
         r"`loop-2026-11-20-cpu.json`.*\| ([\d.]+) x \| ([\d.]+) x \|", TEXT
     )[0]

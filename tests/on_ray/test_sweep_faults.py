@@ -7,8 +7,6 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ from tune.trials.journal import Journal
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def kill(class_name: str, how: int = signal.SIGKILL) -> None:
+def kill(class_name, how=signal.SIGKILL):
     """A signal to the actors of a class."""
     found = [
         actor
@@ -37,11 +35,11 @@ def kill(class_name: str, how: int = signal.SIGKILL) -> None:
         os.kill(actor.pid, how)
 
 
-def lines(file: Path) -> int:
+def lines(file):
     return len(file.read_text().split()) if file.exists() else 0
 
 
-def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any) -> None:
+def test_a_killed_trial_actor_costs_nothing(tmp_path, driver):
     pids = tmp_path / "pids"
     train = {
         "task_args": {"pids": str(pids), "pause_s": 0.1},
@@ -61,8 +59,8 @@ def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any) -> None
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.campaign)]
 )
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int
-) -> None:
+    tmp_path, driver, monkeypatch, how
+):
     monkeypatch.setattr(vital_signs, "_LOOKS", 3)
     pids = tmp_path / "pids"
     spec = sweep(
@@ -88,9 +86,7 @@ def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_
     assert first in again
 
 
-def test_a_sweep_whose_directory_is_deleted_says_so(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_whose_directory_is_deleted_says_so(tmp_path, driver, monkeypatch):
     from tune.sweeps.run import run_sweep
 
     monkeypatch.setattr(lease, "BEAT_S", 0.2)

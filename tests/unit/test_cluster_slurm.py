@@ -105,9 +105,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("old", "new", "level", "field"), BROKEN.values(), ids=BROKEN)
-def test_each_trap_has_its_finding(
-    old: str, new: str, level: str, field: str, tmp_path: Path
-) -> None:
+def test_each_trap_has_its_finding(old, new, level, field, tmp_path):
     file = tmp_path / "job.sbatch"
     assert old in TEXT
     file.write_text(TEXT.replace(old, new), encoding="utf-8")
@@ -122,7 +120,7 @@ def test_each_trap_has_its_finding(
         assert finding.field.startswith(f"line {number}, ")
 
 
-def test_an_option_after_a_command_is_none(tmp_path: Path) -> None:
+def test_an_option_after_a_command_is_none(tmp_path):
     file = tmp_path / "job.sbatch"
     file.write_text(
         TEXT.replace("#SBATCH --open-mode", "cd ..\n#SBATCH --open-mode"),
@@ -135,9 +133,7 @@ def test_an_option_after_a_command_is_none(tmp_path: Path) -> None:
     ]
 
 
-def test_validate_prints_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_prints_them(tmp_path, capsys):
     assert main(["validate", str(FILE), "--strict"]) == 0
     assert capsys.readouterr().out == f"{FILE}: in order (slurm, 2 nodes)\n"
     file = tmp_path / "job"  # known by its content
@@ -148,8 +144,8 @@ def test_validate_prints_them(
 
 
 def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = tmp_path / "job.sh"
     srun = (
         "srun -c 8 torchrun --nnodes 2 -m trainers train.yaml --storage_path /nfs/runs"
@@ -163,7 +159,7 @@ def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
     assert slurm_findings(load_slurm(file)) == [], "`& t=$!` is no `&` at the end"
 
 
-def test_a_quote_that_is_not_closed_is_refused(tmp_path: Path) -> None:
+def test_a_quote_that_is_not_closed_is_refused(tmp_path):
     file = tmp_path / "job.sbatch"
     file.write_text('#!/bin/sh\n#SBATCH "\n', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -182,7 +178,7 @@ FAKES = {
 
 
 @pytest.fixture
-def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def faked(tmp_path, monkeypatch):
     """A directory in which the fakes write down what they were asked for; the script,
     with its storage there.
     """
@@ -206,7 +202,7 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(faked: Path, *command: str) -> subprocess.Popen[str]:
+def start(faked, *command):
     arguments = ["bash", str(faked / "job.sbatch"), *command]
     return subprocess.Popen(
         arguments,
@@ -217,9 +213,7 @@ def start(faked: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_commands_exit_code_is_the_jobs(
-    faked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_exit_code_is_the_jobs(faked, monkeypatch):
     job = start(faked, "bash", "-c", 'test "$RAY_ADDRESS" && exit 7')
     assert (job.communicate()[0], job.returncode) == ("", 7)
     [asked] = (faked / "rays").read_text().splitlines()
@@ -235,7 +229,7 @@ def test_the_commands_exit_code_is_the_jobs(
     assert not list(Path("/tmp").glob(f"paceline-{10**8 + os.getpid()}"))
 
 
-def test_a_signal_stops_the_command_and_puts_the_job_back(faked: Path) -> None:
+def test_a_signal_stops_the_command_and_puts_the_job_back(faked):
     heeds = (
         "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
     )

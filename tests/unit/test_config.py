@@ -4,8 +4,6 @@ again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from trainers.config import TrainConfig
@@ -21,7 +19,7 @@ BASE = {
 }
 
 
-def make(**changes: Any) -> TrainConfig:
+def make(**changes):
     """BASE with changes; None removes a key."""
     return build(
         TrainConfig,
@@ -30,13 +28,13 @@ def make(**changes: Any) -> TrainConfig:
     )
 
 
-def sentences(**changes: Any) -> list[str]:
+def sentences(**changes):
     with pytest.raises(ConfigError) as raised:
         make(**changes)
     return str(raised.value).splitlines()
 
 
-def test_the_defaults_are_a_run() -> None:
+def test_the_defaults_are_a_run():
     config = make()
     assert (
         config.batch_size,
@@ -113,7 +111,7 @@ def test_what_cannot_be_is_said_in_one_sentence_about_its_key(changes, field):
     assert line.startswith(f"train.yaml: `{field}` ")
 
 
-def test_batch_size_per_worker_becomes_the_global_one() -> None:
+def test_batch_size_per_worker_becomes_the_global_one():
     config = make(
         global_batch_size=None, batch_size_per_worker=8, scaling={"num_workers": 4}
     )
@@ -128,7 +126,7 @@ def test_batch_size_per_worker_becomes_the_global_one() -> None:
     assert build(TrainConfig, resolved.tree(), "f") == resolved
 
 
-def test_elastic_workers_have_a_range() -> None:
+def test_elastic_workers_have_a_range():
     scaling = make(scaling={"num_workers": [2, 6]}).scaling
     assert (scaling.min_workers, scaling.max_workers) == (2, 6)
     scaling = make(scaling={"num_workers": 3}).scaling
@@ -159,7 +157,7 @@ def test_elastic_workers_have_a_range() -> None:
         },
     ],
 )
-def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
+def test_its_tree_builds_it_again(changes):
     config = make(**changes)
     tree = config.tree()
     assert build(TrainConfig, tree, "again") == config

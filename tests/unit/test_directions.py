@@ -10,7 +10,7 @@ import pytest
 
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
-from trainers.config.metrics import Mode, direction_of
+from trainers.config.metrics import direction_of
 from trainers.config.model import build
 from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
 from trainers.config.yaml import parse_mapping
@@ -51,9 +51,7 @@ KNOWN = {
     [(metric, known) for known, names in KNOWN.items() for metric in names.split()],
 )
 @pytest.mark.parametrize("mode", [None, "min", "max"])
-def test_all_that_goes_by_a_metric_goes_in_one_direction(
-    metric: str, known: Mode | None, mode: Mode | None
-) -> None:
+def test_all_that_goes_by_a_metric_goes_in_one_direction(metric, known, mode):
     """A mode that is given is what counts, also against the name."""
     assert direction_of(metric) == known
     expected = mode or known
@@ -127,13 +125,13 @@ def test_a_target_is_met_in_its_own_direction(text, expected):
         ("peak_memory_byte", "peak_memory_bytes"),
     ],
 )
-def test_a_misspelt_name_is_named(typed: str, meant: str) -> None:
+def test_a_misspelt_name_is_named(typed, meant):
     with pytest.raises(ConfigError) as raised:
         build(CheckpointConfig, {"best": typed}, "test")
     assert raised.value.fix.startswith(f"did you mean `{meant}`?")
 
 
-def test_one_metric_has_one_direction_in_a_run() -> None:
+def test_one_metric_has_one_direction_in_a_run():
     best = {"checkpoint": {"best": "val_topk", "best_mode": "max"}}
     same, other = (
         {"early_stopping": {"metric": "val_topk", "mode": mode, "patience": 1}}

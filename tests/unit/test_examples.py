@@ -4,8 +4,6 @@ conversion, augmentation.
 
 import struct
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 
 
-def write_idx(path: Path, values: np.ndarray) -> None:
+def write_idx(path, values):
     """MNIST's own format: a magic number with the type (8: unsigned bytes) and the
     rank, sizes, values.
     """
@@ -27,9 +25,7 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_mnist_as_torchvision_keeps_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mnist_as_torchvision_keeps_it(name, tmp_path, monkeypatch):
     from examples.fashion_mnist.task import FashionMnist
     from examples.mnist.task import Mnist
 
@@ -60,14 +56,12 @@ def test_mnist_as_torchvision_keeps_it(
         assert classes.tolist() == labels[part].tolist()
 
 
-def test_without_data_and_network_a_sentence_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path, monkeypatch):
     from torchvision.datasets import mnist
 
     from examples.mnist.task import Mnist
 
-    def no_network(url: str, **_: Any) -> None:
+    def no_network(url, **_):
         raise mnist.URLError("no route to host")
 
     monkeypatch.setattr(mnist, "download_and_extract_archive", no_network)
@@ -78,7 +72,7 @@ def test_without_data_and_network_a_sentence_says_what_to_do(
 
 
 @pytest.fixture(scope="module")
-def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def class_folders(tmp_path_factory):
     """Class folders of JPEGs of many sizes, one of them grey and one a PNG."""
     from PIL import Image
 
@@ -103,9 +97,7 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_imagenet_is_the_same_from_folders_and_mapped_pixels(
-    class_folders: Path, tmp_path: Path
-) -> None:
+def test_imagenet_is_the_same_from_folders_and_mapped_pixels(class_folders, tmp_path):
     from examples.imagenet.convert import convert
     from examples.imagenet.task import ImageNet
     from trainers.data.batch import fetch
@@ -119,7 +111,7 @@ def test_imagenet_is_the_same_from_folders_and_mapped_pixels(
     for place in (class_folders, tmp_path):
         task = ImageNet(data=str(place), stored=32, size=28, classes=2)
         found.append(fetch(task.dataset("train"), range(24), task.collate))
-        assert len(task.dataset("val")) == 6  # type: ignore[arg-type]
+        assert len(task.dataset("val")) == 6
     images, labels = found[0]
     assert images.shape == (24, 3, 32, 32)
     assert images.dtype == torch.uint8
@@ -129,7 +121,7 @@ def test_imagenet_is_the_same_from_folders_and_mapped_pixels(
     assert found[1][1].tolist() == labels.tolist()
 
 
-def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
+def test_bert_fine_tunes_what_is_on_disk(tmp_path):
     """The real path: a tokenizer, pretrained weights and texts in Parquet, all made
     here.
     """
@@ -169,7 +161,7 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
         "length": 12,
         "pretrained": str(tmp_path / "model"),
     }
-    built = Bert(**arguments).model()  # type: ignore[arg-type]
+    built = Bert(**arguments).model()
     name = "bert.encoder.layer.1.output.dense.weight"
     assert torch.equal(built.state_dict()[name], given.state_dict()[name])
     changes = {
@@ -187,7 +179,7 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
     assert "val_synthetic" not in result.metrics
 
 
-def test_packed_lines_are_all_text_in_their_order(tmp_path: Path) -> None:
+def test_packed_lines_are_all_text_in_their_order(tmp_path):
     from examples.gpt.task import CharacterModel
 
     file = tmp_path / "text"

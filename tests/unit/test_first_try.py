@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import copy
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import Subset, TensorDataset, random_split
 
 from tests.unit.test_loop import Context, Power, config, curve, train
 from tests.unit.test_phases import Adversarial
@@ -42,18 +40,18 @@ class Table(Task):
     the row.
     """
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         self.how = how
         self.parts = self.split() if how == "constructor" else None
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(8, 1)
 
-    def dataset(self, split: str) -> Dataset[Any] | None:
+    def dataset(self, split):
         train, val = self.parts or self.split()
         return train if split == "train" else val
 
-    def split(self) -> tuple[Dataset[Any], Dataset[Any]]:
+    def split(self):
         x = torch.randn(500, 8, generator=torch.Generator().manual_seed(5))
         table = TensorDataset(torch.arange(500.0)[:, None], x, x.sum(1, keepdim=True))
         if self.how in ("random_split", "constructor"):
@@ -74,14 +72,14 @@ class Table(Task):
             table, rows[400:]
         )
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         return model(batch[1])
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.mse_loss(outputs, batch[2])
 
 
-def random_state() -> list[Any]:
+def random_state():
     generator = np.random.get_state()
     return [torch.get_rng_state().tolist(), generator[1].tolist(), random.getstate()]
 
@@ -89,7 +87,7 @@ def random_state() -> list[Any]:
 @pytest.mark.parametrize(
     "how", ["random_split", "constructor", "numpy", "python", "torch"]
 )
-def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> None:
+def test_a_random_split_is_the_same_in_every_call_process_and_seed(how):
     found = []
     for seed in (0, 7):
         seed_all(seed)
@@ -107,8 +105,8 @@ def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> 
     ("how", "said"),
     [("entropy", "refused"), ("entropy in tensors", "warned"), ("all", "warned")],
 )
-def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
-    def run() -> list[str]:
+def test_validation_rows_in_training_are_said(how, said):
+    def run():
         return train(
             None, Table(how), max_steps=1, global_batch_size=50, microbatch_size="auto"
         ).warnings
@@ -144,9 +142,7 @@ def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
         ({"global_batch_size": 400}, None),
     ],
 )
-def test_a_batch_larger_than_the_data_is_refused(
-    changes: dict[str, Any], field: str | None
-) -> None:
+def test_a_batch_larger_than_the_data_is_refused(changes, field):
     options = {"max_steps": 1, "microbatch_size": "auto", **changes}
     if field is None:
         assert train(None, Table("torch"), **options).samples == 400
@@ -161,11 +157,11 @@ class Together(Table):
     or its own statistics.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__("torch")
         self.kind = kind
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         x = batch[1]
         if self.kind == "statistics":
             x = (x - x.mean(0)) / x.std(0)
@@ -179,9 +175,7 @@ class Together(Table):
 @pytest.mark.parametrize(
     ("kind", "said"), [("statistics", 1), ("padding", 1), ("noise", 0), ("alone", 0)]
 )
-def test_figures_that_depend_on_the_evaluation_batch_are_said(
-    kind: str, said: int
-) -> None:
+def test_figures_that_depend_on_the_evaluation_batch_are_said(kind, said):
     result = train(
         None, Together(kind), max_steps=1, global_batch_size=50, microbatch_size=50
     )
@@ -189,14 +183,14 @@ def test_figures_that_depend_on_the_evaluation_batch_are_said(
     assert all("evaluate.microbatch_size" in words for words in result.warnings)
 
 
-def windows(path: Path) -> list[tuple[int, float]]:
+def windows(path):
     return [(step, loss) for step, _, loss in curve(path)]
 
 
 @pytest.mark.parametrize("phased", [False, True])
 def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(
-    phased: bool, tmp_path: Path
-) -> None:
+    phased, tmp_path
+):
     options = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
     task = Adversarial if phased else lambda: Table("torch")
     if not phased:
@@ -245,17 +239,17 @@ def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(
 class Shaped(Table):
     """One method gives something of another shape."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         super().__init__("torch")
         self.given = given
 
-    def loss(self, outputs: Tensor, batch: Any) -> Any:
+    def loss(self, outputs, batch):
         return self.given.get("loss", torch.mean)((outputs - batch[2]) ** 2)
 
-    def weight(self, batch: Any) -> Any:
+    def weight(self, batch):
         return self.given.get("weight", len)(batch[0])
 
-    def metrics(self, outputs: Tensor, batch: Any) -> Any:
+    def metrics(self, outputs, batch):
         return self.given.get("metrics", lambda error: {})((outputs - batch[2]).abs())
 
 
@@ -293,9 +287,7 @@ class Shaped(Table):
         ),
     ],
 )
-def test_shapes_are_refused_before_training(
-    given: dict[str, Any], field: str | None, tmp_path: Path
-) -> None:
+def test_shapes_are_refused_before_training(given, field, tmp_path):
     options = {
         "max_steps": 3,
         "global_batch_size": 50,
@@ -316,16 +308,16 @@ def test_shapes_are_refused_before_training(
 class Teacher(Table):
     """A copy of the model, which may follow it."""
 
-    def __init__(self, follows: bool) -> None:
+    def __init__(self, follows):
         super().__init__("torch")
         self.follows = follows
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
         self.teacher = copy.deepcopy(model).requires_grad_(False)
         return model
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         if self.follows:
             for theirs, ours in zip(
                 self.teacher.parameters(), model.parameters(), strict=True
@@ -334,16 +326,14 @@ class Teacher(Table):
 
 
 class KeptTeacher(Teacher):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"teacher": self.teacher.state_dict()}
 
 
 @pytest.mark.parametrize(
     ("task", "said"), [(Teacher(True), 1), (Teacher(False), 0), (KeptTeacher(True), 0)]
 )
-def test_what_changes_and_no_checkpoint_has_is_said(
-    task: Teacher, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_changes_and_no_checkpoint_has_is_said(task, said, tmp_path, caplog):
     train(
         tmp_path,
         task,
@@ -356,7 +346,7 @@ def test_what_changes_and_no_checkpoint_has_is_said(
     assert [record.levelname for record in caplog.records].count("WARNING") == said
 
 
-def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
+def test_a_packed_sequence_keeps_its_sizes_on_the_host():
     packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
     moved = map_tensors(lambda tensor: tensor.to("meta"), {"words": packed})["words"]
     assert (moved.data.is_meta, moved.sorted_indices.is_meta) == (True, True)

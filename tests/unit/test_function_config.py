@@ -3,9 +3,6 @@ errors that name the fix.
 """
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +11,10 @@ from trainers.config.function import FunctionConfig, build_run
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
-from trainers.launch.spec import FunctionSpec, read_run
+from trainers.launch.spec import read_run
 from tune.report.write import write_report
 from tune.search.space import trial_tree
-from tune.sweeps.spec import SweepSpec, prepare, read_saved, read_sweep
+from tune.sweeps.spec import prepare, read_saved, read_sweep
 from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import TrialRecord, make_record, trial_id
 
@@ -41,7 +38,7 @@ SWEEP = {
 
 
 @pytest.fixture
-def user(user: Path) -> Iterator[Path]:
+def user(user):
     """With what a run may name."""
     functions = "def train(config):\n    return config\n\ndef alone():\n    return 7\n\nTHING = 1\n"
     (user / f"{MODULE}.py").write_text(functions)
@@ -49,13 +46,13 @@ def user(user: Path) -> Iterator[Path]:
     sys.modules.pop(MODULE, None)
 
 
-def spec(user: Path, **keys: Any) -> FunctionSpec:
+def spec(user, **keys):
     file = user / "run.yaml"
     file.write_text(dump_yaml(RUN | keys))
     return read_run(str(file), {})
 
 
-def sweep(user: Path, **keys: Any) -> SweepSpec:
+def sweep(user, **keys):
     file = user / "sweep.yaml"
     file.write_text(dump_yaml(SWEEP | keys))
     return read_sweep(str(file), {})
@@ -107,7 +104,7 @@ def test_a_mistake_is_one_sentence_with_its_fix(change, sentence):
     assert str(error.value).endswith(sentence)
 
 
-def test_what_the_keys_name() -> None:
+def test_what_the_keys_name():
     config = build(FunctionConfig, RUN, "file")
     assert (config.batch_size, config.precision) == (
         ("batch_size_per_worker", 8),
@@ -119,7 +116,7 @@ def test_what_the_keys_name() -> None:
     assert build_run(config.tree(), "file") == config
 
 
-def test_the_function_gets_a_configuration_of_its_own_or_nothing(user: Path) -> None:
+def test_the_function_gets_a_configuration_of_its_own_or_nothing(user):
     found = spec(user)
     given = found.load()()
     assert given == RUN["train_loop_config"]
@@ -150,16 +147,12 @@ def test_the_function_gets_a_configuration_of_its_own_or_nothing(user: Path) -> 
         ({"scaling": {"num_workers": 10_000}}, "must fit on this machine"),
     ],
 )
-def test_a_function_that_is_not_there_or_does_not_fit(
-    user: Path, change: dict[str, Any], sentence: str
-) -> None:
+def test_a_function_that_is_not_there_or_does_not_fit(user, change, sentence):
     with pytest.raises(ConfigError, match=sentence):
         spec(user, **change).load()
 
 
-def test_the_commands_say_it_in_a_line(
-    user: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_say_it_in_a_line(user, capsys, monkeypatch):
     spec(user)
     assert train([str(user / "run.yaml"), "--profile"]) == 2
     assert "`profile_steps`" in capsys.readouterr().err
@@ -173,7 +166,7 @@ def test_the_commands_say_it_in_a_line(
     assert "which torchrun does not start" in capsys.readouterr().err
 
 
-def test_a_sweep_knows_the_functions_keys_by_its_own_names(user: Path) -> None:
+def test_a_sweep_knows_the_functions_keys_by_its_own_names(user):
     found = sweep(user)
     assert found.config.space == {
         "batch_size_per_worker": [8, 16],
@@ -209,10 +202,10 @@ def test_a_sweep_knows_the_functions_keys_by_its_own_names(user: Path) -> None:
         )
 
 
-def test_only_what_may_take_memory_separates_batch_sizes(user: Path) -> None:
+def test_only_what_may_take_memory_separates_batch_sizes(user):
     train = sweep(user).train
 
-    def key(**trial: Any) -> str:
+    def key(**trial):
         return key_of(
             trial_tree(
                 train, {name.replace("__", "."): value for name, value in trial.items()}
@@ -259,15 +252,13 @@ def test_only_what_may_take_memory_separates_batch_sizes(user: Path) -> None:
         ),
     ],
 )
-def test_what_a_sweep_of_a_function_cannot_have(
-    user: Path, change: dict[str, Any], sentence: str
-) -> None:
+def test_what_a_sweep_of_a_function_cannot_have(user, change, sentence):
     with pytest.raises(ConfigError) as error:
         sweep(user, **change)
     assert sentence in str(error.value)
 
 
-def test_best_yaml_is_the_functions_configuration(user: Path) -> None:
+def test_best_yaml_is_the_functions_configuration(user):
     found = sweep(user)
     records = [
         record({"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size)
@@ -283,7 +274,7 @@ def test_best_yaml_is_the_functions_configuration(user: Path) -> None:
     assert "Batch 16 a worker: loss 0.0625" in page
 
 
-def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
+def test_a_throughput_that_a_function_reports_is_the_trials(user):
     objective = sweep(user).config.objective
     outcome = {"status": "done", "result": {"peak_memory_bytes": 5}}
     row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1}
@@ -297,7 +288,7 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
     )
 
 
-def record(config: dict[str, Any], loss: float) -> TrialRecord:
+def record(config, loss):
     return TrialRecord(
         trial_id(config), config, "done", 0.0, 1.0, metrics={"loss": loss}
     )

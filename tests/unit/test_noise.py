@@ -3,8 +3,6 @@ microbatches and over ranks.
 """
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from tests.distributed.processes import forked_launcher, run_processes
 from tests.specs import losses, make
 from trainers.devices.group import Group
 from trainers.launch.local import run_local, run_spawn
-from trainers.launch.spec import RunSpec
-from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.step import noise_scale
 from trainers.step.noise_scale import NoiseScale
@@ -32,9 +28,7 @@ TRACE = 4.0 * ((WIDTH + 1) + WIDTH * SIGMA**2)
 NOISE_SCALE = TRACE / GRADIENT_SQUARE  # 66 samples
 
 
-def measured(
-    group: Group, sizes: list[int], scale: float = 1.0, steps: int = 1500
-) -> float | None:
+def measured(group, sizes, scale=1.0, steps=1500):
     """The noise scale by steps of these microbatches on each rank, as the training step
     calls the estimator.
     """
@@ -71,32 +65,30 @@ def measured(
 
 
 @pytest.fixture(autouse=True)
-def _in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_every_step(monkeypatch):
     monkeypatch.setattr(noise_scale, "EVERY_STEPS", 1)
 
 
 @pytest.mark.parametrize(("sizes", "scale"), [([24, 8, 8], 1.0), ([16, 16], 1024.0)])
-def test_microbatches_give_the_analytic_noise_scale(
-    sizes: list[int], scale: float
-) -> None:
+def test_microbatches_give_the_analytic_noise_scale(sizes, scale):
     assert measured(Group(0, 1, torch.device("cpu")), sizes, scale) == pytest.approx(
         NOISE_SCALE, rel=0.2
     )
 
 
-def on_rank(rank: int, world_size: int) -> float | None:
+def on_rank(rank, world_size):
     noise_scale.EVERY_STEPS = 1
     return measured(Group(rank, world_size, torch.device("cpu")), [16], steps=800)
 
 
 @pytest.mark.full
-def test_ranks_give_it_too_and_agree(tmp_path: Path) -> None:
+def test_ranks_give_it_too_and_agree(tmp_path):
     first, second = run_processes(2, on_rank, tmp_path)
     assert first == second == pytest.approx(NOISE_SCALE, rel=0.2)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_step_of_one_part_says_nothing(share: float) -> None:
+def test_a_step_of_one_part_says_nothing(share):
     """Of half a step, too: two ranks with one microbatch each have DDP's average, not
     their own gradient.
     """
@@ -107,7 +99,7 @@ def test_a_step_of_one_part_says_nothing(share: float) -> None:
     assert noise.take()() is None
 
 
-def test_a_gradient_that_is_not_finite_does_not_count() -> None:
+def test_a_gradient_that_is_not_finite_does_not_count():
     """By hand: |g_4|^2 = (0.6 / 0.5)^2 and |g_8|^2 = 1 give |G|^2 = 0.56 and tr(Sigma)
     = 3.52.
     """
@@ -124,11 +116,11 @@ def test_a_gradient_that_is_not_finite_does_not_count() -> None:
     [(run_local, 1, 6), pytest.param(run_spawn, 2, "auto", marks=pytest.mark.full)],
 )
 def test_a_run_logs_it_and_trains_the_same_bits(
-    run: Callable[[RunSpec], RunResult],
-    workers: int,
-    microbatch: int | str,
-    tmp_path: Path,
-) -> None:
+    run,
+    workers,
+    microbatch,
+    tmp_path,
+):
     options = {"max_steps": 40, "log_every_steps": 20, "microbatch_size": microbatch}
     options |= {
         "scaling__num_workers": workers,

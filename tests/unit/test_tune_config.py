@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ LR = "space.optimizer.lr"
 MANY = list(range(101))
 
 
-def make(**changes: Any) -> SweepConfig:
+def make(**changes):
     return build(SweepConfig, BASE | changes, "sweep.yaml")
 
 
@@ -90,9 +89,7 @@ def test_what_cannot_be_is_an_error_of_its_field(changes, field):
         (None, {"val_loss": 0.1}, False),
     ],
 )
-def test_when_a_target_is_reached(
-    target: dict[str, float] | None, metrics: dict[str, float], reached: bool
-) -> None:
+def test_when_a_target_is_reached(target, metrics, reached):
     assert Objective(metric="val_loss", target=target).reached(metrics) is reached
 
 
@@ -100,7 +97,7 @@ def test_when_a_target_is_reached(
     ("metric", "ends"),
     [("time_to_target", True), ("val_accuracy", False)],
 )
-def test_where_a_trial_ends(metric: str, ends: bool) -> None:
+def test_where_a_trial_ends(metric, ends):
     objective = Objective(metric=metric, target={"val_loss": 1.0})
     assert objective.ends_at_target is ends
     assert objective.watched == (metric, "val_loss")
@@ -115,7 +112,5 @@ def test_where_a_trial_ends(metric: str, ends: bool) -> None:
         ({"trials": 3}, None),
     ],
 )
-def test_a_budget_of_dollars_is_one_of_time(
-    budget: dict[str, float], time_s: float | None
-) -> None:
+def test_a_budget_of_dollars_is_one_of_time(budget, time_s):
     assert make(budget=budget, usd_per_hour=10.0).time_budget_s == time_s

@@ -5,10 +5,8 @@ only reads.
 import contextlib
 import http.client
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,22 +23,22 @@ from tune.watch import LOOPBACK, Follow, PageServer, Seen, judge
 class Sweep:
     """What a driver writes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
 
-    def begin(self, **changes: Any) -> None:
+    def begin(self, **changes):
         saved = config(**changes).model_dump(mode="json", exclude_none=True)
         self.storage.write("sweep.yaml", dump_yaml(saved).encode())
         self.beat()
 
-    def beat(self, **changes: Any) -> None:
+    def beat(self, **changes):
         self.storage.write(LEASE, replace(Holder.this_process(), **changes).write())
 
-    def run(self, *running: Running, total: int = 11) -> None:
+    def run(self, *running, total=11):
         write_live(self.storage, Live("running", total, 2, list(running)))
 
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         directory = Path(self.storage.path)
         return {
             str(file): file.read_bytes()
@@ -50,24 +48,24 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Sweep:
+def sweep(tmp_path):
     return Sweep(tmp_path / "digits-sweep")
 
 
 class Looks:
     """Pages of a directory, two seconds apart, however long they take to draw."""
 
-    def __init__(self, sweep: Sweep) -> None:
+    def __init__(self, sweep):
         self.now_s = 0.0
         self.follow = Follow(sweep.storage.uri, lambda: self.now_s)
 
-    def page(self) -> tuple[str, str]:
+    def page(self):
         self.now_s += 2.0
         return self.follow.page()
 
 
 @contextlib.contextmanager
-def served(sweep: Sweep) -> Iterator[PageServer]:
+def served(sweep):
     with PageServer(Looks(sweep).page) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -78,9 +76,7 @@ def served(sweep: Sweep) -> Iterator[PageServer]:
             thread.join()
 
 
-def ask(
-    server: PageServer, path: str = "/", host: str | None = None, **headers: str
-) -> http.client.HTTPResponse:
+def ask(server, path="/", host=None, **headers):
     connection = http.client.HTTPConnection(LOOPBACK, server.server_port)
     shown = {"Host": host or f"{LOOPBACK}:{server.server_port}"} | {
         k.replace("_", "-"): v for k, v in headers.items()
@@ -90,12 +86,12 @@ def ask(
         connection.putheader(name, value)
     connection.endheaders()
     answer = connection.getresponse()
-    answer.text = answer.read().decode()  # type: ignore[attr-defined]
+    answer.text = answer.read().decode()
     connection.close()
     return answer
 
 
-def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
+def test_only_who_has_the_token_gets_the_page(sweep):
     sweep.begin()
     with served(sweep) as server:
         assert server.server_address[0] == "127.0.0.1"
@@ -107,21 +103,21 @@ def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
         ):
             for path in ("/", "/watch.js", "/?token=no", "/?token=", "/nothing"):
                 answer = ask(server, path, **given)
-                assert (answer.status, "digits" in answer.text) == (401, False), path  # type: ignore[attr-defined]
+                assert (answer.status, "digits" in answer.text) == (401, False), path
         first = ask(server, f"/?token={server.token}")
         cookie = first.headers["Set-Cookie"]
         assert (first.status, first.headers["Location"]) == (303, "/")
         assert cookie.endswith("; Path=/; HttpOnly; SameSite=Lax")
         page = ask(server, Cookie=f"other=1; {cookie.partition(';')[0]}")
         assert page.status == 200
-        assert "Paceline sweep digits-sweep" in page.text  # type: ignore[attr-defined]
-        assert server.token not in page.text  # type: ignore[attr-defined]
+        assert "Paceline sweep digits-sweep" in page.text
+        assert server.token not in page.text
         assert "script-src 'self'" in page.headers["Content-Security-Policy"]
         assert ask(server, **bearer).status == 200
         assert ask(server, If_None_Match=page.headers["ETag"], **bearer).status == 304
 
 
-def test_names_of_elsewhere_are_refused(sweep: Sweep) -> None:
+def test_names_of_elsewhere_are_refused(sweep):
     """A page whose name resolves to the loopback would be of the same origin, and have
     the cookie.
     """
@@ -145,7 +141,7 @@ def test_names_of_elsewhere_are_refused(sweep: Sweep) -> None:
             assert ask(server, host=host, **bearer).status == 200, host
 
 
-def test_no_path_is_a_file(sweep: Sweep) -> None:
+def test_no_path_is_a_file(sweep):
     sweep.begin()
     with served(sweep) as server:
         bearer = {"Authorization": f"Bearer {server.token}"}
@@ -159,10 +155,10 @@ def test_no_path_is_a_file(sweep: Sweep) -> None:
         ]
         for path in [*paths, "/watch.js/../../__main__.py", "/..%2f..%2fetc/passwd"]:
             assert ask(server, path, **bearer).status == 404, path
-        assert "fetch(" in ask(server, "/watch.js", **bearer).text  # type: ignore[attr-defined]
+        assert "fetch(" in ask(server, "/watch.js", **bearer).text
 
 
-def test_a_port_in_use_is_an_error(sweep: Sweep) -> None:
+def test_a_port_in_use_is_an_error(sweep):
     with (
         served(sweep) as server,
         pytest.raises(
@@ -172,7 +168,7 @@ def test_a_port_in_use_is_an_error(sweep: Sweep) -> None:
         PageServer(server.page, server.server_port)
 
 
-def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
+def test_the_page_follows_the_journal_and_writes_nothing(sweep):
     looks = Looks(sweep)
     page, version = looks.page()
     assert "holds no sweep yet" in page
@@ -253,7 +249,7 @@ STOPS = Live("cut off")
         ({"live": STOPS}, "cut", "stopped before its end; 8 trials are kept"),
     ],
 )
-def test_how_a_sweep_is(seen: dict[str, Any], kind: str, words: str) -> None:
+def test_how_a_sweep_is(seen, kind, words):
     found, sentence = judge(
         Seen(**{"uri": "here", "has_sweep": True, "records": done(), **seen})
     )
