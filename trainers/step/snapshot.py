@@ -136,30 +136,15 @@ class Snapshot:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        for kinds, take in self._kinds:
+        for kinds, take in _KINDS:
             if isinstance(value, kinds):
-                take(value, name)
+                take(self, value, name)
                 return
         is_users = isinstance(value, _STATEFUL) or self._is_users(
             type(value).__module__
         )
         if is_users and not is_sharded(value):
             self._take_object(value, name)
-
-    @functools.cached_property
-    def _kinds(self) -> list[tuple[Any, Callable[[Any, str], None]]]:
-        """What is done with each kind of object."""
-        return [
-            (Tensor, self._take_tensor),
-            (np.ndarray, self._take_array),
-            ((dict, list, set, deque), self._take_container),
-            ((tuple, frozenset), self._take_items),
-            (_GENERATORS, self._take_generator),
-            (functools.partial, self._take_partial),
-            (MethodType, self._take_method),
-            (FunctionType, self._take_function),
-            (type, self._take_class),
-        ]
 
     def _take_array(self, array: Any, name: str) -> None:
         is_plain = array.dtype != object and array.flags.writeable
@@ -295,6 +280,20 @@ class Snapshot:
         if not file or package in _OURS:
             return False
         return package == self._package or not any(part in file for part in _LIBRARIES)
+
+
+_KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
+    (Tensor, Snapshot._take_tensor),
+    (np.ndarray, Snapshot._take_array),
+    ((dict, list, set, deque), Snapshot._take_container),
+    ((tuple, frozenset), Snapshot._take_items),
+    (_GENERATORS, Snapshot._take_generator),
+    (functools.partial, Snapshot._take_partial),
+    (MethodType, Snapshot._take_method),
+    (FunctionType, Snapshot._take_function),
+    (type, Snapshot._take_class),
+]
+"""What is done with each kind of object."""
 
 
 def _items(container: Any) -> dict[Any, Any]:
