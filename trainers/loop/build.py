@@ -75,15 +75,8 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
     Every rank must call it.
     """
-    device = resolve_device(config.device, context.device_index)
-    group = Group(context.rank, context.world_size, device)
-    set_flags(
-        device, config.scaling.cpus_per_worker, config.deterministic
-    )  # before any collective: it binds the GPU
-    apply_matmul(resolve_precision(config.precision, device))
-    if context.local_world_size != context.world_size:
-        check_peers(group, context.storage)
-
+    group = _prepare_device(config, context)
+    device = group.device
     train, val = load_data(task, config, context, group)
     sampler = make_sampler(train, task, config, group)
     _refuse_with_phases(task, config, evaluates=val is not None)
@@ -97,6 +90,150 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     train_feed = feed(train)
     val_feed = None if val is None else feed(val)
     seed_all(config.seed)
+    trained = make_trained(task, _make_model(task, train), config, group)
+    share_tensors(list(trained.beside.values()), group)
+    model = trained.model
+    forward = trained.forward
+    _check_state(task, group)
+    enter("probe")
+    probe = Probe(
+        forward,
+        trained.optimizer,
+        train,
+        group,
+        make_phases(forward, trained.optimizer),
+    )
+    try:
+        microbatch_size, accumulation = _find_microbatch(
+            probe, sampler.length, config, context
+        )
+    except ValueError as error:
+        _refuse_single(error, "microbatch_size", config.microbatch_size)
+        raise
+    share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
+    least = -(-share // microbatch_size) if config.changes_batch else accumulation
+    noise = _make_noise(config, group, least)
+    pieces = group.world_size * accumulation
+    seen = _look_first(probe, sampler, val, config, microbatch_size, pieces)
+    warnings = _said(seen.found, group)
+    # Named beside what was seen, since not every model is counted.
+    syncs = group.world_size > 1 and _has(model, nn.SyncBatchNorm)
+    even = is_sharded(model) or any(group.gather(seen.collectives or syncs))
+
+    enter("wrapping and compiling the model")
+    step = _make_step(probe, config, noise, least, accumulation)
+    if trained.ema is not None:
+        trained.ema.follow(step.scaler)
+    seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
+    total_steps = steps_in_all(config, sampler.batches)
+    replica = Replica(
+        device=device,
+        group=group,
+        spec=forward.spec,
+        model=model,
+        optimizer=trained.optimizer,
+        step=step,
+        sampler=sampler,
+        train_feed=train_feed,
+        val_feed=val_feed,
+        total_steps=total_steps,
+        microbatch_size=microbatch_size,
+        accumulation=accumulation,
+        flops_per_sample=seen.flops_per_sample,
+        schedule=_make_schedule(
+            task,
+            trained.optimizer,
+            config,
+            sampler,
+            total_steps,
+            evaluates=val is not None,
+        ),
+        ema=trained.ema,
+        as_made=trained.as_made,
+        beside=trained.beside,
+        frozen=trained.frozen,
+        samples=seen.samples,
+        held_back=seen.held_back,
+        even=even,
+        warnings=warnings,
+    )
+    if isinstance(step.forward.model, DistributedDataParallel):
+        _settle_buckets(replica, config, context)
+    return replica
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Record what throw-away passes before training have shown."""
+
+    found: list[ConfigError | str | None]
+    """What to raise or to warn of."""
+    flops_per_sample: float | None
+    samples: str
+    held_back: str
+    collectives: bool
+    """Whether anything was sent to other ranks."""
+
+
+def _look_first(
+    probe: Probe,
+    sampler: StepSampler,
+    val: Dataset[Any] | None,
+    config: TrainConfig,
+    microbatch_size: int,
+    pieces: int,
+) -> _Seen:
+    """Take the throw-away passes before training, of every rank alike."""
+    train = probe.dataset
+    forward = probe.forward
+    group = probe.group
+    last = min(sampler.batches.steps_in(0), steps_in_all(config, sampler.batches)) - 1
+    planned = [
+        rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]
+    ]
+    singles = any(group.gather(min(map(len, planned)) == 1))
+    watch = CollectiveWatch()
+    with throwaway(forward, dataset=(train, val)):
+        with watch if group.world_size > 1 else contextlib.nullcontext():
+            # First: of a model as it was made.
+            rows = sampler.rows(0, SAMPLES)
+            found = [
+                check_loss(part, train, rows, microbatch_size, pieces)
+                for part in probe.passes
+            ]
+            if singles and _has(forward.model, nn.modules.batchnorm._BatchNorm):
+                _try_single(probe, sampler.anchor(0))
+            microbatch = sampler.rows(0, microbatch_size)
+            flops_per_sample = count_flops(forward, train, microbatch, probe.phases)
+        samples = tell_samples(train)
+        held_back = tell_samples(val)
+        found.append(check_apart(train, val))
+        if val is not None and not is_sharded(forward.model):
+            enter("evaluation")
+            at_once = config.evaluate.microbatch_size
+            found.append(check_evaluation(forward, val, at_once))
+    return _Seen(found, flops_per_sample, samples, held_back, watch.seen)
+
+
+def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
+    """Choose and set up this worker's device; return its place among all."""
+    device = resolve_device(config.device, context.device_index)
+    group = Group(context.rank, context.world_size, device)
+    set_flags(
+        device, config.scaling.cpus_per_worker, config.deterministic
+    )  # before any collective: it binds the GPU
+    apply_matmul(resolve_precision(config.precision, device))
+    if context.local_world_size != context.world_size:
+        check_peers(group, context.storage)
+    return group
+
+
+def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
+    """Return the task's model, with the shapes of its lazy layers."""
     enter("model")
     made: Any = task.model()
     if not isinstance(made, nn.Module):
@@ -108,106 +245,18 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
             "return it alone",
         )
     materialise(task, made, train)
-    trained = make_trained(task, made, config, group)
-    share_tensors(list(trained.beside.values()), group)
-    model = trained.model
-    optimizer = trained.optimizer
-    ema = trained.ema
-    forward = trained.forward
-    _check_state(task, group)
-    enter("probe")
-    probe = Probe(forward, optimizer, train, group, make_phases(forward, optimizer))
-    try:
-        microbatch_size, accumulation = _find_microbatch(
-            probe, sampler.length, config, context
-        )
-    except ValueError as error:
-        _refuse_single(error, "microbatch_size", config.microbatch_size)
-        raise
-    share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
-    least = -(-share // microbatch_size) if config.changes_batch else accumulation
-    noise = None
-    if config.noise_scale and group.world_size * least > 1:
-        noise = NoiseScale(group)
-    elif config.noise_scale:
-        logger.warning(
-            "no gradient noise scale: a step of one microbatch on one worker has no parts to compare"
-        )
-    pieces = group.world_size * accumulation
-    watch = CollectiveWatch()
-    last = min(sampler.batches.steps_in(0), steps_in_all(config, sampler.batches)) - 1
-    planned = [
-        rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]
-    ]
-    singles = any(group.gather(min(map(len, planned)) == 1))
-    watched = watch if group.world_size > 1 else contextlib.nullcontext()
-    with throwaway(forward, dataset=(train, val)):  # of every rank alike
-        with watched:
-            # First: of a model as it was made.
-            found = [
-                check_loss(
-                    one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces
-                )
-                for one in probe.passes
-            ]
-            if singles and any(
-                isinstance(module, nn.modules.batchnorm._BatchNorm)
-                for module in model.modules()
-            ):
-                _try_single(probe, sampler.anchor(0))
-            flops_per_sample = count_flops(
-                forward, train, sampler.rows(0, microbatch_size), probe.phases
-            )
-        samples = tell_samples(train)
-        held_back = tell_samples(val)
-        found.append(check_apart(train, val))
-        if val is not None and not is_sharded(model):
-            enter("evaluation")
-            found.append(
-                check_evaluation(forward, val, config.evaluate.microbatch_size)
-            )
-    warnings = _said(found, group)
-    # Named beside what was seen, since not every model is counted.
-    syncs = group.world_size > 1 and any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    )
-    even = is_sharded(model) or any(group.gather(watch.seen or syncs))
+    return made
 
-    enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, least, accumulation)
-    if ema is not None:
-        ema.follow(step.scaler)
-    seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
-    total_steps = steps_in_all(config, sampler.batches)
-    replica = Replica(
-        device=device,
-        group=group,
-        spec=forward.spec,
-        model=model,
-        optimizer=optimizer,
-        step=step,
-        sampler=sampler,
-        train_feed=train_feed,
-        val_feed=val_feed,
-        total_steps=total_steps,
-        microbatch_size=microbatch_size,
-        accumulation=accumulation,
-        flops_per_sample=flops_per_sample,
-        schedule=_make_schedule(
-            task, optimizer, config, sampler, total_steps, evaluates=val is not None
-        ),
-        ema=ema,
-        as_made=trained.as_made,
-        beside=trained.beside,
-        frozen=trained.frozen,
-        samples=samples,
-        held_back=held_back,
-        even=even,
-        warnings=warnings,
-    )
-    if isinstance(step.forward.model, DistributedDataParallel):
-        _settle_buckets(replica, config, context)
-    return replica
+
+def _make_noise(config: TrainConfig, group: Group, least: int) -> NoiseScale | None:
+    """Return what measures the noise scale, if asked for; `least` microbatches a step."""
+    if not config.noise_scale:
+        return None
+    if group.world_size * least > 1:
+        return NoiseScale(group)
+    words = "no gradient noise scale: a step of one microbatch on one worker has no parts to compare"
+    logger.warning(words)
+    return None
 
 
 @dataclass(frozen=True)

@@ -111,35 +111,7 @@ def evaluate(
                 todo = _halved(todo[measured.done :], feed.most)
     finally:
         set_rng_state(random_state, group.device)
-    said = group.gather((measured.samples, measured.has_loss))
-    samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
-    has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
-    if len(has_loss) == 2:
-        rule = "is None for some batches of an evaluation alone"
-        fix = "return None for all of them, or for none"
-        raise ConfigError(f"{type(task).__name__}.loss()", MISSING, rule, fix)
-    names = [_LOSS, _WEIGHT, *samples]
-    table = torch.zeros(len(batches), len(names), dtype=torch.float64)
-    if measured.sums:
-        rows, columns = zip(
-            *((batch, names.index(name)) for batch, name in measured.sums), strict=True
-        )
-        table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
-    loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
-    figures = {
-        name: total / samples[name]
-        for name, total in zip(samples, sums_of, strict=True)
-    }
-    of_states = measured.states.figures(group)
-    if both := sorted(figures.keys() & of_states.keys()):
-        raise _taken(both[0], "is the name of two figures", type(task).__name__)
-    figures |= of_states
-    val_loss = (
-        {}
-        if has_loss == {False}
-        else {"val_loss": loss_sum / weight_sum if weight_sum else math.nan}
-    )
-    return {**val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}
+    return _figures(measured, len(batches), group, type(task).__name__)
 
 
 def check_evaluation(
@@ -340,6 +312,40 @@ class _Measured:
         for name, value in sums.items():
             place = (piece.batch, name)
             self.sums[place] = self.sums[place] + value if place in self.sums else value
+
+
+def _figures(
+    measured: _Measured, num_batches: int, group: Group, task: str
+) -> dict[str, float]:
+    """Add up what all ranks have measured; `task` is the name of its class."""
+    said = group.gather((measured.samples, measured.has_loss))
+    samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
+    has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
+    if len(has_loss) == 2:
+        rule = "is None for some batches of an evaluation alone"
+        fix = "return None for all of them, or for none"
+        raise ConfigError(f"{task}.loss()", MISSING, rule, fix)
+    names = [_LOSS, _WEIGHT, *samples]
+    table = torch.zeros(num_batches, len(names), dtype=torch.float64)
+    if measured.sums:
+        rows, columns = zip(
+            *((batch, names.index(name)) for batch, name in measured.sums), strict=True
+        )
+        table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
+    loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
+    figures = {
+        name: total / samples[name]
+        for name, total in zip(samples, sums_of, strict=True)
+    }
+    of_states = measured.states.figures(group)
+    if both := sorted(figures.keys() & of_states.keys()):
+        raise _taken(both[0], "is the name of two figures", task)
+    figures |= of_states
+    named = {f"val_{name}": figure for name, figure in figures.items()}
+    if has_loss == {False}:
+        return named
+    val_loss = loss_sum / weight_sum if weight_sum else math.nan
+    return {"val_loss": val_loss, **named}
 
 
 def _flat(found: Any, task: str) -> dict[str, Any]:

@@ -200,72 +200,89 @@ def choose_microbatch(
     raises at once, whatever is wanted, since the others wait for it and can only be
     ended from outside.
     """
-    known_fit, known_misfit = bounds
-    sharded = is_sharded(probe.forward.model)
-    too_large = (
-        "a larger microbatch ran out of memory"
-        if accumulates and wanted == "auto" and share == 1
-        else ""
-    )
-    kind: type[BaseException] = torch.OutOfMemoryError
+    search = _Search(wanted, share, probe, accumulates, bounds, tell)
+    if wanted != "auto":
+        size = min(int(wanted), share)
+        search.fits(size)
+        return size
+    return fewest_parts(share, search.fits)
 
-    def fits(size: int) -> bool:
-        """On every rank; raises where there is nothing smaller to try."""
-        nonlocal too_large, kind
-        last = wanted != "auto" or size == 1
-        if known_misfit is not None and size >= known_misfit:
-            too_large = f"a microbatch of {known_misfit} is known not to fit"
+
+class _Search:
+    """Ask all ranks which sizes fit, and remember why larger ones did not."""
+
+    def __init__(
+        self,
+        wanted: int | str,
+        share: int,
+        probe: Probe,
+        accumulates: bool,
+        bounds: tuple[int | None, int | None],
+        tell: Callable[[int, bool], None],
+    ) -> None:
+        self._wanted = wanted
+        self._share = share
+        self._probe = probe
+        self._accumulates = accumulates
+        self._known_fit, self._known_misfit = bounds
+        self._tell = tell
+        self._too_large = ""
+        if accumulates and wanted == "auto" and share == 1:
+            self._too_large = "a larger microbatch ran out of memory"
+        self._kind: type[BaseException] = torch.OutOfMemoryError
+
+    def fits(self, size: int) -> bool:
+        """Return whether a size fits on every rank; raise if none smaller is left."""
+        last = self._wanted != "auto" or size == 1
+        if self._known_misfit is not None and size >= self._known_misfit:
+            known = f"a microbatch of {self._known_misfit} is known not to fit"
+            self._too_large = known
             if last:
-                raise torch.OutOfMemoryError(too_large)
+                raise torch.OutOfMemoryError(known)
             return False
-        if known_fit is not None and size <= known_fit:
+        if self._known_fit is not None and size <= self._known_fit:
             return True
-        if probe.fits_by_far(size):
+        if self._probe.fits_by_far(size):
             return True
-        refused = ""
-        try:
-            error = probe.run(size, accumulates or size < share, with_spare=not last)
-        except Exception as other:
-            if not too_large:
-                raise
-            error = other
-            refused = _REFUSED
-        if error is not None and sharded:
-            tell(size, False)
-            if refused:
-                raise kind(
-                    f"{too_large}, and one of {size} {refused}{error}"
-                ) from error
-            raise error
-        met = probe.group.gather(
-            None
-            if error is None
-            else f"{refused}{type(error).__name__}: {error}".splitlines()[0]
-        )
-        reason = next(
-            (words for words in met if words and words.startswith(_REFUSED)),
-            next(filter(None, met), None),
-        )
-        if reason is not None and reason.startswith(_REFUSED):
-            raise kind(f"{too_large}, and one of {size} {reason}") from error
-        tell(size, reason is None)
+        error, reason = self._probed(size, last)
+        self._tell(size, reason is None)
         if reason is None:
             return True
         if last:
-            raise error or torch.OutOfMemoryError(
-                f"a microbatch of {size} did not fit on another rank: {reason}"
-            )
-        too_large = f"a microbatch of {size} does not fit ({reason})"
+            other = f"a microbatch of {size} did not fit on another rank: {reason}"
+            raise error or torch.OutOfMemoryError(other)
+        self._too_large = f"a microbatch of {size} does not fit ({reason})"
         if error is not None and classify(error) == "out_of_host_memory":
-            kind = MemoryError
-        logger.info("%s", too_large)
+            self._kind = MemoryError
+        logger.info("%s", self._too_large)
         return False
 
-    if wanted != "auto":
-        size = min(int(wanted), share)
-        fits(size)
-        return size
-    return fewest_parts(share, fits)
+    def _probed(self, size: int, last: bool) -> tuple[BaseException | None, str | None]:
+        """Return this rank's error, and the first reason of any rank."""
+        refused = ""
+        accumulates = self._accumulates or size < self._share
+        try:
+            error = self._probe.run(size, accumulates, with_spare=not last)
+        except Exception as other:
+            if not self._too_large:
+                raise
+            error = other
+            refused = _REFUSED
+        if error is not None and is_sharded(self._probe.forward.model):
+            self._tell(size, False)
+            if not refused:
+                raise error
+            words = f"{self._too_large}, and one of {size} {refused}{error}"
+            raise self._kind(words) from error
+        mine = None
+        if error is not None:
+            mine = f"{refused}{type(error).__name__}: {error}".splitlines()[0]
+        met = [words for words in self._probe.group.gather(mine) if words]
+        for words in met:
+            if words.startswith(_REFUSED):
+                sentence = f"{self._too_large}, and one of {size} {words}"
+                raise self._kind(sentence) from error
+        return error, next(iter(met), None)
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:

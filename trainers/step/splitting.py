@@ -71,27 +71,13 @@ def check_loss(
         forward = replace(
             forward, spec=replace(forward.spec, autocast=None, scaler=False)
         )
-    with (
-        evaluating(forward.model, *modules_beside(forward.task, forward.model)),
-        forward.alone(),
-    ):
-        forward.model.training = (
-            True  # what the task looks at; the layers in it are in evaluation mode
-        )
-        for module in forward.model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.train()  # cuDNN's backward wants it
-        found = None
-        try:
-            for rows in _choices(forward, dataset, order, size):
-                found = _difference(forward, dataset, rows, only_sums=pieces == 1)
-                if pieces == 1 or found is not None:
-                    break
-        except ConfigError:
-            raise
-        except Exception as error:  # training says it better
-            logger.debug("the loss cannot be split to see: %s", error)
-            return None
+    try:
+        found = _first_difference(forward, dataset, order, size, only_sums=pieces == 1)
+    except ConfigError:
+        raise
+    except Exception as error:  # training says it better
+        logger.debug("the loss cannot be split to see: %s", error)
+        return None
     if found is None:
         return None
     loss, mean, share, is_random = found
@@ -111,6 +97,30 @@ def check_loss(
         return f"{forward.said} {rule}; {fix}"
     known = "where each piece is meant to be by itself, a weight() that returns the number of samples says so"
     return ConfigError(forward.said, MISSING, rule, f"{fix}; {known}")
+
+
+def _first_difference(
+    forward: ForwardPass,
+    dataset: Dataset[Any],
+    order: Tensor,
+    size: int,
+    only_sums: bool,
+) -> tuple[float, float, float, bool] | None:
+    """Return the first `_difference` of the samples that are looked at."""
+    with (
+        evaluating(forward.model, *modules_beside(forward.task, forward.model)),
+        forward.alone(),
+    ):
+        # What the task looks at; the layers in it are in evaluation mode.
+        forward.model.training = True
+        for module in forward.model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.train()  # cuDNN's backward wants it
+        for rows in _choices(forward, dataset, order, size):
+            found = _difference(forward, dataset, rows, only_sums=only_sums)
+            if only_sums or found is not None:
+                return found
+    return None
 
 
 def _choices(

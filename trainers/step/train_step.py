@@ -107,6 +107,23 @@ class TrainStep:
         """Whether gradients are averaged over ranks once they are complete, and not by
         DDP in the backward pass.
         """
+        self._find_beside()
+        self._fused = all(
+            param_group.get("fused") for param_group in optimizer.param_groups
+        )
+        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
+        # in some versions only.
+        narrow = any(
+            parameter.dtype is torch.bfloat16 for parameter in self._parameters
+        )
+        self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
+        for one in optimizers_of(optimizer):
+            if forward.spec.scaler and self._fused and isinstance(one, SGD):
+                _start_momentum(one)
+
+    def _find_beside(self) -> None:
+        """Find what is trained, and what of it DDP does not average."""
+        forward = self.forward
         self._every = [
             *{
                 id(one): one for one in (*forward.model.parameters(), *self._parameters)
@@ -120,19 +137,7 @@ class TrainStep:
             }
             self._beside = [one for one in self._parameters if id(one) not in averaged]
         elif not is_sharded(forward.model):
-            self.by_hand = group.world_size > 1
-        self._fused = all(
-            param_group.get("fused") for param_group in optimizer.param_groups
-        )
-        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
-        # in some versions only.
-        narrow = any(
-            parameter.dtype is torch.bfloat16 for parameter in self._parameters
-        )
-        self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
-        for one in optimizers_of(optimizer):
-            if forward.spec.scaler and self._fused and isinstance(one, SGD):
-                _start_momentum(one)
+            self.by_hand = self.group.world_size > 1
 
     @property
     def bad(self) -> Tensor:
