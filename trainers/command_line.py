@@ -61,7 +61,7 @@ class Command:
     def __init__(
         self,
         call: str,
-        function: Callable[..., int],
+        function: Callable[..., Any],
         config: type[Settings] | None = None,
     ) -> None:
         parameters = dict(inspect.signature(function).parameters)
@@ -287,9 +287,7 @@ def run(
             exit_codes += f"\n\n`{call} --schema` prints the JSON schema of its file, for editors.\n\n{reference(config)}"
         print(*shown, exit_codes, sep="\n\n")
         return 0 if args else 2
-    is_unknown = not name and bool(
-        "" not in functions or nearest(args[0], functions, cutoff=0.8)
-    )
+    is_unknown = not name and ("" not in functions or _is_mistyped(args[0], functions))
     chosen = None if is_unknown else command(name)
     # A mistake beside `--json` is said in JSON, too.
     with Output(
@@ -310,7 +308,8 @@ def run(
             values = chosen.parse(args[1:] if name else args)
             if chosen.tells:
                 values["output"] = output.wanting(values["output"])
-            return chosen.function(**values)
+            code: int = chosen.function(**values)
+            return code
         except PacelineError as error:
             is_config = error.exit_code == ConfigError.exit_code
             advice = "" if name or not advise or is_config else error.advice
@@ -329,6 +328,13 @@ def run(
             words = f"{type(error).__name__}: {first_line(error)}"
             complain(words, every_rank=True)
             return output.failed("error", words, PacelineError.exit_code)
+
+
+def _is_mistyped(word: str, functions: Mapping[str, Callable[..., int]]) -> bool:
+    """Whether a word is almost a command, and can hardly be a file."""
+    is_bare = word.replace("-", "").replace("_", "").isalpha()
+    near = nearest(word, functions, cutoff=0.7) if is_bare else None
+    return near is not None and not Path(word).exists()
 
 
 def leave(code: int) -> NoReturn:

@@ -155,7 +155,7 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
 
 
 def _cut_off(seen: Seen, why: str) -> str:
-    resume = f"python -m tune resume {shlex.quote(seen.uri)}"
+    resume = f"python -m tune {shlex.quote(seen.uri)}"
     return f"Cut off: {why}; {seen.ended} are kept. `{resume}` goes on."
 
 
@@ -200,7 +200,7 @@ class Follow:
 
     def _look(self) -> str:
         try:
-            seen = self._see()
+            seen = self.see()
         except (PacelineError, OSError) as error:
             shown = self._shown(
                 "waiting" if self._drawn is None else "quiet",
@@ -253,7 +253,7 @@ class Follow:
             )
         return {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
 
-    def _see(self) -> Seen:
+    def see(self) -> Seen:
         """Read what is new."""
         storage = self.storage
         now = self._clock()

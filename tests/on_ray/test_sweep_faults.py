@@ -81,7 +81,7 @@ def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_
     ]
     assert error.value.exit_code == 1
     assert "\n" not in str(error.value)
-    assert str(error.value).endswith(f"`python -m tune resume {spec.uri}` goes on")
+    assert str(error.value).endswith(f"`python -m tune {spec.uri}` goes on")
     [first] = Journal(spec.storage).records()
     again = run(spec)
     assert [record.status for record in again] == ["done"] * 3

@@ -47,7 +47,7 @@ COMMANDS = [
     ),
     ("tune", [], ["sweep.yaml"], "--no_chck", "--no-check", "--train.seed"),
     ("tune", ["resume"], ["sweep"], "--no-chek", "--no-check", None),
-    ("tune", ["report"], ["sweep"], "--no-check", None, None),
+    ("tune", ["watch"], ["sweep"], "--prt", "--port", "--port"),
     (
         "tune",
         ["plan"],
@@ -128,6 +128,7 @@ def test_help_and_mistakes(
         ("cluster", ["--strict"], "its commands are validate, check, watch, autoscale"),
         ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
+        ("tune", ["plna", "sweep.yaml"], "did you mean `plan`?"),
     ],
 )
 def test_a_command_that_does_not_exist(

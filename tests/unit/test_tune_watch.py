@@ -238,7 +238,7 @@ STOPS = Live("cut off")
         (
             {"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS},
             "cut",
-            "`python -m tune resume here` goes on",
+            "`python -m tune here` goes on",
         ),
         (
             {"holder": replace(HERE, pid=2**22 + 1), "live": RUNS},

@@ -78,7 +78,7 @@ class SweepSpec:
             if inside_ray_job()
             else shlex.quote(python)
         )
-        return f"{submit} -m tune resume {shlex.quote(self.uri)}"
+        return f"{submit} -m tune {shlex.quote(self.uri)}"
 
     @property
     def is_of_function(self) -> bool:
@@ -333,7 +333,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))
         for key, (was, value) in pairs.items():
             if was != value:
-                extend = f"go on with what is known by `python -m tune extend {shlex.quote(storage.uri)}`"
+                extend = f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
                 fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(
                     key, value, f"differs from {was} in {storage.uri}", fix, spec.source

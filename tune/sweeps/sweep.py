@@ -159,7 +159,7 @@ def extend(
     directory: str | os.PathLike[str], *, check: bool = True, **keys: Any
 ) -> SweepResult:
     """Go on with the sweep in a directory (or URI), and with other keys where some are
-    given: `python -m tune extend`.
+    given: `python -m tune DIRECTORY`.
 
     What is known is not trained again, and trials that are to be longer go on from
     their last checkpoint, where they have one. Raises what `sweep` raises, and
