@@ -1,15 +1,19 @@
-"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C. Only reads
-the sweep's directory.
+"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C.
 
 The page is on the loopback, for who has the token in the address that is printed. The
 first request with it gets a cookie and the address without it, so that it stays in no
 history; `Authorization: Bearer TOKEN` will do as well. A page of elsewhere that has its
 name resolve to 127.0.0.1 (DNS rebinding) is refused by the name in the Host header. No
 path means a file.
+
+The buttons do what `python -m tune steer` does; nothing else writes to the sweep's
+directory. Cookies are not enough for that: other pages' requests have them, too. A
+request to steer needs the second token, which stands in the page, in a header.
 """
 
 import hashlib
 import hmac
+import json
 import secrets
 import shlex
 import socket
@@ -36,13 +40,15 @@ from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 from tune.report.answer import answer
 from tune.report.page import contents, render, source
-from tune.report.words import duration, in_words, labels
+from tune.report.words import duration, in_a_line, in_words, labels
 from tune.report.write import best_tree, read_environment
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
+from tune.sweeps.steer import steer_in_words, trials_of
 from tune.trials.journal import Journal, trial_id
 from tune.trials.live import Live, read_live
 from tune.trials.record import TrialRecord
+from tune.trials.steering import Actions
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
@@ -51,6 +57,11 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+_MOST_CHOICES = 200
+"""Trials that the page offers to steer."""
+_LONGEST = 4096
+"""Bytes of a request to steer."""
+_ELSEWHERE = "This page is served to 127.0.0.1 and localhost only."
 _LOOK_S = 1.0
 _SHARE = 0.1
 """Of its time that the process may spend on drawing the page."""
@@ -170,6 +181,9 @@ class Follow:
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._page = ("", "")
+        self._said = ""
+        self.token = secrets.token_urlsafe(32)
+        """Of requests to steer."""
         self._forget()
 
     def _forget(self) -> None:
@@ -178,6 +192,7 @@ class Follow:
         self._spec: SweepSpec | None = None
         self._records: dict[str, TrialRecord] = {}
         self._damaged: dict[str, str] = {}
+        self._actions = Actions(self.storage)
         self._drawn_of: Any = None
         self._drawn: dict[str, Any] | None = None
         self._lease = b""
@@ -198,6 +213,23 @@ class Follow:
                 self._look_at = began + max(_LOOK_S, cost_s / _SHARE)
             return self._page
 
+    def steer(self, words: list[str]) -> tuple[bool, str]:
+        """Do as the command with these words; return whether it was done, and a sentence.
+
+        The page shows the sentence, too.
+        """
+        is_done = False
+        try:
+            name = steer_in_words(self.storage.uri, *words)
+            said = f"{words[0]} {name}".rstrip()
+            is_done = True
+        except PacelineError as error:
+            said = str(error)
+        with self._lock:
+            self._said = said
+            self._look_at = 0.0
+        return is_done, said
+
     def _look(self) -> str:
         try:
             seen = self.see()
@@ -212,9 +244,11 @@ class Follow:
             kind, sentence = judge(seen)
             self._draw(seen.records, kind == "ended")
             live = seen.live if kind in ("running", "quiet") else None
-            shown = self._shown(
-                kind, redact(sentence), list(self._damaged.values()), live
-            )
+            notes = [*self._damaged.values(), *filter(None, [self._said])]
+            shown = self._shown(kind, redact(sentence), notes, live)
+            if kind in ("running", "quiet", "cut"):
+                shown["token"] = self.token
+                shown["choices"] = self._choices(live)
         if self._drawn is None:
             return render("waiting.html", live=shown)
         return render("report.html", **{**self._drawn, "live": shown})
@@ -251,7 +285,21 @@ class Follow:
                     duration(max(0.0, time.time() - one.started)),
                 )
             )
-        return {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
+        shown = {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
+        return shown | {"choices": []}
+
+    def _choices(self, live: Live | None) -> list[tuple[str, str]]:
+        """Return the trials that may be steered, those that run first: id and words."""
+        if self._spec is None:
+            return []
+        clones = self._actions.read().clones
+        known = trials_of(self._spec, list(self._records.values()), clones, live)
+        order = {"running": 0, "waiting": 1}
+        found = sorted(known.items(), key=lambda trial: order.get(trial[1].status, 2))
+        return [
+            (name, f"{trial.status}: {redact(in_a_line(trial.config))} ({name})")
+            for name, trial in found[:_MOST_CHOICES]
+        ]
 
     def see(self) -> Seen:
         """Read what is new."""
@@ -357,13 +405,13 @@ class Follow:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves what `page` returns, HTML and its version, to who has `token`."""
+    """Serves the page of a sweep to who has `token`."""
 
     daemon_threads = True
 
-    def __init__(self, page: Callable[[], tuple[str, str]], port: int = 0) -> None:
+    def __init__(self, follow: Follow, port: int = 0) -> None:
         """`port` 0: any free one. Raises ConfigError where it is taken."""
-        self.page = page
+        self.follow = follow
         self.token = secrets.token_urlsafe(32)
         try:
             super().__init__((LOOPBACK, port), _Handler)
@@ -393,10 +441,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with the page, its script, or why not."""
         parts = urlsplit(self.path)
         given = parse_qs(parts.query).get("token", [""])[0]
-        host = self.headers.get("Host", "")
-        if host.rpartition(":")[0] not in _HOSTS and host not in _HOSTS:
-            self._say(403, "This page is served to 127.0.0.1 and localhost only.")
-        elif parts.path == "/" and self._is_token(given):
+        if self._is_elsewhere():
+            self._say(403, _ELSEWHERE)
+        elif parts.path == "/" and _is_same(given, self.server.token):
             cookie = (
                 f"{self._cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Lax"
             )
@@ -407,7 +454,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "Open the address that `python -m tune watch` has printed: it holds a token.",
             )
         elif parts.path == "/":
-            page, version = self.server.page()
+            page, version = self.server.follow.page()
             is_known = self.headers.get("If-None-Match") == version
             kind = {"ETag": version, "Content-Type": "text/html; charset=utf-8"}
             self._answer(
@@ -422,6 +469,33 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(404, "There is only one page here.")
 
+    def do_POST(self) -> None:
+        """Steer the sweep by the words of the request, a JSON list."""
+        self.close_connection = True  # its body may not have been read
+        length = self.headers.get("Content-Length", "")
+        if self._is_elsewhere():
+            self._say(403, _ELSEWHERE)
+        elif not self._has_token(self.server.follow.token):
+            self._say(401, "Steering needs the token that stands in the page.")
+        elif self.path != "/steer":
+            self._say(404, "Only /steer takes requests.")
+        elif not length.isdecimal() or int(length) > _LONGEST:
+            self._say(400, f"A request has at most {_LONGEST} bytes.")
+        else:
+            words = _words(self.rfile.read(int(length)))
+            if not words:
+                self._say(400, 'Write a list of words: ["stop", "3f2a"].')
+                return
+            is_done, said = self.server.follow.steer(words)
+            self._say(200 if is_done else 400, said)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the request, or the page that it is from, has another host's name."""
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin", f"http://{host}")
+        is_ours = host.rpartition(":")[0] in _HOSTS or host in _HOSTS
+        return not is_ours or origin != f"http://{host}"
+
     @property
     def _cookie(self) -> str:
         # cookies are one host's, not one port's
@@ -429,19 +503,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _may(self) -> bool:
         """Whether the request has the token, in a header or in the cookie."""
-        kind, _, token = self.headers.get("Authorization", "").partition(" ")
         try:
             cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
         except CookieError:
             cookie = None
-        return (kind.lower() == "bearer" and self._is_token(token)) or (
-            cookie is not None and self._is_token(cookie.value)
+        return self._has_token(self.server.token) or (
+            cookie is not None and _is_same(cookie.value, self.server.token)
         )
 
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(
-            text.encode(errors="replace"), self.server.token.encode()
-        )
+    def _has_token(self, token: str) -> bool:
+        """Whether the request has a token in its header."""
+        kind, _, given = self.headers.get("Authorization", "").partition(" ")
+        return kind.lower() == "bearer" and _is_same(given, token)
 
     def _say(self, status: int, words: str) -> None:
         self._answer(
@@ -467,6 +540,20 @@ class _Handler(BaseHTTPRequestHandler):
         """Log no request: the first one's address holds the token."""
 
 
+def _is_same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _words(body: bytes) -> list[str]:
+    """Return the words of a request to steer; none where it is malformed."""
+    try:
+        words = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    is_list = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return words if is_list else []
+
+
 def serve(location: str, port: int) -> None:
     """Print the address and answer requests; returns after Ctrl-C. Raises ConfigError
     for the place or the port.
@@ -474,7 +561,7 @@ def serve(location: str, port: int) -> None:
     follow = Follow(location)
     # a place that cannot be opened is an error, one that is not there yet is none
     follow.storage.exists()
-    with PageServer(follow.page, port) as server:
+    with PageServer(follow, port) as server:
         own = server.server_port
         print(f"{follow.storage.uri} is shown at\n    {server.address}")
         print(
