@@ -1,8 +1,7 @@
 """Serve sweeps to an agent by the Model Context Protocol: `python -m tune mcp`.
 
-Each tool does what a command does. Sweeps run as processes of the same command line, so
-that standard output is the protocol's alone; they outlive the server, and end by their
-budgets.
+Sweeps run as processes of the same command line, so that standard output is the
+protocol's alone. They outlive the server, and end by their budgets.
 """
 
 import inspect
@@ -11,7 +10,6 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from subprocess import DEVNULL, Popen
 from tempfile import TemporaryFile
@@ -26,17 +24,10 @@ from pydantic import Field
 from cluster.files.ray_up import load_cluster
 from trainers.command_line import Command
 from trainers.config.model import build
-from trainers.errors import (
-    MISSING,
-    POLICIES,
-    ConfigError,
-    PacelineError,
-    did_you_mean,
-    first_line,
-)
+from trainers.errors import MISSING, POLICIES, ConfigError, PacelineError, first_line
 from trainers.output import as_data
 from trainers.storage import storage_uri
-from tune.report.answer import Answer, answer
+from tune.report.answer import answer
 from tune.report.page import summary
 from tune.report.write import read_environment
 from tune.sweeps.extension import order_extension
@@ -80,9 +71,8 @@ class Tools:
     def __init__(self, limits: Limits | None) -> None:
         self._limits = limits
         self._trials: dict[str, int] = {}
-        """Granted so far, by sweep."""
+        """Granted so far, by sweep; and below the dollars of all."""
         self._usd = 0.0
-        """Granted so far."""
         self._follows: dict[str, Follow] = {}
         self._processes: dict[str, tuple[Popen[bytes], IO[bytes]]] = {}
         """Each with its output."""
@@ -95,7 +85,7 @@ class Tools:
             "said": f"{sweep} is in order: {least}{spec.num_trials} trials",
             "trials": spec.num_trials,
             "directory": spec.uri,
-            "sweep": spec.saved(),
+            "sweep": spec.config.model_dump(exclude={"train"}, exclude_none=True),
             "not_known": ["whether its task can be imported and fits into memory"],
         }
 
@@ -132,10 +122,7 @@ class Tools:
         return self._run(spec, sweep, settings)
 
     def extend(self, directory: _Directory, settings: _Keys = _NO_KEYS) -> Result:
-        """Go on with a sweep, with more points, trials or epochs, or another objective.
-
-        What is known is not trained again. Returns at once. It is limited as `start`.
-        """
+        """Go on with a sweep, with more points, trials or epochs; limited as `start`."""
         settings = settings | {"usd_per_hour": self._allowed().usd_per_hour}
         spec = read_saved(directory, settings)
         self._refuse_over_limits(spec)
@@ -165,10 +152,7 @@ class Tools:
         return found
 
     def stop(self, directory: _Directory, trial: _Trial = "") -> Result:
-        """Stop a trial at its next evaluation, or without one end the sweep.
-
-        What has ended is kept.
-        """
+        """Stop a trial, or without one the whole sweep; what has ended is kept."""
         self._allowed()
         if trial:
             name = steer(directory, "stop", trial)
@@ -209,8 +193,14 @@ class Tools:
     def _refuse_over_limits(self, spec: SweepSpec) -> None:
         limits = self._allowed()
         others = sum(self._trials.values()) - self._trials.get(spec.uri, 0)
-        _refuse_over("trials", _most_trials(spec), limits.trials - others)
-        _refuse_over("usd", spec.config.budget.usd, limits.usd - self._usd)
+        wanted = {"trials": _most_trials(spec), "usd": spec.config.budget.usd}
+        left = {"trials": limits.trials - others, "usd": limits.usd - self._usd}
+        for key, value in wanted.items():
+            if value is None or value > left[key]:
+                rule = f"must be at most {left[key]:g}, what this server has left"
+                fix = "set it in `settings`, or ask the server's user for more"
+                given = MISSING if value is None else value
+                raise ConfigError(f"budget.{key}", given, rule, fix)
 
     def _is_running(self, uri: str) -> bool:
         return uri in self._processes and self._processes[uri][0].poll() is None
@@ -219,9 +209,7 @@ class Tools:
         """Take the sweep's budget from the limits; start the sweep unless it runs."""
         self._trials[spec.uri] = _most_trials(spec) or 0
         self._usd += spec.config.budget.usd or 0.0
-        said = "the sweep goes on with the keys once its trials have ended"
         if not self._is_running(spec.uri):
-            said = "the sweep has started; `watch` says how far it is"
             options = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
             command = [sys.executable, "-m", "tune", location, *options, "--json"]
             output = TemporaryFile()  # noqa: SIM115 (read once the process has ended)
@@ -230,6 +218,7 @@ class Tools:
             )
             self._processes[spec.uri] = process, output
         unknown = ["whether the cluster holds it", _TO_COME]
+        said = "the sweep runs, and `watch` says how far it is"
         return {"said": said, "directory": spec.uri, "not_known": unknown}
 
 
@@ -237,58 +226,39 @@ def _most_trials(spec: SweepSpec) -> int | None:
     return spec.config.budget.trials if spec.config.around else spec.num_trials
 
 
-def _refuse_over(key: str, value: float | None, left: float) -> None:
-    if value is None or value > left:
-        rule = f"must be at most {left:g}, which is left of this server's limit"
-        fix = "set it in `settings`, or ask the server's user for more"
-        shown = MISSING if value is None else value
-        raise ConfigError(f"budget.{key}", shown, rule, fix)
-
-
 def _answer(spec: SweepSpec, records: list[TrialRecord]) -> Result:
     """Return what summary.json holds, for some records, with the interval."""
     found = answer(spec.config, records)
-    interval = _interval(found)
+    best = found.best
+    interval: list[float | None] | None = None
+    if found.finals:
+        interval = [found.finals[0].time_s.low, found.finals[0].time_s.high]
+    elif best is not None and best.missed_target_s is not None:
+        interval = [best.missed_target_s, best.time_to_target_s]
     unknown = [doubt.text for doubt in found.doubts]
-    unknown += [_ONE_RUN] * (interval is None and found.best is not None)
+    unknown += [_ONE_RUN] * (interval is None and best is not None)
     unknown += [_TO_COME] * (not is_complete(spec))
     told = {"said": found.text, "time_to_target_s": interval, "not_known": unknown}
-    environment = read_environment(spec.storage)
-    return told | summary(spec.config, records, environment, found)
-
-
-def _interval(found: Answer) -> tuple[float, float] | None:
-    """Return from when to when the best met the target; None where nothing tells."""
-    if found.finals:
-        return found.finals[0].time_s.low, found.finals[0].time_s.high
-    best = found.best
-    if best is None or best.missed_target_s is None or best.time_to_target_s is None:
-        return None
-    return best.missed_target_s, best.time_to_target_s
+    return told | summary(spec.config, records, read_environment(spec.storage), found)
 
 
 def make_server(limits: Limits | None) -> Server[Any]:
     """Return a server of the tools."""
     tools = Tools(limits)
     names = "validate", "plan", "start", "extend", "watch", "stop", "explain", "answer"
-    offered: dict[str, Callable[..., Result]] = {
-        name: getattr(tools, name) for name in names
-    }
+    offered: dict[str, Any] = {name: getattr(tools, name) for name in names}
     models = {name: Command(name, tool).model for name, tool in offered.items()}
     turn = threading.Lock()
-
-    def call(name: str, given: dict[str, Any]) -> Result:
-        if name not in offered:
-            fix = did_you_mean(name, names, f"its tools are {', '.join(names)}")
-            raise ConfigError(name, MISSING, "is no tool of this server", fix)
-        arguments = build(models[name], given, f"tool {name}")
-        with turn:
-            return offered[name](**dict(arguments))
 
     def tell(name: str, given: dict[str, Any]) -> types.CallToolResult:
         found = None
         try:
-            found = as_data(call(name, given))
+            if name not in offered:
+                fix = f"its tools are {', '.join(names)}"
+                raise ConfigError(name, MISSING, "is no tool of this server", fix)
+            arguments = dict(build(models[name], given, f"tool {name}"))
+            with turn:
+                found = as_data(offered[name](**arguments))
             words = json.dumps(found, indent=1)
         except PacelineError as error:
             words = str(error)

@@ -46,7 +46,7 @@ from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
 from tune.trials.journal import Journal, trial_id
-from tune.trials.live import Live, read_live
+from tune.trials.live import Live, Running, read_live
 from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 
@@ -74,29 +74,27 @@ Kind = Literal["waiting", "running", "quiet", "cut", "ended"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look at the directory has found."""
+    """What the directory says of its sweep."""
 
     uri: str
     has_sweep: bool = False
     holder: Holder | None = None
-    """Of the lease: the process that runs the sweep, or ran it until it was killed."""
+    """The lease's: the process that runs the sweep, or ran it until it was killed."""
     holder_idle_s: float = 0.0
-    """For how long its lease has not moved, as far as this process has seen."""
+    """How long its lease has not moved while this process looked."""
     live: Live | None = None
     records: list[TrialRecord] = field(default_factory=list)
     idle_s: float = 0.0
-    """For how long nothing of a trial is new."""
+    """How long no trial has brought anything new."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the sweep's process runs, as far as can be known from here."""
+        """Whether the sweep's process seems to run, seen from this machine."""
         if self.holder is None:
             return False
-        return (
-            self.holder.is_alive
-            if self.holder.is_here
-            else self.holder_idle_s <= STALE_S
-        )
+        if self.holder.is_here:
+            return self.holder.is_alive
+        return self.holder_idle_s <= STALE_S
 
     @property
     def num_repeats(self) -> int:
@@ -110,24 +108,20 @@ class Seen:
 
     @property
     def ended(self) -> str:
-        """What has ended, in words."""
+        """The trials and repeats that have ended, in words."""
         trials = counted(self.num_trials, "trial")
-        return (
-            f"{trials} and {counted(self.num_repeats, 'repeat')}"
-            if self.num_repeats
-            else trials
-        )
+        if not self.num_repeats:
+            return trials
+        return f"{trials} and {counted(self.num_repeats, 'repeat')}"
 
 
 def judge(seen: Seen) -> tuple[Kind, str]:
-    """Return how a sweep is, and that as a sentence."""
+    """Return the state of a sweep, and a sentence about it."""
     if not seen.has_sweep:
-        begins = (
-            f"A sweep begins in {seen.uri}."
-            if seen.is_alive
-            else f"{seen.uri} holds no sweep yet."
-        )
-        return "waiting", f"{begins} This page shows it as soon as it is there."
+        so_far = f"{seen.uri} holds no sweep yet."
+        if seen.is_alive:
+            so_far = f"A sweep begins in {seen.uri}."
+        return "waiting", f"{so_far} This page shows it as soon as it is there."
     if seen.is_alive:
         return _judge_running(seen)
     if seen.holder is not None:
@@ -139,7 +133,7 @@ def judge(seen: Seen) -> tuple[Kind, str]:
 
 def _judge_running(seen: Seen) -> tuple[Kind, str]:
     live = seen.live
-    if live is not None and live.state != "running":  # it is of the start before
+    if live is not None and live.state != "running":  # left by an earlier start
         live = None
     if not seen.records and (live is None or not live.num_lanes):
         return "running", "Starting: no lane is up yet."
@@ -147,22 +141,19 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
         (record.end_time - record.start_time for record in seen.records), default=0.0
     )
     if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
+        quiet = f"Nothing new for {duration(seen.idle_s)}"
         why = "its trials may hang, or wait for nodes"
-        return (
-            "quiet",
-            f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}.",
-        )
-    planned = f" of {live.total}" if live is not None and live.total else ""
-    repeats = (
-        f", and {counted(seen.num_repeats, 'repeat')} of the best"
-        if seen.num_repeats
-        else ""
-    )
-    lanes = f" {counted(live.num_lanes, 'lane')} up." if live is not None else ""
-    return (
-        "running",
-        f"Running: {seen.num_trials}{planned} trials have ended{repeats}.{lanes}",
-    )
+        return "quiet", f"{quiet}, though the sweep's process is alive: {why}."
+    ended = f"{seen.num_trials}"
+    lanes = ""
+    if live is not None:
+        lanes = f" {counted(live.num_lanes, 'lane')} up."
+        if live.total:
+            ended += f" of {live.total}"
+    repeats = ""
+    if seen.num_repeats:
+        repeats = f", and {counted(seen.num_repeats, 'repeat')} of the best"
+    return "running", f"Running: {ended} trials have ended{repeats}.{lanes}"
 
 
 def _cut_off(seen: Seen, why: str) -> str:
@@ -171,7 +162,7 @@ def _cut_off(seen: Seen, why: str) -> str:
 
 
 class Follow:
-    """A sweep's directory, which need not be there yet; from any thread."""
+    """Follows a sweep's directory, which need not be there yet; from any thread."""
 
     def __init__(
         self, location: str, clock: Callable[[], float] = time.monotonic
@@ -187,7 +178,7 @@ class Follow:
         self._forget()
 
     def _forget(self) -> None:
-        """Know nothing of the sweep: it is another one."""
+        """Forget the sweep: another one has taken its place."""
         self._saved = b""
         self._spec: SweepSpec | None = None
         self._records: dict[str, TrialRecord] = {}
@@ -201,9 +192,7 @@ class Follow:
         self._news_at = self._clock()
 
     def page(self) -> tuple[str, str]:
-        """Return the page as it was a second ago, or longer where it takes long to
-        draw, and its version.
-        """
+        """Return the page and its version; a page that takes long to draw may be old."""
         with self._lock:
             began = self._clock()
             if began >= self._look_at:
@@ -257,36 +246,34 @@ class Follow:
         self, kind: Kind, sentence: str, notes: list[str], live: Live | None
     ) -> dict[str, Any]:
         """Return what live.html shows."""
-        rows = []
         running = live.running if live is not None else []
         repeats = self._repeats() if running else {}
-        for one in running:
-            if one.trial in self._records:
-                continue
-            words = one.trial
-            config, seed = repeats.get(one.trial, (one.config, None))
-            if self._spec is not None and config:
-                known = TrialRecord(one.trial, config, "done", 0.0, 0.0)
-                words = in_words(labels(self._spec.config, [known]), known) + (
-                    f", repeat, seed {seed}" if seed else ""
-                )
-            newest = [
-                f"{key} {one.metrics[key]:.4g}"
-                for key in one.metrics
-                if key.startswith(("val_", "train_l"))
-            ]
-            step = f"{one.metrics['step']:g}" if "step" in one.metrics else ""
-            rows.append(
-                (
-                    one.lane,
-                    words,
-                    step,
-                    "  ".join(newest),
-                    duration(max(0.0, time.time() - one.started)),
-                )
-            )
+        rows = []
+        for trial in running:
+            if trial.trial not in self._records:
+                rows.append(self._row(trial, *repeats.get(trial.trial, ())))
         shown = {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
         return shown | {"choices": []}
+
+    def _row(
+        self, trial: Running, config: dict[str, Any] | None = None, seed: int = 0
+    ) -> tuple[int, str, str, str, str]:
+        """Return the cells of a trial that runs; a repeat has a seed of its own."""
+        words = trial.trial
+        config = config or trial.config
+        if self._spec is not None and config:
+            known = TrialRecord(trial.trial, config, "done", 0.0, 0.0)
+            words = in_words(labels(self._spec.config, [known]), known)
+        if seed:
+            words += f", repeat, seed {seed}"
+        newest = [
+            f"{key} {value:.4g}"
+            for key, value in trial.metrics.items()
+            if key.startswith(("val_", "train_l"))
+        ]
+        step = f"{trial.metrics['step']:g}" if "step" in trial.metrics else ""
+        age = duration(max(0.0, time.time() - trial.started))
+        return trial.lane, words, step, "  ".join(newest), age
 
     def _choices(self, live: Live | None) -> list[tuple[str, str]]:
         """Return the trials that may be steered, those that run first: id and words."""
@@ -326,7 +313,7 @@ class Follow:
         )
         news = (
             len(records),
-            live and [(one.trial, one.metrics.get("step")) for one in live.running],
+            live and [(run.trial, run.metrics.get("step")) for run in live.running],
         )
         if news != self._news:
             self._news = news
@@ -342,7 +329,7 @@ class Follow:
         )
 
     def _read_records(self) -> None:
-        """Read the records that are new, each once; one that is damaged is named."""
+        """Read the new records, each once, and note which are damaged."""
         names = {
             name.removesuffix(".json")
             for name in self.storage.names("trials")
@@ -367,19 +354,19 @@ class Follow:
                     self._records[name] = record
 
     def _repeats(self) -> dict[str, tuple[dict[str, Any], int]]:
-        """Return configuration and seed of the repeats that are to come, by their ids."""
+        """Return configuration and seed of the repeats to come, by their ids."""
         if self._spec is None:
             return {}
         wanted = repeats_to_run(
             self._spec.config, self._spec.train, list(self._records.values())
         )
         return {
-            trial_id(one.config, "repeat", seed): (one.config, seed)
-            for one, seed in wanted
+            trial_id(finalist.config, "repeat", seed): (finalist.config, seed)
+            for finalist, seed in wanted
         }
 
     def _draw(self, records: list[TrialRecord], has_ended: bool) -> None:
-        """Make the report anew where a record is new or the sweep has ended."""
+        """Draw the report anew if a record is new or the sweep has ended."""
         spec = self._spec
         what = [record.id for record in records], has_ended
         if spec is None or self._drawn_of == what:
@@ -423,7 +410,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where the page is, with the token."""
+        """The page's address, with the token."""
         return f"http://{LOOPBACK}:{self.server_port}/?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -438,7 +425,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # s, for a request to come
 
     def do_GET(self) -> None:
-        """Answer with the page, its script, or why not."""
+        """Send the page or one of its scripts, or say why not."""
         parts = urlsplit(self.path)
         given = parse_qs(parts.query).get("token", [""])[0]
         if self._is_elsewhere():
@@ -457,9 +444,10 @@ class _Handler(BaseHTTPRequestHandler):
             page, version = self.server.follow.page()
             is_known = self.headers.get("If-None-Match") == version
             kind = {"ETag": version, "Content-Type": "text/html; charset=utf-8"}
-            self._answer(
-                304 if is_known else 200, b"" if is_known else page.encode(), kind
-            )
+            if is_known:
+                self._answer(304, b"", kind)
+            else:
+                self._answer(200, page.encode(), kind)
         elif parts.path in ("/table.js", "/watch.js"):
             self._answer(
                 200,
@@ -555,8 +543,10 @@ def _words(body: bytes) -> list[str]:
 
 
 def serve(location: str, port: int) -> None:
-    """Print the address and answer requests; returns after Ctrl-C. Raises ConfigError
-    for the place or the port.
+    """Print the page's address and serve it until Ctrl-C.
+
+    Raises:
+        ConfigError: if the place or the port cannot be used.
     """
     follow = Follow(location)
     # a place that cannot be opened is an error, one that is not there yet is none

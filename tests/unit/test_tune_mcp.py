@@ -64,7 +64,7 @@ def budget(trials: Any = 8, usd: Any = 0.5, **more: Any) -> dict[str, Any]:
 
 MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("", {}, "is no tool of this server"),
-    ("strat", {}, "did you mean `start`?"),
+    ("strat", {}, "its tools are validate, plan, start"),
     ("_run", {}, "is no tool of this server"),
     ("__init__", {}, "is no tool of this server"),
     ("\x00", {}, "is no tool of this server"),
