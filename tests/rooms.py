@@ -23,7 +23,7 @@ PACKAGES = ("trainers", "cluster", "tune")
 
 _ORDER = """
 trainers base: redaction output errors terminal causes json_data storage lease versions context config command_line
-trainers data: devices data arrow
+trainers data: devices data
 trainers model: model task
 trainers step: measure step
 trainers checkpoint: checkpoint

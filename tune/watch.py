@@ -45,9 +45,9 @@ from tune.report.write import best_tree, read_environment
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
-from tune.trials.journal import Journal, trial_id
+from tune.trials.journal import Journal
 from tune.trials.live import Live, Running, read_live
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 from tune.trials.steering import Actions
 
 LOOPBACK = "127.0.0.1"

@@ -103,55 +103,30 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_imagenet_is_the_same_from_folders_parquet_and_arrow(
+def test_imagenet_is_the_same_from_folders_and_mapped_pixels(
     class_folders: Path, tmp_path: Path
 ) -> None:
     from examples.imagenet.convert import convert
     from examples.imagenet.task import ImageNet
     from trainers.data.batch import fetch
 
-    found = {}
-    places = {
-        "folders": class_folders,
-        "parquet": tmp_path / "parquet",
-        "arrow": tmp_path / "arrow",
-    }
-    for kind in ("parquet", "arrow"):
-        written = convert(
-            class_folders, places[kind], kind, stored=32, shard=10, workers=1
-        )
-        assert [path.name for path in written] == [
-            *(f"{index:05d}-of-00003.{kind}" for index in range(3)),
-            f"00000-of-00001.{kind}",
-        ]
-        written[1].unlink()  # a conversion that was cut off
-        kept = {path: path.stat().st_mtime_ns for path in written if path.exists()}
-        assert (
-            convert(class_folders, places[kind], kind, stored=32, shard=10, workers=1)
-            == written
-        )
-        assert all(path.exists() for path in written)
-        assert kept == {path: path.stat().st_mtime_ns for path in kept}
-    for kind, place in places.items():
-        task = ImageNet(
-            data=str(place),
-            stored=32,
-            size=28,
-            classes=2,
-            cache=str(tmp_path / "cache"),
-        )
-        data = task.dataset("train")
-        assert len(data) == 24  # type: ignore[arg-type]
-        found[kind] = fetch(data, range(24), task.collate)
+    convert(class_folders, tmp_path, stored=32, workers=1)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.npy")}
+    assert len(kept) == 4
+    convert(class_folders, tmp_path, stored=32, workers=1)
+    assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    found = []
+    for place in (class_folders, tmp_path):
+        task = ImageNet(data=str(place), stored=32, size=28, classes=2)
+        found.append(fetch(task.dataset("train"), range(24), task.collate))
         assert len(task.dataset("val")) == 6  # type: ignore[arg-type]
-    images, labels = found["folders"]
+    images, labels = found[0]
     assert images.shape == (24, 3, 32, 32)
     assert images.dtype == torch.uint8
     assert labels.tolist() == [0] * 12 + [1] * 12
     assert images[12:].float().mean() - images[:12].float().mean() > 80
-    for kind in ("parquet", "arrow"):
-        assert torch.equal(found[kind][0], images), kind
-        assert found[kind][1].tolist() == labels.tolist()
+    assert torch.equal(found[1][0], images)
+    assert found[1][1].tolist() == labels.tolist()
 
 
 def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
@@ -191,7 +166,6 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
         "train": str(tmp_path / "train.parquet"),
         "val": str(tmp_path / "val.parquet"),
         "text": "sentence",
-        "label": "label",
         "length": 12,
         "pretrained": str(tmp_path / "model"),
     }

@@ -5,8 +5,6 @@ once and in little memory.
 import os
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
 import cluster.__main__
@@ -24,7 +22,6 @@ from trainers.config.yaml import (
     parse_mapping,
     parse_yaml,
 )
-from trainers.data.arrow import ArrowDataset
 from trainers.errors import ConfigError, PacelineError
 from trainers.launch.spec import read_file, read_mapping
 from trainers.storage import Storage
@@ -220,35 +217,3 @@ def test_a_cluster_file_of_any_shape(
     file = broken(name, change, tmp_path)
     assert cluster.__main__.main(["validate", file]) == 2
     assert f"{field}` " in one_sentence(capsys)
-
-
-# Arrow and Parquet.
-
-
-@pytest.mark.parametrize(
-    ("column", "right", "wrong"),
-    [
-        (pa.array(["first", "second", "third"]), [0, 5, 11, 16], [0, 5, 2**30, 16]),
-        (
-            pa.array(["a", "b", "a", "b", "b"]).dictionary_encode(),
-            [0, 1, 0, 1, 1],
-            [0, 1, 2**30, 1, 1],
-        ),
-    ],
-    ids=["text", "dictionary"],
-)
-def test_a_value_outside_of_its_file_is_no_crash(
-    column: pa.Array, right: list[int], wrong: list[int], tmp_path: Path
-) -> None:
-    sink = pa.BufferOutputStream()
-    table = pa.table({"text": column})
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = sink.getvalue().to_pybytes()
-    numbers = np.array(right, np.int32).tobytes()
-    assert data.count(numbers) == 1
-    (tmp_path / "a.arrow").write_bytes(
-        data.replace(numbers, np.array(wrong, np.int32).tobytes())
-    )
-    with pytest.raises(ConfigError):
-        ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)

@@ -1,7 +1,6 @@
 """Batches: any nesting of tensors, what it holds, and how a dataset gives one.
 
-A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that
-is ready, as ArrowDataset has it), by torch's `__getitems__(indices)`, or by being a
+A dataset gives a whole batch at once by torch's `__getitems__(indices)` or by being a
 TensorDataset; any other is asked for a sample at a time.
 """
 
@@ -141,8 +140,6 @@ def fetch(
         chosen = torch.from_numpy(rows)
         # A copy a row: indexing with [] copies number by number, ten times slower.
         return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)
-    if hasattr(dataset, "gather"):
-        return dataset.gather(rows)
     numbers: list[int] = rows.tolist()
     if not hasattr(dataset, "__getitems__"):
         return collate([dataset[number] for number in numbers])
