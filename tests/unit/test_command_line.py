@@ -46,7 +46,7 @@ COMMANDS = [
     ),
     ("tune", [], ["sweep.yaml"], "--no_chck", "--no-check", "--train.seed"),
     ("tune", ["resume"], ["sweep"], "--no-chek", "--no-check", None),
-    ("tune", ["report"], ["sweep"], "--no-check", None, None),
+    ("tune", ["watch"], ["sweep"], "--prt", "--port", "--port"),
     (
         "tune",
         ["plan"],
@@ -127,6 +127,7 @@ def test_help_and_mistakes(
         ("cluster", ["--strict"], "its commands are validate, check, watch, autoscale"),
         ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
+        ("tune", ["plna", "sweep.yaml"], "did you mean `plan`?"),
     ],
 )
 def test_a_command_that_does_not_exist(door, args, words, told):

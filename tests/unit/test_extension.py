@@ -120,7 +120,7 @@ def test_more_points_leave_what_is_known(tmp_path):
         ConfigError
     ) as raised:  # the file that it was begun with is another sweep by now
         prepare(read_sweep(str(tmp_path / "sweep.yaml"), {}), fresh=False)
-    assert f"python -m tune extend {spec.uri}" in str(raised.value)
+    assert f"python -m tune {spec.uri}" in str(raised.value)
 
 
 def test_trials_are_longer_that_were_trained_to_their_end(tmp_path):
@@ -270,7 +270,7 @@ def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
         "--objective.metric",
         "val_accuracy",
     ]
-    assert main(["extend", spec.uri, *keys]) == 0
+    assert main([spec.uri, *keys]) == 0
     told = capsys.readouterr()
     assert "many is extended: what is known of 2 trials stays" in (
         told.out + told.err
@@ -279,7 +279,7 @@ def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
         "id"
     ] == trial_id({"global_batch_size": 16})
     with held(spec.storage, SAVED):
-        assert main(["extend", spec.uri, "--train.epochs", "6"]) == 0
+        assert main([spec.uri, "--train.epochs", "6"]) == 0
         assert main(["resume", spec.uri]) == 2
     assert (
         "it goes on with train.epochs once its trials have ended"

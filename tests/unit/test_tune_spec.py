@@ -225,11 +225,11 @@ def test_a_sweep_is_complete_once_each_trial_has_a_record(user, search):
 
 def test_the_way_on_is_given_where_the_sweep_was(user, monkeypatch):
     spec = read(user)
-    assert spec.resume() == f"python -m tune resume {spec.uri}"
+    assert spec.resume() == f"python -m tune {spec.uri}"
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert (
         spec.resume("/head/python")
-        == f"ray job submit --working-dir . -- python -m tune resume {spec.uri}"
+        == f"ray job submit --working-dir . -- python -m tune {spec.uri}"
     )
 
 

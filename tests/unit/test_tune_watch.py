@@ -1,9 +1,11 @@
-"""The page of a sweep that runs: who gets it, what it says of the sweep, and that it
-only reads.
+"""The page of a sweep that runs: who gets it, what it says of the sweep, and that
+nothing but its buttons writes.
 """
 
 import contextlib
 import http.client
+import json
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from trainers.lease import LEASE, Holder
 from trainers.storage import Storage
 from tune.trials.journal import Journal
 from tune.trials.live import Live, Running, write_live
+from tune.trials.record import trial_id
+from tune.trials.steering import Actions
 from tune.watch import LOOPBACK, Follow, PageServer, Seen, judge
 
 
@@ -52,21 +56,21 @@ def sweep(tmp_path):
     return Sweep(tmp_path / "digits-sweep")
 
 
-class Looks:
+class Looks(Follow):
     """Pages of a directory, two seconds apart, however long they take to draw."""
 
     def __init__(self, sweep):
         self.now_s = 0.0
-        self.follow = Follow(sweep.storage.uri, lambda: self.now_s)
+        super().__init__(sweep.storage.uri, lambda: self.now_s)
 
     def page(self):
         self.now_s += 2.0
-        return self.follow.page()
+        return super().page()
 
 
 @contextlib.contextmanager
 def served(sweep):
-    with PageServer(Looks(sweep).page) as server:
+    with PageServer(Looks(sweep)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -76,15 +80,18 @@ def served(sweep):
             thread.join()
 
 
-def ask(server, path="/", host=None, **headers):
+def ask(server, path="/", host=None, words=None, **headers):
     connection = http.client.HTTPConnection(LOOPBACK, server.server_port)
     shown = {"Host": host or f"{LOOPBACK}:{server.server_port}"} | {
         k.replace("_", "-"): v for k, v in headers.items()
     }
-    connection.putrequest("GET", path, skip_host=True)
+    body = b"" if words is None else json.dumps(words).encode()
+    if body:
+        shown["Content-Length"] = str(len(body))
+    connection.putrequest("POST" if body else "GET", path, skip_host=True)
     for name, value in shown.items():
         connection.putheader(name, value)
-    connection.endheaders()
+    connection.endheaders(body)
     answer = connection.getresponse()
     answer.text = answer.read().decode()
     connection.close()
@@ -165,7 +172,7 @@ def test_a_port_in_use_is_an_error(sweep):
             ConfigError, match=f"--port. is {server.server_port}, but cannot be"
         ),
     ):
-        PageServer(server.page, server.server_port)
+        PageServer(server.follow, server.server_port)
 
 
 def test_the_page_follows_the_journal_and_writes_nothing(sweep):
@@ -196,6 +203,59 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep):
     write_live(sweep.storage, Live("ended"))
     sweep.storage.delete(LEASE)
     assert "The sweep has ended, with 4 trials." in looks.page()[0]
+
+
+def test_buttons_steer_as_the_command_does(sweep: Sweep) -> None:
+    trial = {"global_batch_size": 64, "precision": "fp32"}
+    name = trial_id(trial)
+    sweep.begin(budget={"trials": 20})
+    with served(sweep) as server:
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        text = ask(server, **bearer).text  # type: ignore[attr-defined]
+        [token] = re.findall('data-token="([^"]+)"', text)
+        assert f'value="{name}"' in text
+        may = {"Authorization": f"Bearer {token}"}
+        for words, said in (
+            (["pause"], "pause"),
+            (["first", name[:6]], f"first {name}"),
+            (["stop", name], f"stop {name}"),
+            (["go-on"], "go-on"),
+        ):
+            answer = ask(server, "/steer", words=words, **may)
+            assert (answer.status, answer.text.strip()) == (200, said)  # type: ignore[attr-defined]
+            assert f'<p class="muted">{said}</p>' in ask(server, **bearer).text  # type: ignore[attr-defined]
+        found = Actions(sweep.storage).read()
+        assert (found.paused, found.first, found.stopped) == (False, (name,), {name})
+        for words in (["halt"], ["stop"], ["stop", "none"], ["stop", name, "a=1"]):
+            answer = ask(server, "/steer", words=words, **may)
+            assert answer.status == 400
+            assert "`" in ask(server, **bearer).text  # type: ignore[attr-defined]
+
+
+def test_nobody_else_steers(sweep: Sweep) -> None:
+    """A page of elsewhere, even of another port here, can send a browser's cookies, but
+    neither read the token of the page nor send a header without being asked first.
+    """
+    sweep.begin()
+    before = sweep.files()
+    with served(sweep) as server:
+        cookie = ask(server, f"/?token={server.token}").headers["Set-Cookie"]
+        good = {"Authorization": f"Bearer {server.follow.token}"}
+        for path, status, given in (
+            ("/steer", 401, {}),
+            ("/steer", 401, {"Cookie": cookie.partition(";")[0]}),
+            ("/steer", 401, {"Authorization": f"Bearer {server.token}"}),
+            ("/steer", 403, {**good, "host": "evil.example"}),
+            ("/steer", 403, {**good, "Origin": "http://localhost:3000"}),
+            ("/steer", 403, {**good, "Origin": "null"}),
+            ("/", 404, good),
+        ):
+            answer = ask(server, path, words=["pause"], **given)
+            assert answer.status == status, (path, given)
+        for words in ("pause", [], {"pause": 1}, ["pause", 1], ["x" * 5000]):
+            assert ask(server, "/steer", words=words, **good).status == 400
+        assert ask(server, Origin="http://evil.example", **good).status == 403
+    assert sweep.files() == before
 
 
 HERE = Holder.this_process()
@@ -234,7 +294,7 @@ STOPS = Live("cut off")
         (
             {"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS},
             "cut",
-            "`python -m tune resume here` goes on",
+            "`python -m tune here` goes on",
         ),
         (
             {"holder": replace(HERE, pid=2**22 + 1), "live": RUNS},

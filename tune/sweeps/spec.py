@@ -79,7 +79,7 @@ class SweepSpec:
         submit = shlex.quote(python)
         if inside_ray_job():
             submit = "ray job submit --working-dir . -- python"
-        return f"{submit} -m tune resume {shlex.quote(self.uri)}"
+        return f"{submit} -m tune {shlex.quote(self.uri)}"
 
     @property
     def is_of_function(self) -> bool:
@@ -290,7 +290,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         for key, (was, value) in pairs.items():
             if was != value:
                 rule = f"differs from {was} in {storage.uri}"
-                extend = f"go on with what is known by `python -m tune extend {shlex.quote(storage.uri)}`"
+                extend = f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
                 fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, value, rule, fix, spec.source)
     if not count:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+from trainers.config.yaml import parse_yaml
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.from_python import plain
 from tune.search.space import check_trial, open_trials
 from tune.sweeps.spec import SweepSpec, read_kept
 from tune.trials.journal import Journal
-from tune.trials.live import read_live
-from tune.trials.record import trial_id
-from tune.trials.steering import Action, Actions
+from tune.trials.live import Live, read_live
+from tune.trials.record import TrialRecord, trial_id
+from tune.trials.steering import Action, Actions, Clone
 
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
@@ -71,7 +72,7 @@ def steer(
         actions.add(Action(action))
         return ""
     trials = known_trials(spec)
-    name = _meant(trial, trials, spec.uri)
+    name = named_trial(trial, trials, spec.uri)
     if action != "clone":
         if trials[name].status not in ("waiting", "running"):
             raise ConfigError(
@@ -88,17 +89,37 @@ def steer(
     return trial_id(changed, "clone")
 
 
+def steer_in_words(
+    directory: str, action: str, trial: str = "", *assignments: str
+) -> str:
+    """Steer with a clone's keys as they are typed: KEY=VALUE, the value in YAML."""
+    keys: dict[str, Any] = {}
+    for word in assignments:
+        key, _, text = word.partition("=")
+        keys[key] = parse_yaml(text, f"command line, {key}")
+    return steer(directory, cast(Steer, action), trial, **keys)
+
+
 def known_trials(spec: SweepSpec) -> dict[str, Trial]:
     """Return a sweep's trials by id: those that have ended, run, or are known to come."""
     records = Journal(spec.storage).records()
+    clones = Actions(spec.storage).read().clones
+    return trials_of(spec, records, clones, read_live(spec.storage))
+
+
+def trials_of(
+    spec: SweepSpec,
+    records: list[TrialRecord],
+    clones: Mapping[str, Clone],
+    live: Live | None,
+) -> dict[str, Trial]:
+    """Return what `known_trials` returns, from what has been read already."""
     found = {record.id: Trial(record.config, record.status) for record in records}
     for trial in open_trials(spec.config, records):
         found[trial_id(trial)] = Trial(trial, "waiting")
-    clones = Actions(spec.storage).read().clones
     for name, clone in clones.items():
         found.setdefault(name, Trial(clone.config, "waiting"))
     ended = {record.id for record in records}
-    live = read_live(spec.storage)
     if live is not None:
         for running in live.running:
             if running.trial not in ended:
@@ -106,7 +127,7 @@ def known_trials(spec: SweepSpec) -> dict[str, Trial]:
     return found
 
 
-def _meant(text: str, names: Iterable[str], uri: str) -> str:
+def named_trial(text: str, names: Iterable[str], uri: str) -> str:
     """Return the only trial whose id is, or begins with, a text."""
     found = [name for name in names if name.startswith(text)]
     if len(found) != 1:

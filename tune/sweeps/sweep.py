@@ -158,7 +158,7 @@ def sweep(
 def extend(
     directory: str | os.PathLike[str], *, check: bool = True, **keys: Any
 ) -> SweepResult:
-    """Go on with the sweep in a directory, maybe with other keys: `python -m tune extend`.
+    """Go on with a sweep, maybe with other keys: `python -m tune DIRECTORY`.
 
     What is known is not trained again, and trials that are to be longer go on from
     their last checkpoint, where they have one.
