@@ -1,5 +1,6 @@
-"""Tensors of which each rank writes its rows: cut out of a state before a checkpoint,
-put back after one.
+"""Tensors of which each rank writes its rows.
+
+They are cut out of a state before a checkpoint, and put back after one.
 
 A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which
 ones a file holds follows from its rank and from how many ranks there were. In the
@@ -138,9 +139,7 @@ class _Entry:
 
 
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, of any device, one after another: no more than one is copied at a
-    time.
-    """
+    """Write tensors of any device, with no more than one copied at a time."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -173,8 +172,9 @@ class TensorFile:
         self._base = 8 + size
 
     def read_rows(self, name: str, rows: range, of: int, into: Tensor) -> None:
-        """Fill `into` with rows of the tensor `name`, which has `of` rows like them, in
-        the same format.
+        """Fill `into` with rows of the tensor `name`.
+
+        The file has `of` rows like them, in the same format.
         """
         entry = self._entries.get(name)
         wanted = [of, *into.shape[1:]]
@@ -248,8 +248,9 @@ class RowReader:
         place: Callable[[Tensor, Tensor], Tensor] | None = None,
         into: Any = None,
     ) -> Any:
-        """A part of the state with its tensors in it: of each the rows of one rank of
-        so many, in host memory.
+        """Return a part of the state with its tensors in host memory.
+
+        Of each there are the rows of one rank of so many.
 
         `place` makes what stands in the state of these rows and the tensor on the meta
         device. A tensor of `into`, nested alike, gets its rows itself, where it has
@@ -290,9 +291,7 @@ class RowReader:
         files: dict[int, TensorFile],
         streams: contextlib.ExitStack,
     ) -> Tensor:
-        """Rows of a tensor, out of the files that have some of them; each is opened
-        once.
-        """
+        """Read rows of a tensor from the files that have them; open each file once."""
         count = stand_in.shape[0]
         name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)

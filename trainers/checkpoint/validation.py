@@ -1,5 +1,6 @@
-"""Whether a state that was read back is one of this run: types, shapes and ranges,
-before any of it is applied.
+"""Check a state that was read back before any of it is applied.
+
+The checks are of types, shapes and ranges.
 
 Checksums say that a checkpoint is as it was written; this, that what was written fits.
 torch itself checks a model's names and shapes when it takes them, but no optimizer's:
@@ -88,8 +89,9 @@ class Position:
 def check_state(
     state: Mapping[str, Any], name: str, has_rows: bool = False
 ) -> Position:
-    """Return the position in the state of checkpoint `name`; CheckpointError when it is
-    no state of a run.
+    """Return the position in the state of checkpoint `name`.
+
+    Raises CheckpointError when it is no state of a run.
 
     The task's own part is left to the task. `has_rows`: tensors on the meta device
     stand for those in other files.
@@ -109,8 +111,9 @@ def check_state(
 
 
 def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
-    """Raise CheckpointError where nested data is endless, or holds another tensor than
-    a dense one in host memory, or, with `has_rows`, one on the meta device.
+    """Raise CheckpointError unless nested data has nothing but dense host tensors.
+
+    With `has_rows`, tensors on the meta device may stand in it, too.
     """
     for _, tensor in tensors_in(tree, what):
         here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
@@ -120,8 +123,9 @@ def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
 
 
 def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors of nested data with their places in it, in its order; CheckpointError
-    where it is endless.
+    """Yield the tensors of nested data with their places in it, in order.
+
+    Raises CheckpointError where it is endless.
     """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     parts = 0
@@ -143,8 +147,7 @@ def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]
 
 
 def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a model's tensor is of another kind of number than
-    the saved one of its name.
+    """Raise CheckpointError where a model's tensor changed its kind of number.
 
     Another width is none: a model may be evaluated in another precision than it was
     trained in.
@@ -163,9 +166,7 @@ def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise CheckpointError unless `saved` is a state of this optimizer over its
-    parameters.
-    """
+    """Raise CheckpointError unless `saved` is a state of this optimizer."""
     groups = saved.get("param_groups")
     state = saved.get("state")
     if (
@@ -240,8 +241,9 @@ def _check_moments(entries: Mapping[str, Any], parameter: Tensor, number: int) -
 
 
 def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `saved` is a state of a loss scaler like the one
-    whose state is `now`.
+    """Raise CheckpointError unless `saved` is a state of this loss scaler.
+
+    `now` is the state that it has.
     """
     for name in saved.keys() | now.keys():
         theirs = saved.get(name)
@@ -255,8 +257,9 @@ def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_rng_state(saved: Mapping[str, Any], device: torch.device) -> None:
-    """Raise CheckpointError unless `saved` is a random state that the generators here
-    take: they are asked, and left as they were.
+    """Raise CheckpointError unless the generators here take `saved`.
+
+    They are asked, and left as they were.
     """
     check_plain(saved, "random state")
     before = get_rng_state(device)

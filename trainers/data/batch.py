@@ -25,9 +25,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
-    """Return key and value of each item of a tuple, list, mapping or dataclass; None
-    for a leaf.
-    """
+    """Return key and value of each item of a nested batch; None for a leaf."""
     if isinstance(
         batch, PackedSequence
     ):  # without `batch_sizes`, which torch wants on the host
@@ -73,8 +71,9 @@ def num_samples(batch: Batch) -> int:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Apply `function` to every tensor and keep the nesting; other leaves stay as they
-    are.
+    """Apply `function` to every tensor and keep the nesting.
+
+    Other leaves stay as they are.
 
     A mapping comes back as a copy of its own type with all that it holds beside its
     items (a BatchEncoding's encodings); one that cannot be changed, as a dict.
@@ -103,8 +102,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def _with_items(
     mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]
 ) -> Mapping[Any, Any]:
-    """Return a mapping like the given one with other values; constructors take what
-    they like, and are not called.
+    """Return a mapping like the given one with other values.
+
+    Its constructor may take anything, and is not called.
     """
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return dict(items)
@@ -115,8 +115,9 @@ def _with_items(
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """Join batches of one nesting along the first dimension of every tensor; a single
-    one is returned as it is.
+    """Join batches of one nesting along the first dimension of every tensor.
+
+    A single one is returned as it is.
     """
     if len(batches) == 1:
         return batches[0]
@@ -132,9 +133,7 @@ def concatenate(batches: list[Batch]) -> Batch:
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
 ) -> Batch:
-    """Return one batch of a map-style dataset, a whole batch at a time where the
-    dataset can.
-    """
+    """Return one batch of a map-style dataset, at once where the dataset can."""
     rows = np.asarray(indices, dtype=np.int64)
     if type(dataset) is TensorDataset:  # not a subclass, which may give something else
         chosen = torch.from_numpy(rows)

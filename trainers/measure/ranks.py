@@ -57,8 +57,9 @@ class RankFigures(TypedDict):
 
 
 def total_energy_j(rows: list[RankFigures]) -> float | None:
-    """Return the energy of all that the ranks run on; None where that of any is not
-    known.
+    """Return the energy of all that the ranks run on.
+
+    None where that of any is not known.
     """
     known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
     values = [value for value in known.values() if value is not None]
@@ -66,8 +67,9 @@ def total_energy_j(rows: list[RankFigures]) -> float | None:
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """What is uneven between ranks, and slowed GPUs: a key that names rank and kind,
-    and the sentence to log.
+    """Return what is uneven between ranks, and slowed GPUs.
+
+    Each is a key that names rank and kind, and the sentence to log.
     """
     found: list[tuple[str, str]] = []
     for row in rows:
@@ -151,8 +153,9 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
 
 
 def table(rows: list[RankFigures]) -> list[str]:
-    """The rows as lines of a table for the terminal; columns without any reading are
-    left out.
+    """Return the rows as lines of a table for the terminal.
+
+    Columns without any reading are left out.
     """
     columns = [[title, *map(cell, rows)] for title, cell in _COLUMNS]
     shown = [column for column in columns if set(column[1:]) != {"-"}]

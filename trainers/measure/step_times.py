@@ -1,5 +1,6 @@
-"""Step times as running sums: the mean and its confidence interval, at the same cost
-after any step.
+"""Step times as running sums, at the same cost after any step.
+
+They give the mean and its confidence interval.
 """
 
 import itertools
@@ -56,8 +57,9 @@ class StepTimes:
     def add(
         self, elapsed_s: float, samples: Sequence[int], wait_s: float = 0.0
     ) -> None:
-        """Add a step for each of `samples`; they shared `elapsed_s` evenly, in which
-        they waited `wait_s` for data.
+        """Add a step for each of `samples`, which shared `elapsed_s` evenly.
+
+        In that time they waited `wait_s` for data.
         """
         each = elapsed_s / len(samples)
         own = max(0.0, elapsed_s - wait_s) / len(samples)
@@ -81,8 +83,9 @@ class StepTimes:
         return self._samples[-1] - self._samples[skip]
 
     def half_width_s(self, skip: int) -> float:
-        """Half width of the 95 % confidence interval of the mean time of the steps
-        after the first `skip`.
+        """Return the half width of the 95 % interval of the mean step time.
+
+        It is over the steps after the first `skip`.
 
         From the means of up to 30 consecutive stretches: neighbouring steps are slow or
         fast together, and single ones would promise too much. Steps that shared a time
@@ -99,9 +102,10 @@ class StepTimes:
         return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
 
     def disturbed_s(self, skip: int) -> float:
-        """Time that the process stood still, or had no processor, in the steps after
-        the first `skip`: what outlying stretches took beyond the median one, without
-        waiting for data; 0 where that is no large share of all.
+        """Return the time that the process stood still, after the first `skip` steps.
+
+        It is what outlying stretches took beyond the median one, without waiting for
+        data; 0 where that is no large share of all.
         """
         stretches = self._stretches(skip)
         if len(stretches) < _FEWEST:
@@ -129,8 +133,9 @@ class StepTimes:
 
 
 def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
-    """Those that took far longer than the median one, a step and a sample: larger
-    batches are no disturbance.
+    """Return the stretches that took far longer than the median one.
+
+    Both a step and a sample must: larger batches are no disturbance.
     """
     step_s = statistics.median(one.step_s for one in stretches)
     sample_s = statistics.median(one.sample_s for one in stretches)
@@ -147,8 +152,9 @@ def student_t95(freedom: float) -> float:
 
 
 def student_t(freedom: float, level: float) -> float:
-    """A quantile of Student's t (Abramowitz and Stegun 26.7.5); the 97.5 % one is
-    within 1 % from 2 degrees of freedom on, the 99.9 % one from 4 on.
+    """Return a quantile of Student's t (Abramowitz and Stegun 26.7.5).
+
+    The 97.5 % one is within 1 % from 2 degrees of freedom on, the 99.9 % one from 4 on.
     """
     z = statistics.NormalDist().inv_cdf(level)
     terms = (
