@@ -49,6 +49,7 @@ from trainers.checkpoint.manifest import (
 )
 from trainers.checkpoint.row_shards import RowReader
 from trainers.checkpoint.store import Archive
+from trainers.checkpoint.validation import map_tree
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, PacelineError, StorageError
 from trainers.storage import Storage
@@ -404,32 +405,17 @@ class HostCopy:
         """
         used: _Buffers = {}
         seen: _Buffers = {}
-        copied: dict[str, Any] = self._copy(state, (), used, seen)
+
+        def copied_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            return self._copy_tensor(tensor.detach(), path, used, seen)
+
+        copied: dict[str, Any] = map_tree(copied_tensor, state, leaf=copy.deepcopy)
         for device in {identity[0] for identity in seen if identity[0].type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         self._buffers = used
         return copied
-
-    def _copy(
-        self, value: Any, path: tuple[Any, ...], used: _Buffers, seen: _Buffers
-    ) -> Any:
-        if isinstance(value, Tensor) and value.is_meta:
-            return value
-        if isinstance(value, Tensor):
-            return self._copy_tensor(value.detach(), path, used, seen)
-        if isinstance(value, dict):
-            copied = copy.copy(
-                value
-            )  # with its attributes: a state_dict carries versions of its modules in one
-            for key, item in value.items():
-                copied[key] = self._copy(item, (*path, key), used, seen)
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(
-                self._copy(item, (*path, index), used, seen)
-                for index, item in enumerate(value)
-            )
-        return copy.deepcopy(value)
 
     def _copy_tensor(
         self, tensor: Tensor, path: tuple[Any, ...], used: _Buffers, seen: _Buffers

@@ -14,7 +14,6 @@ straight into a tensor's.
 """
 
 import contextlib
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainers.checkpoint.manifest import Manifest, shard_file
-from trainers.checkpoint.validation import tensors_in
+from trainers.checkpoint.validation import map_tree, tensors_in
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.json_data import parse_json
@@ -84,7 +83,7 @@ def cut_rows(
     alike: parameters, their averages and the optimizer's tensors.
     """
     cutter = _Cutter(group, replicated)
-    return Cut(cutter.without(state, ()), cutter.rows)
+    return Cut(map_tree(cutter.stand_in, state), cutter.rows)
 
 
 class _Cutter:
@@ -94,25 +93,7 @@ class _Cutter:
         self.rows: dict[str, Tensor] = {}
         self._stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
 
-    def without(self, value: Any, path: _Path) -> Any:
-        """The same nesting without what is cut."""
-        if isinstance(value, Tensor):
-            return self._stand_in(value, path)
-        if isinstance(value, dict):
-            copied = copy.copy(
-                value
-            )  # with its attributes: a state_dict carries versions of its modules in one
-            copied.update(
-                (key, self.without(item, (*path, key))) for key, item in value.items()
-            )
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(
-                self.without(item, (*path, index)) for index, item in enumerate(value)
-            )
-        return value
-
-    def _stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
+    def stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
         rows = _own_rows(tensor, path, self._group, self._replicated)
         name = _name(path)
         if rows is None or name in self.rows:
@@ -281,7 +262,7 @@ class RowReader:
                     taken[id(stand_in)] = (
                         rows if place is None else place(rows, stand_in)
                     )
-        return _replaced(tree, taken)
+        return map_tree(lambda tensor, _: taken.get(id(tensor), tensor), tree)
 
     @retrying
     def _read(
@@ -370,15 +351,3 @@ def _own_rows(
 
 def _name(path: _Path) -> str:
     return "/".join(map(str, path))
-
-
-def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return tensors.get(id(tree), tree)
-    if isinstance(tree, dict):
-        copied = copy.copy(tree)
-        copied.update((key, _replaced(value, tensors)) for key, value in tree.items())
-        return copied
-    if type(tree) in (list, tuple):
-        return type(tree)(_replaced(value, tensors) for value in tree)
-    return tree

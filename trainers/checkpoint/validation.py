@@ -8,9 +8,10 @@ fused steps read moments by address, and one of another shape than its parameter
 crash the process.
 """
 
+import copy
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
@@ -144,6 +145,36 @@ def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]
                 if isinstance(one, (Tensor, dict, list, tuple))
             ]
             waiting += reversed(nested)
+
+
+def map_tree(
+    function: Callable[[Tensor, tuple[Any, ...]], Any],
+    tree: Any,
+    path: tuple[Any, ...] = (),
+    leaf: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Return the same nesting with each tensor replaced.
+
+    Args:
+        function: Takes a tensor and its place, and returns what replaces it.
+        tree: Nested data.
+        path: The place of `tree` in a larger one.
+        leaf: What becomes of anything else.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree, path)
+    if isinstance(tree, dict):
+        # With its attributes: a state_dict carries versions of its modules in one.
+        copied = copy.copy(tree)
+        for key, value in tree.items():
+            copied[key] = map_tree(function, value, (*path, key), leaf)
+        return copied
+    if type(tree) in (list, tuple):
+        return type(tree)(
+            map_tree(function, value, (*path, index), leaf)
+            for index, value in enumerate(tree)
+        )
+    return leaf(tree)
 
 
 def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
