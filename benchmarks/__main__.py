@@ -1,5 +1,6 @@
-"""Every benchmark in turn, each a process of its own; what one of them cannot do holds
-up none of the others.
+"""Run every benchmark in turn, each in a process of its own.
+
+A script that fails holds up none of the others.
 
 Run as: python -m benchmarks [--keep]                 a short form of each, on a CPU
         python -m benchmarks --full                   the long form, for hours; kept,
@@ -70,8 +71,9 @@ def due(scripts: list[Script], today: str, kept: Path) -> list[Script]:
 
 
 def share(left_s: float, shares: list[float]) -> float:
-    """Minutes for the next script of those left, its start taken off; a tenth of one at
-    least.
+    """Return the minutes for the next script of those left, without its start.
+
+    A tenth of a minute at least.
     """
     return max(0.1, (left_s * shares[0] / sum(shares) - _START_S) / 60)
 

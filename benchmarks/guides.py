@@ -1,5 +1,4 @@
-"""The claims of the guides to training on a GPU, each measured here: theirs and ours in
-one table.
+"""Measure the claims of the guides to training on a GPU: theirs and ours.
 
 Run as: python -m benchmarks.guides [ROUNDS] [--only resnet50,bert-large,...] [--seconds
                                     1.5] [--minutes 2.75] [--small] [--keep]
@@ -229,9 +228,7 @@ def loading(setting: Setting) -> list[Line]:
 
 
 def against_cpu(setting: Setting, name: str, work: Work) -> list[Line]:
-    """The same training on both: fp32 on all cores of the CPU; on the GPU fp32 and
-    bf16.
-    """
+    """Train the same on both: fp32 on all cores of the CPU; fp32 and bf16 on the GPU."""
     all_cores = {
         "precision": "fp32",
         "scaling.cpus_per_worker": setting.pick(os.cpu_count() or 1, 1),
@@ -313,8 +310,9 @@ CLAIMS: dict[str, tuple[Callable[[Setting], list[Line]], float]] = {
 def measure(
     only: list[str], setting: Setting, budget: Budget
 ) -> tuple[list[Line], dict[str, str]]:
-    """The lines of all claims that there is time for, and what went wrong with others,
-    by claim.
+    """Return the lines of the claims that there is time for.
+
+    And, by claim, what went wrong with others.
     """
     lines = []
     failed = {}

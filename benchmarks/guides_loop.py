@@ -1,5 +1,6 @@
-"""The training loop of the guides, with their loader: what benchmarks/guides.py
-measures the loading claims against.
+"""The training loop of the guides, with their loader.
+
+benchmarks/guides.py measures the loading claims against it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from trainers.task import Task
 def plain_training(
     kind: Kind, task: Task, workers: int, device: torch.device
 ) -> Generator[int, None, None]:
-    """A guide's training loop over its loader, for ever: gives the samples of each
-    step, which is only issued.
+    """Run a guide's training loop over its loader, for ever.
+
+    Gives the samples of each step, which is only issued.
 
     Per-sample transforms of torchvision; with `workers`, loader processes, pinned
     memory and asynchronous copies.
@@ -58,8 +60,9 @@ def plain_training(
 def plain_rate(
     steps: Iterator[int], warm_steps: int, seconds: float, device: torch.device
 ) -> float:
-    """Samples/s of the steps after some: as many as were loaded ahead while nobody
-    trained.
+    """Return samples/s of the steps after some.
+
+    As many are left out as were loaded ahead while nobody trained.
     """
     for _ in range(warm_steps):
         next(steps)

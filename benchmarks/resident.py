@@ -66,9 +66,7 @@ def changes_of(work: Work, device: torch.device, steps: int) -> dict[str, Any]:
 
 
 def bare(runs: Runs, config: TrainConfig) -> tuple[float, float]:
-    """Samples/s after the warm-up, and the mean loss of all steps, of the loop without
-    a loader.
-    """
+    """Run the loop without a loader: samples/s after the warm-up, and the mean loss."""
     task = runs.task
     device = runs.device
     size = runs.work.batch
@@ -118,8 +116,9 @@ def bare(runs: Runs, config: TrainConfig) -> tuple[float, float]:
 
 
 def paceline(runs: Runs, changes: dict[str, Any]) -> tuple[float, float]:
-    """The same of the product's loop: from its look at the end of the warm-up to the
-    one at the last step.
+    """Run the product's loop: samples/s after the warm-up, and the mean loss.
+
+    From its look at the end of the warm-up to the one at the last step.
     """
     measured = runs.run(changes, math.inf)
     looks = measured.looks[WARM_STEPS // AGREE_EVERY_STEPS - 1 :]

@@ -323,13 +323,13 @@ def _own_rows(
         sharded: Any = tensor
         part = local(tensor)
         by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
-        return (
-            part
-            if by_rows
+        if (
+            by_rows
             and sharded.device_mesh.size() == group.world_size
             and len(part) == len(own)
-            else None
-        )
+        ):
+            return part
+        return None
     if (
         replicated is None
         or type(tensor) not in (Tensor, torch.nn.Parameter)
@@ -342,11 +342,9 @@ def _own_rows(
         or (section == "ema" and inner[1] in replicated)
         or (section == "optimizer" and inner[0] == "state")
     )
-    return (
-        tensor.detach()[own.start : own.stop]
-        if is_replica and tensor.nbytes >= _LEAST_BYTES
-        else None
-    )
+    if is_replica and tensor.nbytes >= _LEAST_BYTES:
+        return tensor.detach()[own.start : own.stop]
+    return None
 
 
 def _name(path: _Path) -> str:

@@ -183,7 +183,10 @@ class Keeper:
                 raise CheckpointError(
                     f"there is no complete checkpoint in {source.uri} to begin with"
                 )
-        return None if loaded is None else loaded.state["position"]
+        if loaded is None:
+            return None
+        position: dict[str, Any] = loaded.state["position"]
+        return position
 
     def _state(self, position: dict[str, Any]) -> dict[str, Any]:
         """Everything but random state."""
@@ -204,7 +207,9 @@ class Keeper:
                 if name not in parts.frozen
             }
         if parts.beside:
-            state["beside"] = {name: one.detach() for name, one in parts.beside.items()}
+            state["beside"] = {
+                name: tensor.detach() for name, tensor in parts.beside.items()
+            }
         if changed := parts.as_made.changes(parts.model):
             state["switched"] = changed
         if parts.schedule is not None:
@@ -233,7 +238,9 @@ class Keeper:
             len(set(group.gather(cut.digest()))) > 1
         ):  # an optimizer of the task's that has other tensors on each rank
             cut = Cut(state, {})
-        return Cut(whole(cut.rest, group), cut.rows) if sharded else cut
+        if sharded:
+            return Cut(whole(cut.rest, group), cut.rows)
+        return cut
 
     def _sums_left(self) -> dict[str, str]:
         """Return, on rank 0, checksums of what the task holds and no checkpoint has.
@@ -352,7 +359,9 @@ class Keeper:
                 tree = loaded.rows.fill(tree, group.rank, group.world_size, place, into)
             elif loaded.rows is not None:
                 tree = loaded.rows.fill(tree, into=into)
-            return shard_like(tree, like) if sharded else tree
+            if sharded:
+                return shard_like(tree, like)
+            return tree
 
         # One after the other: no more is read than is taken next.
         switched = loaded.state.get("switched", {})
@@ -432,11 +441,9 @@ def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, A
     )
 
     def cut(value: Any, parameter: Tensor) -> Any:
-        return (
-            shard_like(value, parameter)
-            if getattr(value, "shape", None) == parameter.shape
-            else value
-        )
+        if getattr(value, "shape", None) == parameter.shape:
+            return shard_like(value, parameter)
+        return value
 
     state = {
         number: {name: cut(value, by_number[number]) for name, value in entries.items()}

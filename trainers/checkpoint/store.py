@@ -158,11 +158,9 @@ class Archive:
     def best_value(self) -> float | None:
         """The figure of that evaluation."""
         name = self.best_name()
-        return (
-            self.manifest(name).metrics[self.best.metric]
-            if self.best and name
-            else None
-        )
+        if self.best and name:
+            return self.manifest(name).metrics[self.best.metric]
+        return None
 
     def choose(self, which: str) -> str:
         """Return the checkpoint that a user means by `newest`, `best` or `step-123`.

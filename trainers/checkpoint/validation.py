@@ -140,9 +140,9 @@ def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]
         elif isinstance(value, (dict, list, tuple)):
             inner = [*(value.items() if isinstance(value, dict) else enumerate(value))]
             nested = [
-                ((*path, key), one)
-                for key, one in inner
-                if isinstance(one, (Tensor, dict, list, tuple))
+                ((*path, key), item)
+                for key, item in inner
+                if isinstance(item, (Tensor, dict, list, tuple))
             ]
             waiting += reversed(nested)
 
@@ -185,15 +185,12 @@ def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """
     for name, ours in now.items():
         theirs = saved.get(name)
-        if isinstance(ours, Tensor) and theirs is not None:
-            kinds = [
-                _kind(one.dtype) if isinstance(one, Tensor) else type(one).__name__
-                for one in (theirs, ours)
-            ]
-            if kinds[0] != kinds[1]:
-                raise CheckpointError(
-                    f"it does not fit this model: {name} is {kinds[0]}, not {kinds[1]}"
-                )
+        if not isinstance(ours, Tensor) or theirs is None:
+            continue
+        saved_kind = _kind(theirs)
+        if saved_kind != _kind(ours):
+            words = f"{name} is {saved_kind}, not {_kind(ours)}"
+            raise CheckpointError(f"it does not fit this model: {words}")
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -336,15 +333,17 @@ def _number(value: Any) -> float | None:
         isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
     )
     try:
-        return float(value) if is_real else None
+        if is_real:
+            return float(value)
+        return None
     except OverflowError:
         return math.inf
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """Floating-point numbers of all widths are of one kind."""
-    return (
-        "floating-point"
-        if dtype.is_floating_point
-        else str(dtype).removeprefix("torch.")
-    )
+def _kind(value: Any) -> str:
+    """Return the kind of a tensor's numbers: floating point of all widths is one."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.dtype.is_floating_point:
+        return "floating-point"
+    return str(value.dtype).removeprefix("torch.")

@@ -48,11 +48,9 @@ def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
 def leaves_of(batch: Batch) -> list[Any]:
     """Return all leaves of a nested batch, tensors and others, in order."""
     parts = parts_of(batch)
-    return (
-        [batch]
-        if parts is None
-        else [leaf for _, part in parts for leaf in leaves_of(part)]
-    )
+    if parts is None:
+        return [batch]
+    return [leaf for _, part in parts for leaf in leaves_of(part)]
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -88,9 +86,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return PackedSequence(batch_sizes=batch.batch_sizes, **dict(mapped))
     if isinstance(batch, (tuple, list)):
         values = [value for _, value in mapped]
-        return (
-            type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-        )
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return type(batch)(values)
     if isinstance(batch, Mapping):
         return _with_items(batch, mapped)
     given = {field.name for field in dataclasses.fields(batch) if field.init}
@@ -145,4 +143,6 @@ def fetch(
     fetched = dataset.__getitems__(
         numbers
     )  # a list of samples (torch's protocol) or, faster, a batch that is ready
-    return collate(fetched) if isinstance(fetched, list) else fetched
+    if isinstance(fetched, list):
+        return collate(fetched)
+    return fetched

@@ -62,7 +62,9 @@ class _Epochs:
     @property
     def samples(self) -> int:
         """Samples that each trains."""
-        return self.stretches[-1].stop if self.stretches else 0
+        if self.stretches:
+            return self.stretches[-1].stop
+        return 0
 
 
 class BatchSchedule:

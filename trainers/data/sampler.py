@@ -129,7 +129,9 @@ class StepSampler(DistributedSampler[int]):
     @property
     def known_length(self) -> int:
         """Samples of one epoch; 0 of a stream, of which nobody knows them."""
-        return 0 if self.of_stream else self.length
+        if self.of_stream:
+            return 0
+        return self.length
 
     @property
     def steps_per_epoch(self) -> int:
@@ -165,7 +167,9 @@ class StepSampler(DistributedSampler[int]):
             order = self.rows(0, self.length).numpy().tobytes()
             digest = hashlib.blake2b(order, digest_size=8).hexdigest()
             return f"{self.drawn.name} {digest}"
-        return "shuffled" if self.shuffle else "in order"
+        if self.shuffle:
+            return "shuffled"
+        return "in order"
 
     def step_size(self, step: int) -> int:
         """Samples of a step of this epoch over all ranks."""
@@ -222,7 +226,9 @@ def split_share(
     empty.
     """
     count = max(1, -(-(len(share) if largest is None else largest) // microbatch_size))
-    return [share] if count == 1 else list(torch.tensor_split(share, count))
+    if count == 1:
+        return [share]
+    return list(torch.tensor_split(share, count))
 
 
 class GroupedByLength(Sampler[int]):

@@ -137,18 +137,18 @@ def _common(train: Any, val: Any) -> int:
     asked = _tensors(val)
     if known is None or asked is None:
         first = _first(val)
-        return (
-            len(first)
-            if len(set(first)) > 1 and first == _first(train)[: len(first)]
-            else 0
-        )
+        if len(set(first)) > 1 and first == _first(train)[: len(first)]:
+            return len(first)
+        return 0
     rows = _rows(asked)
     if len(set(rows)) < len(rows) * (
         1 - _SHARE
     ):  # rows of a few values: equal ones say nothing
         return 0
     common = len(set(rows) & set(_rows(known)))
-    return common if common > _SHARE * len(rows) else 0
+    if common > _SHARE * len(rows):
+        return common
+    return 0
 
 
 def _rows(tensors: tuple[Tensor, ...]) -> list[bytes]:

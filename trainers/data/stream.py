@@ -103,7 +103,9 @@ class Stream(Dataset[Any]):
         reader = self._here()
         with reader.alone():
             samples = [reader.sample(row, self._begun) for row in rows]
-        return samples if self._begun else list(map(_copied, samples))
+        if self._begun:
+            return samples
+        return list(map(_copied, samples))
 
     def digest(self, count: int) -> str:
         """Return what tells the first `count` samples from others, before `begin`.
@@ -157,7 +159,9 @@ class Stream(Dataset[Any]):
         """
         while len(self._marks) > 1 and self._marks[1][0] <= row:
             self._marks.popleft()
-        return self._marks[0] if self._marks and self._marks[0][0] <= row else None
+        if self._marks and self._marks[0][0] <= row:
+            return self._marks[0]
+        return None
 
     def state_at(self, row: int) -> Mapping[str, Any] | None:
         """Return what a run that goes on at `row` begins with; None: it counts."""
@@ -174,7 +178,9 @@ class Stream(Dataset[Any]):
         One is recorded each 1,000 rows, in the process that reads. None: so far, or for
         want of an exact one.
         """
-        return self._kept if self._reader is None else self._reader.kept
+        if self._reader is None:
+            return self._kept
+        return self._reader.kept
 
     def _here(self) -> StreamReader:
         """The reader of this process."""

@@ -60,12 +60,11 @@ class Totals:
     """Until batches were there."""
 
     def __sub__(self, earlier: Totals) -> Totals:
-        return Totals(
-            *(
-                getattr(self, one.name) - getattr(earlier, one.name)
-                for one in fields(self)
-            )
-        )
+        between = Totals()
+        for field in fields(self):
+            then = getattr(earlier, field.name)
+            setattr(between, field.name, getattr(self, field.name) - then)
+        return between
 
 
 class StepClock:

@@ -94,11 +94,9 @@ def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
         profiler = StepProfiler(config.profile_steps, context.storage, device)
     if config.compile != "off":
         compile_watch = CompileWatch()
-    return (
-        Inspection(profiler, compile_watch, context.rank)
-        if profiler or compile_watch
-        else None
-    )
+    if profiler or compile_watch:
+        return Inspection(profiler, compile_watch, context.rank)
+    return None
 
 
 class StepProfiler:

@@ -63,7 +63,9 @@ def total_energy_j(rows: list[RankFigures]) -> float | None:
     """
     known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
     values = [value for value in known.values() if value is not None]
-    return sum(values) if values and len(values) == len(known) else None
+    if values and len(values) == len(known):
+        return sum(values)
+    return None
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
@@ -129,7 +131,9 @@ def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
 
 def _slowed_by(row: RankFigures) -> list[str]:
     reasons = (row["gpu"] or {}).get("slowed_by")
-    return reasons if isinstance(reasons, list) else []
+    if isinstance(reasons, list):
+        return reasons
+    return []
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (

@@ -94,11 +94,11 @@ class StepTimes:
         stretches = self._stretches(skip)
         if self.disturbed_s(skip):
             outlying = _outlying(stretches)
-            stretches = [one for one in stretches if one not in outlying]
+            stretches = [stretch for stretch in stretches if stretch not in outlying]
         count = len(stretches)
         if count < 2:
             return 0.0
-        means = [one.time_s / one.steps for one in stretches]
+        means = [stretch.time_s / stretch.steps for stretch in stretches]
         return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
 
     def disturbed_s(self, skip: int) -> float:
@@ -110,11 +110,13 @@ class StepTimes:
         stretches = self._stretches(skip)
         if len(stretches) < _FEWEST:
             return 0.0
-        usual_s = statistics.median(one.step_s for one in stretches)
-        lost_s = sum(one.own_s - usual_s * one.steps for one in _outlying(stretches))
-        return (
-            lost_s if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)) else 0.0
+        usual_s = statistics.median(stretch.step_s for stretch in stretches)
+        lost_s = sum(
+            stretch.own_s - usual_s * stretch.steps for stretch in _outlying(stretches)
         )
+        if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)):
+            return lost_s
+        return 0.0
 
     def _stretches(self, skip: int) -> list[_Stretch]:
         """Up to 30 of the steps after the first `skip`, about equally long."""
@@ -137,12 +139,13 @@ def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
 
     Both a step and a sample must: larger batches are no disturbance.
     """
-    step_s = statistics.median(one.step_s for one in stretches)
-    sample_s = statistics.median(one.sample_s for one in stretches)
+    step_s = statistics.median(stretch.step_s for stretch in stretches)
+    sample_s = statistics.median(stretch.sample_s for stretch in stretches)
     return [
-        one
-        for one in stretches
-        if one.step_s > _OUTLYING * step_s and one.sample_s > _OUTLYING * sample_s
+        stretch
+        for stretch in stretches
+        if stretch.step_s > _OUTLYING * step_s
+        and stretch.sample_s > _OUTLYING * sample_s
     ]
 
 
