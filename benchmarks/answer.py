@@ -27,8 +27,7 @@ from tune.config import SweepConfig
 from tune.report.answer import Answer, answer
 from tune.search.finalists import repeats_to_run
 from tune.trials.interval import EQUAL
-from tune.trials.journal import trial_id
-from tune.trials.record import Purpose, TrialRecord, time_to_target
+from tune.trials.record import Purpose, TrialRecord, time_to_target, trial_id
 
 REPLAYS = 200
 

@@ -8,15 +8,17 @@ Run as: python -m benchmarks.ladder [--works resnet50,bert-large,gpt,cnn] [--run
 Every rung is a run of the product's own loop on an example's train.yaml with a few keys
 changed, and keeps what the rungs before it changed:
 
-    fp32            no TF32, contiguous tensors, an optimizer that is not fused tf32,
-    bf16      precision: one takes the other's place; everything after stands on bf16
+    fp32            no TF32, contiguous tensors, an optimizer that is not fused
+    tf32, bf16      by `precision`; everything after stands on bf16
     fp16            a branch of its own: with the loss scaler, and what an optimizer
-    that is not fused costs under it channels_last   models with convolutions only fused
-    the product's own optimizer. It always fuses; the rungs before take its optimizer
-    unfused compile         torch.compile: seconds that it added to the first step, and
-    the steps after which they are won back cuda_graph      compiled, and whole steps
-    captured and replayed bf16 again      the A/A floor: a difference between rungs that
-    is smaller is none
+                    that is not fused costs under it
+    channels_last   models with convolutions only
+    fused           the product's own optimizer; the rungs before take it unfused
+    compile         torch.compile: seconds that it added to the first step, and the
+                    steps after which they are won back
+    reduce_overhead, max_autotune    its other modes
+    cuda_graph      compiled, and whole steps captured and replayed
+    bf16 again      the A/A floor: a difference between rungs that is smaller is none
 
 A rung that fails or does not fit is a row that says so. Figures: samples/s after
 warm-up with the 95 % interval of the step time over n steps; peak of allocated memory
@@ -85,7 +87,7 @@ CONVOLUTIONS = ("resnet50", "cnn")
 _AGAIN = "bf16 again"
 _COMPILE_S = 75.0  # until one was seen
 _RUN_S = 12.0
-_COMPILED = ("compile", "cuda_graph")
+_COMPILED = ("compile", "cuda_graph", "reduce_overhead", "max_autotune")
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
         *([Rung("channels_last", last, False, "bf16", 1)] if convolutions else []),
         Rung("fused", last, True, "channels_last" if convolutions else "bf16", 1),
         Rung("compile", compiled, True, "fused", 3),
+        Rung(
+            "reduce_overhead", last | {"compile": "reduce-overhead"}, True, "fused", 7
+        ),
+        Rung("max_autotune", last | {"compile": "max-autotune"}, True, "fused", 8),
         Rung(
             "cuda_graph",
             compiled | {"cuda_graphs": True},

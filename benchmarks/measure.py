@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -130,6 +131,19 @@ def show(title: str, unit: str, summary: dict[str, Any]) -> None:
             f"  {name:24} {row['median']:>12,.0f}   {row['ratio']:5.2f} x {baseline}"
             f"   [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}] n={row['n']}   {verdict}"
         )
+
+
+def verdict(
+    name: str,
+    found: float,
+    least: float = -math.inf,
+    most: float = math.inf,
+    small: bool = False,
+) -> None:
+    """Print whether a figure is within its threshold; a miniature's is only said."""
+    rule = f"at least {least:g}" if most == math.inf else f"at most {most:g}"
+    word = "held" if least <= found <= most else "MISSED"
+    print(f"{'seen' if small else word}: {name}: {found:.3g} ({rule})", flush=True)
 
 
 def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster.health.matmul import matmul_times
+from cluster.health.probes import matmul_times
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override

@@ -22,9 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names only when they are used: `import trainers` alone imports
-    no torch.
-    """
+    """Import a public name when it is used: `import trainers` imports no torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,9 +40,9 @@ from tune.report.words import duration, in_words, labels
 from tune.report.write import best_tree, read_environment
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
-from tune.trials.journal import Journal, trial_id
+from tune.trials.journal import Journal
 from tune.trials.live import Live, read_live
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost", "[::1]")

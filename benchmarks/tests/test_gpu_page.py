@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import PARTS, Part, main, page, read_junit
-from tests.conftest import REPOSITORY
+from benchmarks.measure import verdict
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.gpu.test_step_gpu" name="test_one[cuda]" time="0.1" />
@@ -57,11 +57,11 @@ def test_verdicts_of_pytest() -> None:
         ),
     ]
     assert found.unseen == [("tests/gpu/test_step_gpu.py::test_four", "no CUDA device")]
-    text = page({"gpu": "NVIDIA H200", "torch": "2.11"}, {"step": found})
+    text = page({"gpu": "NVIDIA H200", "torch": "2.11"}, {"tests": found})
     assert text.startswith(
         "# What NVIDIA H200 showed\n\n- gpu: NVIDIA H200\n- torch: 2.11\n"
     )
-    assert "| step | 1 | 2 | 1 | 1 |" in text
+    assert "| tests | 1 | 2 | 1 | 1 |" in text
     assert "| ladder | not run yet" in text
     assert (
         "- `tests/gpu/test_step_gpu.py::test_two`: AssertionError: assert 3 == 4 (look at trainers/"
@@ -111,18 +111,22 @@ def test_a_part_that_fails_or_does_not_end_is_on_the_page(
     assert "- `hangs`: it did not end within 0.02 minutes: so far" in out
 
 
-def test_every_file_of_gpu_tests_is_a_part_that_a_call_of_ten_minutes_holds() -> None:
-    files = {
-        argument
-        for part in PARTS
-        for argument in part.arguments
-        if argument.endswith(".py")
-    }
-    assert files == {
-        str(path.relative_to(REPOSITORY))
-        for path in (REPOSITORY / "tests/gpu").glob("test_*.py")
-    }
+def test_a_threshold_that_is_missed_is_on_the_page(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    verdict("twice as fast", 2.5, least=2)
+    verdict("at once", 2.5, most=2)
+    verdict("of a miniature", 2.5, most=2, small=True)
+    said = capfd.readouterr().out
+    assert main([], [script(directory, "peers", f"print({said!r})")]) == 1
+    page = capfd.readouterr().out
+    assert "| peers | 1 | 1 | 0 |" in page
+    assert "- `peers`: at once: 2.5 (at most 2) (look at state/" in page
+
+
+def test_a_call_of_ten_minutes_holds_each_part() -> None:
     assert all(part.minutes < 8 for part in PARTS)
+    assert PARTS[0].name == "tests"
     assert PARTS[-1].name == "failed_capture", (
         "it may spoil its process, and those beside it"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 
-from benchmarks.__main__ import FULL, GPU, SHORT
+from benchmarks.__main__ import FULL, SHORT
+from benchmarks.gpu import PARTS
 from tests.specs import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks"
@@ -15,10 +16,9 @@ TEXT = (FOLDER / "README.md").read_text()
 def test_every_script_is_in_the_table() -> None:
     named = set(re.findall(r"^\| `(\w+\.py)`", TEXT, re.MULTILINE))
     assert all((FOLDER / name).is_file() for name in named)
-    scripts = {
-        f"{script.module}.py"
-        for script in (*SHORT, *FULL, *(script for script, _ in GPU))
-    }
+    scripts = {f"{script.module}.py" for script in (*SHORT, *FULL)}
+    of_parts = {part.arguments[0] for part in PARTS if not part.is_test}
+    scripts |= {f"{module.removeprefix('benchmarks.')}.py" for module in of_parts}
     assert scripts <= named
 
 

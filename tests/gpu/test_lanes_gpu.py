@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.conftest import REPOSITORY, SCRATCH
@@ -20,8 +19,9 @@ TOO_LARGE = 1 << 50
 
 
 @pytest.mark.full
+@pytest.mark.gpu
 @pytest.mark.real_gpu("nvml")  # by which a zygote counts GPUs
-def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
+def test_a_sweep_in_lanes(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: lanes were not seen")
     precisions = ["fp32", "bf16", "fp16"]
     fits = {"bytes_per_sample": 4}
@@ -32,7 +32,7 @@ def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
             **BASE,
             "task": "tests.gpu.runs:Hungry",
             "task_args": fits,
-            "device": device.type,
+            "device": "cuda",
         },
         "space": {
             "precision": precisions,

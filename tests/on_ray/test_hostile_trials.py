@@ -96,7 +96,7 @@ def test_a_hostile_trial_affects_itself_only(tmp_path: Path, driver: Any) -> Non
     trials = [clean]
     for number, kind in enumerate(kinds, 1):
         trials.append({"poison": kind})
-        if number % 4 == 0 or kind in ENDED or kind == kinds[-1]:
+        if number % 10 == 0 or kind in ENDED or kind == kinds[-1]:
             trials.append({**clean, "after": kind})
     records = run(sweep(tmp_path, {"task_args": trials}, TRAIN))
     expected = rows(of(records, clean).curve)

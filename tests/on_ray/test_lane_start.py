@@ -11,7 +11,7 @@ from tests.on_ray.test_lanes import run, sweep
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_trials_shorter_than_a_start_keep_their_actors(
     tmp_path: Path, driver: Any
 ) -> None:

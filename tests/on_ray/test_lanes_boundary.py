@@ -40,6 +40,7 @@ def known(tmp_path: Path) -> Boundary:
     )
 
 
+@pytest.mark.campaign
 def test_a_grid_of_fixed_sizes(tmp_path: Path, driver: Any) -> None:
     """Bisected: at most one out-of-memory a precision and level, where the plain grid
     runs into one a size.

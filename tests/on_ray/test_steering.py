@@ -17,8 +17,8 @@ from trainers.launch.local import run_local
 from tune import steer
 from tune.sweeps.extension import apply_extension, order_extension
 from tune.sweeps.sweep import run_to_answer
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import BY_HAND
+from tune.trials.journal import Journal
+from tune.trials.record import BY_HAND, trial_id
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 

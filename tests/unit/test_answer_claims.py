@@ -12,8 +12,7 @@ import pytest
 from tests.unit.report_records import config, trial
 from tune.report.answer import answer
 from tune.search.finalists import repeats_to_run, time_alone
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 SIZES = (32, 64, 128, 256, 512)
 LEVEL = 0.05
@@ -81,7 +80,7 @@ def test_one_run_each_claims_no_more_than_it_shows(
     machine = Machine(0.15, pressure, between)
     claims = 0
     wrong = 0
-    made = 400
+    made = 200
     for true_s, rng in worlds(1, made):
         records = [
             machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)
@@ -138,7 +137,7 @@ def test_a_race_of_repeats_claims_no_more_than_it_shows() -> None:
     wrong = 0
     ahead = 0
     contradicted = 0
-    made = 120
+    made = 60
     for true_s, rng in worlds(5, made):
         sweeps = []
         for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cluster.health.local import Driver, ProductRate, judge_gpus, judge_rates
-from cluster.health.matmul import measure
+from cluster.health.probes import measure
 from tests.waits import HANG_S
 
 REPOSITORY = Path(__file__).parent.parent.parent

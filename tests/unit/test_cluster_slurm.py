@@ -95,28 +95,6 @@ BROKEN = {
     "one_head_each": (ADDRESS, '--address "127.0.0.1:$port"', "error", "symmetric-run"),
     "one_port_for_all": (ADDRESS, "--address=$head:6379", "warning", "symmetric-run"),
     "a_ray_of_its_own": ("RAY_ADDRESS=", "ADDRESS=", "error", "RAY_ADDRESS"),
-    "misspelt": (
-        "#SBATCH --gpus-per-node=1",
-        "#SBATCH --gpu-per-node=1",
-        "error",
-        "--gpu-per-node",
-    ),
-    "ambiguous": ("#SBATCH --gpus-per-node=1", "#SBATCH --nod=1", "error", "--nod"),
-    "no_nodes": ("#SBATCH --nodes=2", "#SBATCH --nodes=two", "error", "--nodes"),
-    "no_time": ("#SBATCH --time=04:00:00", "#SBATCH --time=4h", "error", "--time"),
-    "no_count": (
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --cpus-per-task=eight",
-        "error",
-        "--cpus-per-task",
-    ),
-    "no_memory": ("#SBATCH --mem=0", "#SBATCH --mem=64Q", "error", "--mem"),
-    "no_gpus": (
-        "#SBATCH --gpus-per-node=1",
-        "#SBATCH --gpus-per-node=h100:x",
-        "error",
-        "--gpus-per-node",
-    ),
     "no_option": (
         "#SBATCH --requeue",
         "#SBATCH --requeue\n# SBATCH --mail-type=ALL",
@@ -185,16 +163,12 @@ def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
     assert slurm_findings(load_slurm(file)) == [], "`& t=$!` is no `&` at the end"
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [("", "line 1"), ("sleep 1\n", "line 1"), ('#!/bin/sh\n#SBATCH "\n', "line 2")],
-)
-def test_what_sbatch_refuses(text: str, field: str, tmp_path: Path) -> None:
+def test_a_quote_that_is_not_closed_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "job.sbatch"
-    file.write_text(text, encoding="utf-8")
+    file.write_text('#!/bin/sh\n#SBATCH "\n', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_slurm(file)
-    assert caught.value.field == field
+    assert caught.value.field == "line 2"
 
 
 FAKES = {

@@ -24,8 +24,8 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import Purpose, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import Purpose, TrialRecord, trial_id
 
 TRAIN: dict[str, Any] = {
     "task": "tests.tasks:Blobs",

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from trainers.__main__ import main as train
-from trainers.config.function import BATCH_KEYS, FunctionConfig, build_run
+from trainers.config.function import FunctionConfig, build_run
 from trainers.config.model import build
-from trainers.config.yaml import dump_yaml
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import FunctionSpec, read_run
 from tune.report.write import write_report
 from tune.search.space import trial_tree
 from tune.sweeps.spec import SweepSpec, prepare, read_saved, read_sweep
-from tune.trials.journal import trial_id
 from tune.trials.microbatch_bounds import fixed_size, key_of
-from tune.trials.record import TrialRecord, make_record
+from tune.trials.record import TrialRecord, make_record, trial_id
 
 MODULE = "function_of_test_function_config"
 RUN = {
@@ -66,47 +65,45 @@ def sweep(user: Path, **keys: Any) -> SweepSpec:
     ("change", "sentence"),
     [
         (
-            {"keys": {"precision": "train_loop_config.kindd"}},
+            "keys: {precision: train_loop_config.kindd}",
             "but names no key of train_loop_config; did you mean `train_loop_config.kind`?",
         ),
         (
-            {"keys": {"global_batch_size": "kind"}},
+            "keys: {global_batch_size: kind}",
             "its keys are train_loop_config.lr, train_loop_config.loader.rows, train_loop_config.kind.",
         ),
         (
-            {"keys": {"global_batch_size": "train_loop_config.lr"}},
+            "keys: {global_batch_size: train_loop_config.lr}",
             "whole number of at least 1, since `keys.global_batch_size` names it; write for example `lr: 32`.",
         ),
         (
-            {"keys": dict.fromkeys(BATCH_KEYS, "train_loop_config.loader.rows")},
+            "keys: {global_batch_size: train_loop_config.loader.rows, batch_size_per_worker: train_loop_config.loader.rows}",
             "conflicts with global_batch_size; keep one of the two.",
         ),
         (
-            {"task": "task:Mine"},
+            "task: task:Mine",
             "there is no such key; keep one of `task` and `train_func`.",
         ),
         (
-            {"global_batch_size": 8},
+            "global_batch_size: 8",
             "there is no such key; name the function's own key with `keys`.",
         ),
         (
-            {"optimizer": {"lr": 1}},
+            "optimizer: {lr: 1}",
             "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`.",
         ),
-        ({"launcher": "local"}, "remove it: a `train_func` runs on Ray."),
-        ({"train_fun": 1}, "did you mean `train_func`?"),
-        ({"failure": {"error": 1}}, "the keys here are max_failures."),
+        ("launcher: local", "remove it: a `train_func` runs on Ray."),
+        ("train_fun: 1", "did you mean `train_func`?"),
+        ("failure: {error: 1}", "the keys here are max_failures."),
         (
-            {"train_func": "train"},
+            "train_func: train",
             "must be `module:function`; write for example `train_func: my_script:train_func`.",
         ),
     ],
 )
-def test_a_mistake_is_one_sentence_with_its_fix(
-    change: dict[str, Any], sentence: str
-) -> None:
+def test_a_mistake_is_one_sentence_with_its_fix(change, sentence):
     with pytest.raises(ConfigError) as error:
-        build(FunctionConfig, RUN | change, "file")
+        build(FunctionConfig, RUN | parse_mapping(change, "test"), "file")
     assert str(error.value).endswith(sentence)
 
 
@@ -290,11 +287,11 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
     objective = sweep(user).config.objective
     outcome = {"status": "done", "result": {"peak_memory_bytes": 5}}
     row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1}
-    fast = make_record("a", {}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
+    fast = make_record({}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
     assert (fast.samples_per_s, fast.peak_memory_bytes, fast.samples) == (8.0, 5, None)
     assert (
         make_record(
-            "a", {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome
+            {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome
         ).samples_per_s
         is None
     )

@@ -202,11 +202,6 @@ def test_the_log_has_each_step_once(unbroken: Path) -> None:
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
-def test_two_runs_are_bit_equal(unbroken: Path, tmp_path: Path) -> None:
-    train(tmp_path)
-    assert_same_run(tmp_path, unbroken)
-
-
 @pytest.mark.parametrize("at_step", range(1, 3 * PER_EPOCH))
 def test_a_power_cut_at_any_step_changes_nothing(
     at_step: int, unbroken: Path, tmp_path: Path
@@ -450,10 +445,4 @@ class Steep(Tiny):
 
 
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
-    train(tmp_path / "whole", Steep(), precision="fp16")
-    with pytest.raises(Power):
-        fit(
-            Steep(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=10)
-        )
-    train(tmp_path / "cut", Steep(), precision="fp16")
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    check_resume(tmp_path, Steep, 10, precision="fp16")

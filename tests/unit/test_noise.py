@@ -129,7 +129,7 @@ def test_a_run_logs_it_and_trains_the_same_bits(
     microbatch: int | str,
     tmp_path: Path,
 ) -> None:
-    options = {"max_steps": 100, "log_every_steps": 20, "microbatch_size": microbatch}
+    options = {"max_steps": 40, "log_every_steps": 20, "microbatch_size": microbatch}
     options |= {
         "scaling__num_workers": workers,
         "launcher": "local" if workers == 1 else "spawn",

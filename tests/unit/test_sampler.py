@@ -61,6 +61,7 @@ def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
             assert torch.cat(shares).tolist() == alone.share(step).tolist()
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
             assert len(alone.share(step)) == alone.step_size(step)
+            assert all(len(sampler.anchor(step)) == 1 for sampler in ranks)
             used += alone.share(step).tolist()
         assert sorted(used) == list(range(n))
 

@@ -150,60 +150,62 @@ def test_a_value_is_marked_where_the_model_refuses_it(dotted: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "is_valid"),
     [
-        ({}, True),
-        ({"precision": "fp31"}, False),
-        ({"lr_scaling": {"rule": "sde", "base_batch_size": 32}}, True),
-        ({"lr_scaling": {"rule": "sdes", "base_batch_size": 32}}, False),
-        ({"optimizer": {"name": "adamw", "lr": "1e-3"}}, False),
-        ({"optimizer": {"name": "adamw"}}, False),
-        ({"optimizer": {"lr": 0}}, False),
-        ({"epochs": 1, "max_steps": 5}, False),
-        ({"batch_size_per_worker": 4}, False),
-        ({"evaluate": {"every_steps": 5, "every_epochs": 1}}, False),
-        ({"microbatch_size": "Auto"}, False),
-        ({"scaling": {"num_workers": [1, 4]}}, True),
-        ({"scaling": {"num_workers": "4"}}, False),
-        ({"batch_schedule": [{"until": 5, "size": 3}]}, False),
-        ({"task_args": {"anything": [1, {"goes": True}]}}, True),
-        ({"tracking": ["mlflow", {"tracker": "wandb", "project": "p"}]}, True),
-        ({"task": "no colon"}, False),
-        ({"train_func": "m:f"}, False),
+        ("{}", True),
+        ("precision: fp31", False),
+        ("lr_scaling: {rule: sde, base_batch_size: 32}", True),
+        ("lr_scaling: {rule: sdes, base_batch_size: 32}", False),
+        ("optimizer: {name: adamw, lr: '1e-3'}", False),
+        ("optimizer: {name: adamw}", False),
+        ("optimizer: {lr: 0}", False),
+        ("{epochs: 1, max_steps: 5}", False),
+        ("batch_size_per_worker: 4", False),
+        ("evaluate: {every_steps: 5, every_epochs: 1}", False),
+        ("microbatch_size: Auto", False),
+        ("scaling: {num_workers: [1, 4]}", True),
+        ("scaling: {num_workers: '4'}", False),
+        ("batch_schedule: [{until: 5, size: 3}]", False),
+        ("task_args: {anything: [1, {goes: true}]}", True),
+        ("tracking: [mlflow, {tracker: wandb, project: p}]", True),
+        ("task: no colon", False),
+        ("train_func: m:f", False),
     ],
 )  # fmt: skip
-def test_a_run_by_its_schema(changes: Tree, is_valid: bool) -> None:
-    assert (not errors("trainers", RUN | changes)) is is_valid
+def test_a_run_by_its_schema(changes, is_valid):
+    tree = RUN | parse_mapping(changes, "f")
+    assert (not errors("trainers", tree)) is is_valid
     if not is_valid:
         with pytest.raises(ConfigError):
-            build(TrainConfig, RUN | changes, "f")
+            build(TrainConfig, tree, "f")
 
 
 @pytest.mark.parametrize(
     ("changes", "is_valid"),
     [
-        ({"train": "train.yaml"}, True),
-        ({"train": {"task": "t:T"}, "space": {"optimizer.lr": "around", "global_batch_size": [8]}}, True),
-        ({"train": {"train_func": "m:f"}, "space": {"train_loop_config.lr": [1]}}, True),
-        ({"train": {"train_func": "m:f", "epochs": 1}}, False),
-        ({"train": {"tusk": "t:T"}}, False),
-        ({"space": {"optimizer.lr": {"around": 0.01}}}, True),
-        ({"space": {"optimizer.lr": "arround"}}, False),
-        ({"space": {"optimizer.lr": {"loguniform": [1e-4, 1e-2]}}}, True),
-        ({"space": {"optimizer.lr": {"loguniform": [1e-4]}}}, False),
-        ({"space": {"optimizer.lr": {"lognormal": [1e-4, 1]}}}, False),
-        ({"space": {"optimizer.lr": [0.1, "0.2"]}}, False),
-        ({"space": {"precision": ["fp32", "bf17"]}}, False),
-        ({"space": {"task_args.width": [1, 2]}}, True),
-        ({"space": {"global_batch_size": 32}}, False),
-        ({"space": {"global_batch_size": []}}, False),
-        ({"space": {}}, False),
-        ({"objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.9}}}, True),
-        ({"objective": {"metrics": "val_loss"}}, False),
-        ({"search": "bayes"}, False),
-        ({"budget": {"trials": 0}}, False),
+        ("train: train.yaml", True),
+        ("{train: {task: t:T}, space: {optimizer.lr: around, global_batch_size: [8]}}", True),
+        ("{train: {train_func: m:f}, space: {train_loop_config.lr: [1]}}", True),
+        ("train: {train_func: m:f, epochs: 1}", False),
+        ("train: {tusk: t:T}", False),
+        ("space: {optimizer.lr: {around: 0.01}}", True),
+        ("space: {optimizer.lr: arround}", False),
+        ("space: {optimizer.lr: {loguniform: [0.0001, 0.01]}}", True),
+        ("space: {optimizer.lr: {loguniform: [0.0001]}}", False),
+        ("space: {optimizer.lr: {lognormal: [0.0001, 1]}}", False),
+        ("space: {optimizer.lr: [0.1, '0.2']}", False),
+        ("space: {precision: [fp32, bf17]}", False),
+        ("space: {task_args.width: [1, 2]}", True),
+        ("space: {global_batch_size: 32}", False),
+        ("space: {global_batch_size: []}", False),
+        ("space: {}", False),
+        ("objective: {metric: time_to_target, target: {val_accuracy: 0.9}}", True),
+        ("objective: {metrics: val_loss}", False),
+        ("search: bayes", False),
+        ("budget: {trials: 0}", False),
     ],
 )  # fmt: skip
-def test_a_sweep_by_its_schema(changes: Tree, is_valid: bool) -> None:
-    assert (not errors("tune", SWEEP | changes)) is is_valid
+def test_a_sweep_by_its_schema(changes, is_valid):
+    tree = SWEEP | parse_mapping(changes, "f")
+    assert (not errors("tune", tree)) is is_valid
 
 
 def test_every_choice_of_a_model_is_one_of_the_schema() -> None:

@@ -202,41 +202,41 @@ GOOD = {"needed": "x"}
     ("tree", "words"),
     [
         (
-            {"rato": 0.5},
+            "rato: 0.5",
             "`rato` is 0.5, but there is no such key; did you mean `ratio`?",
         ),
         (
-            {"inner": {"step": 1}},
+            "inner: {step: 1}",
             "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?",
         ),
-        ({"size": "many"}, '`size` is "many", but must be a whole number; write'),
+        ("size: many", '`size` is "many", but must be a whole number; write'),
         (
-            {"kind": False},
+            "kind: false",
             "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`",
         ),
         (
-            {"needed": ""},
+            "needed: ''",
             '`needed` is "", but must not be empty; write for example `needed: word`',
         ),
         (
-            {"inner": {"steps": 0}},
+            "inner: {steps: 0}",
             "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`",
         ),
-        ({"inner": [1]}, "`inner` is [1], but must be a mapping; write"),
-        ({"free": 3}, "`free` is 3, but must be a mapping; write"),
-        ({"ratio": 0.25}, "`ratio` is 0.25, but must not be a quarter; take a third"),
+        ("inner: [1]", "`inner` is [1], but must be a mapping; write"),
+        ("free: 3", "`free` is 3, but must be a mapping; write"),
+        ("ratio: 0.25", "`ratio` is 0.25, but must not be a quarter; take a third"),
         (
-            {"ratio": None},
+            "ratio: null",
             "`ratio` is null, but must be a number; write for example `ratio: 0.5`",
         ),
         (
-            {"many": "x"},
+            "many: x",
             '`many` is "x", but must be one or several; write for example `many: 2`',
         ),
     ],
 )
 def test_a_mistake_is_one_sentence(tree: dict[str, Any], words: str) -> None:
-    text = sentence(GOOD | tree)
+    text = sentence(GOOD | parse_mapping(tree, "test"))
     assert len(text.splitlines()) == 1
     assert text.startswith(f"f.yaml: {words}")
 

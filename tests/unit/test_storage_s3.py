@@ -79,9 +79,10 @@ def test_whatever_befalls_a_write_the_object_is_the_new_one(
 
 @pytest.mark.full
 def test_a_write_that_fails_for_good_leaves_what_was_there(
-    storage: Storage, spoils: Spoils
+    storage: Storage, spoils: Spoils, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lease that vanished because it could not be renewed would end the run."""
+    monkeypatch.setattr("trainers.storage._WAITS_S", (0.0,))
     storage.write("lease", b"old")
     spoils.next("PUT", "503", 10**6, "lease")
     with pytest.raises(StorageError):

@@ -10,9 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ import psutil
 import pytest
 from pyarrow import BufferReader, parquet
 
-from tests.conftest import Command, free_port
+from tests.conftest import Command
 from tests.specs import BASE, REPOSITORY, tree
 from tests.trackers import Curves, Kept, mlflow_runs, trackio_runs, wandb_runs
 from tests.waits import until, when
@@ -31,8 +28,8 @@ from trainers.storage import Storage
 from tune.report.write import write_report
 from tune.search.space import grid
 from tune.sweeps.spec import SweepSpec, save, sweep_with
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 pytestmark = pytest.mark.full
 pytest.importorskip("mlflow")
@@ -342,7 +339,6 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
     (tmp_path / "train.yaml").write_text(dump_yaml(config))
     run = Storage(str(tmp_path / "runs" / "run"))
-    port = free_port()
     environment = {
         "PYTHONPATH": str(REPOSITORY),
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}",
@@ -358,39 +354,13 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     again = f"`python -m trainers track {run.uri}` sends the rest"
     assert (done.code, done.out.count(again)) == (0, 1), done.out
 
-    uri = f"http://127.0.0.1:{port}"
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{tmp_path}/server.db",
-        "--artifacts-destination",
-        str(tmp_path / "art"),
-    ]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"],
-        cwd=tmp_path, stdout=(tmp_path / "server.log").open("w"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=5):
-                    break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "server.log").read_text()
-                time.sleep(0.2)
-        track = ("-m", "trainers", "track", run.uri)
-        sent = command(
-            *track,
-            cwd=tmp_path,
-            env=environment | {"MLFLOW_TRACKING_URI": uri},
-            forked=True,
-        )
-        assert (sent.code, "mlflow has everything" in sent.out) == (0, True), (
-            sent.out + sent.err
-        )
-        (kept,) = mlflow_runs(uri, "later", tmp_path).values()
-    finally:
-        server.terminate()
-        server.wait()
+    track = ("-m", "trainers", "track", run.uri)
+    there = {"MLFLOW_TRACKING_URI": store(tmp_path)}
+    sent = command(*track, cwd=tmp_path, env=environment | there, forked=True)
+    assert (sent.code, "mlflow has everything" in sent.out) == (0, True), (
+        sent.out + sent.err
+    )
+    (kept,) = mlflow_runs(store(tmp_path), "later", tmp_path).values()
     log = curves_of_log(run)
     assert {name: values for name, values in kept.curves.items() if name in log} == log
     assert (kept.status, json.loads(kept.files["result.json"])["steps"]) == (

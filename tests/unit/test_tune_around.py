@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.report_records import config, trial
+from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.report.answer import answer
@@ -17,8 +18,8 @@ from tune.search.around import is_inside, next_trials, score, scores_of
 from tune.search.ray_search import num_samples, searcher, tune_space
 from tune.search.space import known_space, open_trials, planned_trials
 from tune.sweeps.spec import SweepSpec, is_complete, sweep_with
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 SIZES = [32, 128, 512]
 SPACE = {"global_batch_size": SIZES, "optimizer.lr": {"around": 0.004}}
@@ -178,24 +179,22 @@ def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_use
     ("changes", "field"),
     [
         (
-            {"space": {"global_batch_size": "around", "optimizer.lr": "around"}},
+            "space: {global_batch_size: around, optimizer.lr: around}",
             "space.optimizer.lr",
         ),
-        ({"space": {"optimizer.lr": {"around": -1.0}}}, "space.optimizer.lr.around"),
-        ({"space": {"optimizer.lr": {"around": "near"}}}, "space.optimizer.lr.around"),
-        ({"space": {"optimizer.lr": "arround"}}, "space.optimizer.lr"),
-        ({"space": {"optimizer.name": "around"}}, "space.optimizer.name"),
-        ({"space": {"clip_grad_norm": "around"}}, "space.clip_grad_norm"),
-        ({"search": "random", "budget": {"trials": 3}}, "search"),
-        ({"objective": {"metric": "samples_per_s"}}, "objective.metric"),
-        ({"space": {"optimizer.lr": "around", "seed": [0, 1]}}, "space"),
+        ("space: {optimizer.lr: {around: -1.0}}", "space.optimizer.lr.around"),
+        ("space: {optimizer.lr: {around: near}}", "space.optimizer.lr.around"),
+        ("space: {optimizer.lr: arround}", "space.optimizer.lr"),
+        ("space: {optimizer.name: around}", "space.optimizer.name"),
+        ("space: {clip_grad_norm: around}", "space.clip_grad_norm"),
+        ("{search: random, budget: {trials: 3}}", "search"),
+        ("objective: {metric: samples_per_s}", "objective.metric"),
+        ("space: {optimizer.lr: around, seed: [0, 1]}", "space"),
     ],
 )
-def test_what_cannot_be_searched_around_is_refused(
-    changes: dict[str, Any], field: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_searched_around_is_refused(changes, field, tmp_path):
     with pytest.raises(ConfigError) as raised:
-        spec(tmp_path, **changes)
+        spec(tmp_path, **parse_mapping(changes, "test"))
     assert raised.value.field == field
 
 

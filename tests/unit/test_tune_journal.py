@@ -11,8 +11,8 @@ import pytest
 
 from trainers.errors import CheckpointError, Status
 from trainers.storage import Storage
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 
 def record(

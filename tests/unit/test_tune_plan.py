@@ -16,8 +16,8 @@ from trainers.errors import ConfigError
 from tune.__main__ import main
 from tune.sweeps.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once
 from tune.sweeps.spec import prepare, read_sweep
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_plan"
 TRAIN = {

@@ -18,8 +18,7 @@ from tune.report.canvas import Figure
 from tune.report.figures import figures
 from tune.report.page import contents
 from tune.report.table import table
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 TITLES = ["Time to target", "Throughput", "Peak memory", "Learning curves"]
 CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]

@@ -17,8 +17,8 @@ from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.messages import Event
 from tune.sweeps.progress import Progress
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, make_record
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, make_record, trial_id
 
 TRIAL = {"global_batch_size": 32, "precision": "fp32"}
 NAME = trial_id(TRIAL)
@@ -155,7 +155,7 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
         {**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100}
         for step in (5.0, 8.0, 9.0)
     ]
-    record = make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "done"})
+    record = make_record(TRIAL, whole, 0.0, rows, {"status": "done"})
     assert (record.status, record.time_to_target_s, record.missed_target_s) == (
         "done",
         8.0,
@@ -165,7 +165,7 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
     for purpose, status in (("trial", "stopped"), ("repeat", "done")):
         assert (
             make_record(
-                NAME, TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose
+                TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose
             ).status
             == status
         )
@@ -178,7 +178,7 @@ def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
         "status": "done",
         "result": {"peak_memory_bytes": 7, "energy_j": 3.5, "warnings": ["a", "b"]},
     }
-    record = make_record(NAME, TRIAL, objective, 0.0, [row], outcome)
+    record = make_record(TRIAL, objective, 0.0, [row], outcome)
     assert (
         record.status,
         record.peak_memory_bytes,
@@ -187,12 +187,10 @@ def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
     ) == ("done", 7, 3.5, "a; b")
     assert "energy_j" not in record.metrics
     assert (
-        make_record(NAME, TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j
-        == 2.0
+        make_record(TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j == 2.0
     )
     assert (
-        make_record(NAME, TRIAL, objective, 0.0, [ROW], {"status": "done"}).status
-        == "error"
+        make_record(TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error"
     ), "nobody told it"
 
 
@@ -206,6 +204,6 @@ def test_a_trial_that_stopped_at_its_target_is_done(
 ) -> None:
     row = {**ROW, "val_accuracy": accuracy}
     record = make_record(
-        NAME, TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"}
+        TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"}
     )
     assert record.status == status

@@ -13,8 +13,7 @@ from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.search.ray_search import BeatenScheduler, searcher, tune_space
 from tune.search.space import check_space, grid, trial_tree, unwrap
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 TRAIN = {
     "task": "t:T",

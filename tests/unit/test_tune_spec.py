@@ -22,8 +22,8 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_spec"
 TRAIN = {

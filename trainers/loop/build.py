@@ -234,9 +234,7 @@ class Trained:
 def make_trained(
     task: Task, model: nn.Module, config: TrainConfig, group: Group
 ) -> Trained:
-    """Place or shard a task's model as configured, and make its optimizer and its
-    moving average.
-    """
+    """Place or shard a task's model; make its optimizer and its moving average."""
     frozen = (
         frozen_digests(model) if config.checkpoint.parameters == "trained" else None
     )
@@ -281,8 +279,9 @@ def make_trained(
 
 
 def materialise(task: Task, model: nn.Module, dataset: Dataset[Any]) -> None:
-    """Give lazy layers (nn.LazyLinear) their shapes by a first sample, before an
-    optimizer has their parameters.
+    """Give lazy layers (nn.LazyLinear) their shapes by a first sample.
+
+    It comes before an optimizer has their parameters.
     """
     if not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         return
@@ -305,8 +304,9 @@ def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
-    """Raise ConfigError for what does not go with steps that the task makes itself, of
-    the bare model.
+    """Raise ConfigError for what does not go with steps that the task makes itself.
+
+    Such steps are of the bare model.
     """
     if not is_phased(task):
         return
@@ -358,8 +358,9 @@ def _find_microbatch(
 
 
 def _try_single(probe: Probe, row: Tensor) -> None:
-    """Raise ConfigError where BatchNorm does not take a microbatch of one sample, such
-    as an epoch's last may be.
+    """Raise ConfigError where BatchNorm refuses a microbatch of one sample.
+
+    An epoch's last microbatch may be one.
     """
     forward = probe.forward
     try:
@@ -375,9 +376,7 @@ def _try_single(probe: Probe, row: Tensor) -> None:
 
 
 def _refuse_single(error: ValueError, field: str, value: object) -> None:
-    """Raise ConfigError for BatchNorm's complaint about one sample; return for any
-    other error.
-    """
+    """Raise ConfigError for BatchNorm's complaint about one sample; else return."""
     if "more than 1 value per channel" in str(error):
         rule = "leaves a worker a microbatch of one sample, which BatchNorm cannot normalise"
         fix = "choose a batch size that leaves each worker two samples of every step, or set `drop_last: true`"
@@ -387,8 +386,10 @@ def _refuse_single(error: ValueError, field: str, value: object) -> None:
 def _make_step(
     probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int
 ) -> TrainStep:
-    """Compile the model and its loss, wrap it, and make its step, of `least` to `most`
-    microbatches, with the noise scale where that is asked for.
+    """Compile the model and its loss, wrap it, and make its step.
+
+    Steps have `least` to `most` microbatches; `noise` is given where the noise scale is
+    asked for.
     """
     model = probed.forward.model
     group = probed.group
@@ -431,8 +432,9 @@ def _make_step(
 def _captures(
     config: TrainConfig, group: Group, optimizer: Optimizer, most: int
 ) -> bool:
-    """Whether steps are to be captured where they can be: with `auto` those that hold
-    no more than one microbatch.
+    """Return whether to capture steps where they can be.
+
+    With `auto` those of one microbatch at most.
     """
     if config.cuda_graphs != "auto":
         return config.cuda_graphs
@@ -540,8 +542,9 @@ def _settle_buckets(replica: Replica, config: TrainConfig, context: RunContext) 
 
 
 def _check_state(task: Task, group: Group) -> None:
-    """A task's own state must come back from a checkpoint: say so before training, not
-    after a crash.
+    """Raise ConfigError unless a task's own state will come back from a checkpoint.
+
+    Said before training, not after a crash.
     """
     _require_plain(whole(task.state_dict(), group), type(task).__name__)
 

@@ -26,8 +26,10 @@ _OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
-    """Begin a new window of the log; what the steps since the last one were is logged
-    once the device has done them (`Attempt.settle`).
+    """Begin a new window of the log.
+
+    What the steps since the last one were is logged once the device has done them
+    (`Attempt.settle`).
     """
     parts = attempt.parts
     clock = attempt.clock
@@ -96,8 +98,7 @@ def _log_window(
 
 
 def take_first_losses(attempt: Attempt) -> None:
-    """Before the first window is complete, have the mean losses so far among the
-    figures.
+    """Put the mean losses so far among the figures, before the first window ends.
 
     Every rank must call it.
     """
@@ -116,8 +117,7 @@ def _means(losses: Losses) -> dict[str, float]:
 
 
 def validate(attempt: Attempt) -> dict[str, float]:
-    """Evaluate, where there is a validation split, and report; return the figures, none
-    without that split.
+    """Evaluate and report; return the figures, none without a validation split.
 
     Scheduler, task and early stopping are told of them.
     """

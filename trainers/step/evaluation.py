@@ -1,5 +1,4 @@
-"""Exact distributed evaluation: the same figures for any number of workers, to the last
-sample.
+"""Evaluate exactly: the same figures for any number of workers, to the last sample.
 
 Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a
 table, which is added over ranks (to zeros, so exactly) and then summed without
@@ -62,8 +61,10 @@ def evaluate(
     seeds: tuple[int, ...] = (0,),
     collective: bool = False,
 ) -> dict[str, float]:
-    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`,
-    over every sample once; a metric of some batches alone, over theirs.
+    """Return `val_loss` and the task's metrics over every sample once.
+
+    Metrics are `val_<name>`. A metric of some batches alone is over theirs; there is no
+    `val_loss` where the task's loss is None here.
 
     Every rank must call it.
 
@@ -144,9 +145,10 @@ def evaluate(
 def check_evaluation(
     forward: ForwardPass, dataset: Dataset[Any], size: int
 ) -> ConfigError | str | None:
-    """Return a warning where figures depend on which samples are evaluated together:
-    those of the first `size` samples at once, or of the first 64 where they have to be
-    read one by one, differ from those of their halves.
+    """Return a warning where figures depend on which samples are evaluated together.
+
+    Compared are those of the first `size` samples at once, or of the first 64 where
+    they have to be read one by one, with those of their halves.
 
     Return what to raise for metrics of a wrong shape.
 
@@ -220,9 +222,7 @@ def _figures_of(
 def too_large(
     error: BaseException, size: int, group: Group, smaller: int
 ) -> RunFailedError:
-    """Return what to raise where a batch of `size`, that nothing is learnt from, ran
-    out of memory.
-    """
+    """Return what to raise where a batch of `size` in evaluation ran out of memory."""
     words = f"rank {group.rank}: an evaluation batch of {size} ran out of memory ({first_line(error)})"
     return RunFailedError(
         classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}"
@@ -276,8 +276,9 @@ class _Measured:
         *,
         with_loss: bool,
     ) -> tuple[BaseException | None, int]:
-        """Measure the pieces, and run the `idle` ones; return the error of one that ran
-        out of memory, and its size.
+        """Measure the pieces, and run the `idle` ones.
+
+        Returns the error of one that ran out of memory, and its size.
 
         Only a forward pass may: a metric that has seen a batch would see it again.
         """
@@ -342,8 +343,9 @@ class _Measured:
 
 
 def _flat(found: Any, task: str) -> dict[str, Any]:
-    """Take the mappings among the metrics of the class `task` apart: what is in them is
-    `<name>_<key>`.
+    """Take apart the mappings among a task's metrics: `<name>_<key>` each.
+
+    `task` is the name of its class.
     """
     if not isinstance(found, Mapping):
         rule = "must be a dict of metrics by name"
@@ -365,9 +367,7 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
 
 
 def check_names(names: Iterable[str], task: str) -> None:
-    """Raise ConfigError where the metrics of the class `task` have a name that
-    evaluation takes itself, or none.
-    """
+    """Raise ConfigError where a metric has no name, or one that evaluation takes."""
     for name in names:
         if not isinstance(name, str):
             raise _taken(name, "must be text", task)
@@ -382,17 +382,13 @@ def _taken(name: object, rule: str, task: str) -> ConfigError:
 
 
 def batch_seed(*numbers: int) -> int:
-    """Return the seed of one batch: the same on any rank, and of nothing else in the
-    run.
-    """
+    """Return the seed of one batch: the same on any rank, whatever else the run does."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
 
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into the mode that it was
-    in.
-    """
+    """Put every module into evaluation mode, and each back into its own afterwards."""
     modes = [
         (module, module.training) for model in models for module in model.modules()
     ]
@@ -417,8 +413,7 @@ class MetricStates:
     def take(
         self, values: Mapping[str, Any], place: _Place, samples: int, task: str
     ) -> dict[str, Tensor]:
-        """Keep and reset the metrics among `values`, which a part of a batch has
-        updated; return the tensors.
+        """Keep and reset the metrics of a part of a batch; return its tensors.
 
         Raises ConfigError, which names the class `task`, for what is neither a tensor
         [samples] nor a metric.
@@ -446,8 +441,9 @@ class MetricStates:
         }
 
     def figures(self, group: Group) -> dict[str, float]:
-        """Compute each metric's figure over all batches of all ranks; a vector's as
-        `<name>_<index>`.
+        """Compute each metric's figure over all batches of all ranks.
+
+        A vector's are `<name>_<index>`.
 
         Every rank must call it. Raises ConfigError for a figure of more dimensions.
         """
@@ -514,8 +510,9 @@ def _keep(
     state: Any,
     reduction: Callable[[Any], Any] | None,
 ) -> None:
-    """Keep a batch's state; whole numbers that are summed are one state for all of a
-    rank's batches.
+    """Keep a batch's state.
+
+    Whole numbers that are summed are one state for all of a rank's batches.
     """
     if isinstance(state, list):
         kept[place] = [item.detach() for item in state]
@@ -532,8 +529,9 @@ def _keep(
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """Return what torchmetrics makes of the ranks' states; floating sums are made in
-    float64.
+    """Return what torchmetrics makes of the ranks' states.
+
+    Floating sums are made in float64.
     """
     if isinstance(states[0], list):
         items = [item for state in states for item in state]

@@ -1,5 +1,6 @@
-"""The gradient noise scale, from gradients that training has anyway: how much a larger
-batch would still help.
+"""Estimate the gradient noise scale from gradients that training has anyway.
+
+It says how much a larger batch would still help.
 
 McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1): the gradient of b samples has
 E|g_b|^2 = |G|^2 + tr(Sigma) / b, so two batch sizes give |G|^2 and tr(Sigma), and the
@@ -43,9 +44,7 @@ class NoiseScale:
         self._steps = 0
 
     def begin(self, shares: Sequence[float | Tensor]) -> None:
-        """Begin a step, in which this rank's microbatches have these shares of the
-        global weight.
-        """
+        """Begin a step, with this rank's microbatches' shares of the global weight."""
         # A short step may have one microbatch on each rank, whose gradient is the whole
         # step's after DDP's average.
         is_part = self._hooked or len(shares) > 1
@@ -67,8 +66,9 @@ class NoiseScale:
     def end(
         self, gradients: Sequence[Tensor], step_samples: int, scale: float | Tensor
     ) -> None:
-        """Measure a step's complete gradients: of `step_samples`, averaged over ranks,
-        unscaled, not clipped yet.
+        """Measure a step's gradients, averaged over ranks, unscaled, not clipped.
+
+        They are of `step_samples`.
 
         `scale` is what the loss was multiplied by against underflow.
         """
@@ -93,8 +93,9 @@ class NoiseScale:
         )  # a rank may have nothing in a step, or all
 
     def hook(self, inner: Hook | None = None) -> Hook:
-        """Return a DDP communication hook that measures each bucket before `inner`
-        (DDP's own) averages it.
+        """Return a DDP hook that measures each bucket before `inner` averages it.
+
+        `inner` is DDP's own by default.
         """
         self._hooked = True
         average = inner or all_reduced

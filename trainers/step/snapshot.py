@@ -1,6 +1,4 @@
-"""A snapshot of Python objects, taken and put back in place: what a throw-away pass has
-changed, it has not.
-"""
+"""Put Python objects back in place as they were before a throw-away pass."""
 
 import functools
 import logging
@@ -53,8 +51,9 @@ _DEFINED = (
 
 
 class Snapshot:
-    """The state of all that can be reached from some objects, by identity: `restore`
-    changes what differs, in place.
+    """Keep the state of all that can be reached from some objects, by identity.
+
+    `restore` changes what differs, in place.
 
     Taken are attributes (with those of classes, closures and globals of the users' own
     modules), containers, random generators, the tensors that `keep` is told and all
@@ -108,8 +107,9 @@ class Snapshot:
                 logger.warning(words, name, "return it from the task's state_dict()")
 
     def changed(self) -> str | None:
-        """Name something in an object or container that is another one now; tensors
-        that changed in place are not.
+        """Name something in an object or container that is another one now.
+
+        Tensors that changed in place are not looked at.
         """
         for name, read, before in self._held:
             now = read()
@@ -172,8 +172,9 @@ class Snapshot:
             self._take_object(value, name)
 
     def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
-        """Take the items later; a key that is not text or a number would be long in a
-        name.
+        """Take the items later; keys that are no text or number are left out of names.
+
+        They would be long.
         """
         for key, item in items:
             if not isinstance(item, _PLAIN):
@@ -268,8 +269,9 @@ class Snapshot:
         self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
-        """Whether a module is the users' own code: of the task's package, or of none
-        that is installed.
+        """Whether a module is the users' own code.
+
+        Such is one of the task's package, or of none that is installed.
         """
         package = (module or "").partition(".")[0]
         file = getattr(sys.modules.get(module or ""), "__file__", None)
@@ -296,9 +298,7 @@ def _names(owner: type | ModuleType) -> dict[str, Any]:
 
 
 def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
-    """Put back the names of a class or module, but not what was imported or defined
-    since.
-    """
+    """Put back the names of a class or module, but not later imports or definitions."""
     now = _names(owner)
     for name in now.keys() - before.keys():
         if not isinstance(now[name], _DEFINED):
@@ -309,8 +309,9 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
 
 
 def _container_undo(value: Any) -> Callable[[], None]:
-    """Return what puts the items of a dict, list, set or deque back where they differ,
-    past methods of a subclass.
+    """Return what puts a container's items back where they differ.
+
+    It goes past methods of a subclass of dict, list, set or deque.
     """
     if isinstance(value, set):
         members = set(value)

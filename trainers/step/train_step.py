@@ -1,6 +1,4 @@
-"""One optimizer step: forward and backward of each microbatch, exact global mean, clip,
-guarded update.
-"""
+"""Take one optimizer step: the exact global mean over microbatches, and an update."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """Runs one step and keeps its sums on the device: nothing here waits for the
-    device.
+    """Take steps and keep their sums on the device: nothing here waits for it.
 
     The loss of a step is the mean over its global weight: microbatch m of rank r
     contributes `loss * weight / global weight`, times the world size because DDP
@@ -212,9 +209,7 @@ class TrainStep:
         return loss
 
     def _last_pass(self, batch: Batch, share: float | Tensor) -> Tensor:
-        """Forward and backward of a step's last microbatch, in which DDP averages
-        gradients; return the loss.
-        """
+        """Run a step's last microbatch, in which DDP averages; return its loss."""
         wrapped = self.forward.model
         if not isinstance(wrapped, Replicated):
             loss = self._loss(batch)
@@ -235,8 +230,7 @@ class TrainStep:
         return loss
 
     def average_by_hand(self, why: str) -> None:
-        """Average all gradients after the backward pass from here on, which is right
-        whatever a loss depends on.
+        """Average gradients after the backward pass from here on.
 
         Every rank must call it.
         """
@@ -247,8 +241,7 @@ class TrainStep:
         self.by_hand = True
 
     def follow_frozen(self) -> None:
-        """Take in where something has frozen or unfrozen parameters since the last
-        step.
+        """Take in where parameters were frozen or unfrozen since the last step.
 
         Every rank must call it.
         """
@@ -272,8 +265,9 @@ class TrainStep:
             warn_untrained(bare, self.optimizer, self.forward.task)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
-        """Gradients of `loss * share * world size`, which enters as the seed of the
-        backward pass where it can.
+        """Compute gradients of `loss * share * world size`.
+
+        The factor is the seed of the backward pass where it can be.
         """
         scale = share * self.group.world_size
         if isinstance(scale, Tensor) or self.scaler.is_enabled():
@@ -324,8 +318,9 @@ class TrainStep:
         return found
 
     def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
-        """Scale the gradients down to a norm of `most`; return the norm that they had,
-        over all ranks' shards.
+        """Scale gradients down to a norm of `most`; return the norm that they had.
+
+        It is the norm over all ranks' shards.
         """
         if not any(map(is_shard, gradients)):
             norm = get_total_norm(gradients)
@@ -397,8 +392,9 @@ class TrainStep:
         self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Set what a scheduler says of `step`, from 0: learning rates, times `scale`,
-        and momenta where it cycles them.
+        """Set learning rates, times `scale`, and cycled momenta of `step` (from 0).
+
+        A scheduler says what they are.
         """
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         for param_group, name, value in schedule.cycled(self.optimizer):
@@ -415,14 +411,13 @@ class TrainStep:
         """Note that steps have another number of samples from here on."""
 
     def check_lr(self) -> None:
-        """Raise ConfigError where something else has changed the learning rate since
-        `set_lr`.
-        """
+        """Raise ConfigError where something else has changed the learning rate."""
         check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """Return a function that waits for the mean losses since they were last taken,
-        as sums over steps and ranks, of the last `steps` steps; they stay.
+        """Return a function that waits for sums of the losses of `steps` steps.
+
+        They are over steps and ranks, since they were last taken, and stay.
 
         Every rank must call it.
         """

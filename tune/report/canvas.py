@@ -1,6 +1,4 @@
-"""Charts as inline SVG: matplotlib's style, and colours that are CSS variables, so that
-they follow light and dark.
-"""
+"""Charts as inline SVG in matplotlib's style; colours are CSS variables."""
 
 import html
 import io
@@ -111,9 +109,7 @@ class Canvas:
         return gid
 
     def move(self, lines: Iterable[Any], steps: float) -> None:
-        """Move what was drawn so many small steps to the right, beside what would cover
-        it.
-        """
+        """Move what was drawn by small steps to the right, beside what would cover it."""
         from matplotlib.transforms import ScaledTranslation
 
         place = self.axes.transData + ScaledTranslation(
@@ -127,9 +123,7 @@ class Canvas:
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
     def legend(self, series: Iterable[tuple[str, str]] = ()) -> None:
-        """Write the names of what was drawn, and of further colours, above the axes in
-        as many columns as fit.
-        """
+        """Write the names of what was drawn, and of further colours, above the axes."""
         for color, name in series:
             self.axes.plot([], [], color=color, linewidth=2.5, label=name)
         handles, names = self.axes.get_legend_handles_labels()
@@ -165,8 +159,7 @@ class Canvas:
         )
 
     def _inlined(self, found: re.Match[str]) -> str:
-        """Return a tag of the SVG as the page needs it: ids begin with the canvas's
-        name, colours are variables.
+        """Return a tag with the canvas's name in its ids, and variables for colours.
 
         Texts are no tags and stay what they are, whatever they look like.
         """

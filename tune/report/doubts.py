@@ -15,12 +15,11 @@ from tune.report.words import (
     printable,
     telling,
 )
-from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
+from tune.search.finalists import MOST_FINALISTS, Final, pressure, rivals
 from tune.trials.interval import EQUAL
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
-_CROWDED = 0.25
+_BUSY = 0.25
 _TELLING = 10.0
 """A bound on how much faster another trial may be says nothing above it."""
 
@@ -46,14 +45,11 @@ def doubts(
     found: Sequence[Final],
     most_ahead: float | None,
 ) -> list[Doubt]:
-    """Return what is in doubt: the order first, then how the machine was while this was
-    measured.
-    """
+    """Return what is in doubt: the order, then the machine while this was measured."""
     kinds = (
         _once(config, records, found, most_ahead),
         _one_seed(config, records),
         _by_hand(config, records),
-        _crowded(records),
         _disturbed(config, records),
         _busy(records),
     )
@@ -110,9 +106,9 @@ def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | Non
     ended = {trial_id(record.config) for record in records if not record.is_censored}
     names = telling(config, records)
     stopped = [
-        in_words(names, one)
-        for one in records
-        if one.is_censored and trial_id(one.config) not in ended
+        in_words(names, record)
+        for record in records
+        if record.is_censored and trial_id(record.config) not in ended
     ]
     if not stopped:
         return None
@@ -122,16 +118,6 @@ def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | Non
     else:
         what = f"{who} were stopped by hand: how good they would have been is open"
     return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
-
-
-def _crowded(records: Sequence[TrialRecord]) -> Doubt | None:
-    ratio = crowding(records)
-    if ratio is None or ratio <= 1 + EQUAL:
-        return None
-    return Doubt(
-        f"The finalists ran {number(ratio, 2)} times as fast alone as beside other trials",
-        "`lanes: 1`",
-    )
 
 
 def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
@@ -150,7 +136,7 @@ def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
     shares = [
         f"{who} {share:.0%}"
         for who, share in waits.items()
-        if share is not None and share > _CROWDED
+        if share is not None and share > _BUSY
     ]
     if not shares:
         return None

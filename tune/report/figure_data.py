@@ -1,5 +1,4 @@
-"""What the figures share, gathered from the records: which key is the x axis, which the
-colour, and their values.
+"""Gather what the figures share: the key of the x axis, that of the colour, and values.
 
 Of the keys that vary, batch size or the first number is the x axis, and precision or
 the first key of few values the colour.
@@ -153,9 +152,7 @@ def _tried(config: SweepConfig, key: str, records: list[TrialRecord]) -> list[An
 
 
 def _choose_x(axes: list[Axis]) -> Axis:
-    """Return the key of the x axis: a batch size or the first number, one that varies
-    where there is one.
-    """
+    """Return the key of the x axis: a batch size or the first number, one that varies."""
     numeric = [axis for axis in axes if axis.is_numeric]
     varied = [axis for axis in numeric if len(axis.values) > 1] or numeric
     sizes = [axis for axis in varied if axis.key in SIZE_KEYS]

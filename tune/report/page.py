@@ -130,9 +130,7 @@ def _tiles(
 
 
 def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
-    """Return the sums over trials of where their time on lanes went, from the first of
-    them on; None where no record tells.
-    """
+    """Sum up where the time of trials on lanes went; None where no record tells."""
     found = [record.spent for record in records if record.spent is not None]
     if not found:
         return None
@@ -145,9 +143,7 @@ def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
 
 
 def _breaks(text: str) -> str:
-    """Return the class of a cell whose words are too long for a column: they may break
-    anywhere.
-    """
+    """Return the class of a cell whose words are too long for a column: they may break."""
     return (
         "long"
         if any(len(word) > _LONGEST_WORD for word in re.split(r"[\s_.]", text))
@@ -209,9 +205,7 @@ def summary(
 
 
 def strict(value: Any) -> Any:
-    """Return plain data as strict JSON can hold it: numbers that are not finite as
-    text.
-    """
+    """Return plain data as strict JSON can hold it: infinite numbers and NaN as text."""
     if isinstance(value, dict):
         return {key: strict(child) for key, child in value.items()}
     if isinstance(value, list):

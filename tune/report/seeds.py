@@ -1,5 +1,4 @@
-"""Configurations that ran with several seeds of the space: a seed is a repeat, never a
-choice.
+"""Configurations that ran with several seeds: a seed is a repeat, never a choice. Pure.
 
 Pure.
 """
@@ -13,8 +12,7 @@ from trainers.measure.step_times import student_t
 from tune.objective import MEASURED, Objective
 from tune.search.finalists import LEVEL
 from tune.trials.interval import Interval
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,6 @@ class Configuration:
     is_equal: bool
     """Whether the best configuration's mean cannot be told apart from this one's."""
 
-    @property
-    def num_seeds(self) -> int:
-        """Of those with a value."""
-        return len(self.runs)
-
 
 def without_seed(record: TrialRecord) -> TrialRecord:
     """Return a record as one of its configuration, whatever its seed."""
@@ -53,8 +46,7 @@ def by_configuration(
     ranked: Sequence[tuple[float, TrialRecord]],
     records: Sequence[TrialRecord],
 ) -> list[Configuration]:
-    """Return the configurations, best mean first; those of which a seed has no value
-    come last.
+    """Return the configurations, best mean first; those that miss a value come last.
 
     What a user has stopped tells nothing, nor does a second run of the very same.
 

@@ -31,8 +31,7 @@ def write_report(
     *,
     task_dir: str | None,
 ) -> Answer:
-    """Write results.parquet, best.yaml, summary.json and report.html into the sweep's
-    storage.
+    """Write results.parquet, best.yaml, summary.json and report.html.
 
     `train` is the sweep's mapping of the run, `environment` the names and versions to
     show. Without a best trial there is no best.yaml: one that an earlier report left is
@@ -76,9 +75,7 @@ def best_tree(
 
 
 def read_environment(sweep: Storage) -> dict[str, str]:
-    """Return what the report before this one says of versions and nodes; nothing where
-    that cannot be read.
-    """
+    """Return the versions and nodes of the last report; none where it cannot be read."""
     try:
         summary = (
             sweep.read_json("summary.json", dict[str, Any])
@@ -108,9 +105,7 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
 
 
 def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
-    """Return a row a trial, in the order given; a column's type does not depend on
-    which trials have run.
-    """
+    """Return a row a trial; a column's type does not depend on which trials have run."""
     columns: dict[str, Any] = {}
 
     def add(kind: Any, *names: str) -> None:
@@ -197,7 +192,5 @@ def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
 
 
 def _encodable(text: str) -> str:
-    """Return text without lone surrogates, which stand for the bytes of file names that
-    are not UTF-8.
-    """
+    """Return text without lone surrogates: bytes of file names that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,5 +1,4 @@
-"""The search space: dotted keys of a run and their values, their grid, and trials as
-Ray Tune holds them.
+"""The search space: dotted keys of a run and their values, and trials. Pure.
 
 Pure.
 """
@@ -15,17 +14,15 @@ from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.search.around import next_trials, scores_of
-from tune.trials.journal import trial_id
 from tune.trials.microbatch_bounds import bisection_order
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 WHOLE = "whole_trial"
 """The one key of Tune's configuration of a trial that was not drawn key by key."""
 
 
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
-    """Check that every value of the space makes a configuration of the run, alone and
-    (in a grid) in every combination.
+    """Check that every value of the space, and every trial of a grid, makes a run.
 
     Raises ConfigError for one that does not, and where the search is not installed.
     """
@@ -75,9 +72,7 @@ def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> No
 
 
 def grid(config: SweepConfig) -> list[dict[str, Any]]:
-    """Return all combinations of the lists, in order, with `around` the first ones;
-    none for any other search.
-    """
+    """Return all combinations of a grid's lists, in order; none for any other search."""
     if config.search != "grid":
         return []
     lists = map(sample_values, config.space.values())
@@ -90,9 +85,7 @@ def grid(config: SweepConfig) -> list[dict[str, Any]]:
 def open_trials(
     config: SweepConfig, records: Sequence[TrialRecord]
 ) -> list[dict[str, Any]]:
-    """Return the trials of a grid that have no record yet; with `around` those that are
-    known to be needed.
-    """
+    """Return a grid's trials without a record; of `around` those known to be needed."""
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
         return [
@@ -109,9 +102,7 @@ def open_trials(
 
 
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
-    """Return the configuration of one trial as plain data; what `keys` of a function
-    name lands where they say.
-    """
+    """Return the configuration of one trial; a function's `keys` say where values land."""
     keys = train.get("keys") or {}
     return override(
         kind_of(train),
@@ -123,9 +114,7 @@ def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
 def known_space(
     space: Mapping[str, list[Any] | Range], train: Tree, source: str
 ) -> dict[str, list[Any] | Range]:
-    """Return a space with a function's own keys by the names that its `keys` give them,
-    and with the run's own number where one is `around`.
-    """
+    """Return a space by the names of a function's `keys`, with the run's own `around`."""
     names = {path: name for name, path in (train.get("keys") or {}).items()}
     for path, name in names.items():
         if path in space and name in space:
@@ -165,9 +154,7 @@ def planned_trials(config: SweepConfig) -> int:
 
 
 def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same trials, fixed microbatches in the order in which the fewest of
-    them run out of memory.
-    """
+    """Return the trials so that the fewest fixed microbatches run out of memory."""
     order = bisection_order(
         size for trial in trials if type(size := trial.get("microbatch_size")) is int
     )
@@ -178,7 +165,5 @@ def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trial that Tune's configuration holds: whole, or as Tune drew it, key
-    by key.
-    """
+    """Return the trial that Tune's configuration holds, whole or key by key."""
     return dict(config.get(WHOLE, config))

@@ -1,6 +1,4 @@
-"""A sweep as it goes on with another configuration: what is known stays, what is too
-short goes on.
-"""
+"""A sweep that goes on with another configuration: what is known stays."""
 
 import logging
 import math
@@ -23,8 +21,8 @@ from tune.sweeps.spec import (
     with_defaults,
 )
 from tune.trials.interval import dollars
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, time_to_target
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, time_to_target, trial_id
 from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
@@ -45,8 +43,7 @@ _LENGTHS = ("epochs", "max_steps")
 
 
 def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
-    """Have the sweep in a directory go on with other keys, now or where it runs, and
-    return what it becomes.
+    """Have a sweep go on with other keys, now or where it runs; return what it becomes.
 
     Raises ConfigError where it could not.
     """
@@ -64,9 +61,7 @@ def _kept(location: str) -> SweepSpec:
 
 
 def _check(old: SweepSpec, new: SweepSpec) -> None:
-    """Raise ConfigError where the trials of a sweep would be none of what it is to
-    become.
-    """
+    """Raise ConfigError where a sweep's trials would be none of what it is to become."""
     fix = "sweep under another `--name`"
     if new.uri != old.uri:
         raise ConfigError(
@@ -97,8 +92,9 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
 
 
 def apply_extension(spec: SweepSpec) -> int:
-    """Make the records and the configuration in a sweep's directory, whose lease is
-    held, those that it goes on with; return how many trials stand in it.
+    """Make a sweep's records and configuration those that it goes on with.
+
+    Its lease is held. Returns how many trials stand in it.
     """
     old = _kept(spec.uri)
     journal = Journal(spec.storage)
@@ -152,9 +148,7 @@ def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str
 def _carried(
     record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None
 ) -> TrialRecord | None:
-    """Return the record as the extended sweep would have it; None where its trial ended
-    before it would there.
-    """
+    """Return the record as the extended sweep has it; None of a shorter trial."""
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
@@ -182,8 +176,7 @@ def _carried(
 def _goes_on(
     record: TrialRecord, old: SweepSpec, new: SweepSpec, time_s: float | None
 ) -> bool:
-    """Whether a trial that is done would have trained longer in the extended sweep,
-    where it reaches a target in `time_s`.
+    """Whether a trial that is done would have trained longer in the extended sweep.
 
     One that ended early by its own evaluations would not.
     """

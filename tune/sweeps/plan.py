@@ -1,5 +1,4 @@
-"""The plan of a sweep: how many trials on how many lanes, computed once from its file
-and from what the cluster has.
+"""Plan a sweep: how many trials on how many lanes, from its file and the cluster.
 
 `python -m tune SWEEP.yaml` makes it from the live cluster; `python -m tune plan` from a
 cluster file, and says what the sweep would hold and cost before a cent is spent.
@@ -60,8 +59,7 @@ class SweepPlan:
 
     @classmethod
     def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> Self:
-        """Plan a sweep on the nodes that are `up`, and those `at_most` that the cluster
-        may grow to (none: unknown).
+        """Plan a sweep on the nodes that are `up`, and those that the cluster may grow to.
 
         Raises ConfigError where more lanes are asked for than fit.
         """
@@ -96,8 +94,7 @@ def lanes_for(
     trials: int | None,
     source: str | None = None,
 ) -> int:
-    """How many lanes a sweep gets where `groups` worker groups fit: as many as asked
-    for, or all; never idle ones.
+    """Return how many lanes a sweep gets where `groups` worker groups fit; no idle ones.
 
     Raises ConfigError when more are asked for than fit.
     """
@@ -112,8 +109,7 @@ def lanes_for(
 
 
 def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -> int:
-    """How many of `count` lanes of `workers` workers may start at the same time on
-    nodes with so many `cpus` each.
+    """Return how many of `count` lanes of `workers` workers may start at the same time.
 
     A node starts one worker at least. All lanes start where some wait for a node (only
     `fits` have one): that is what makes a cluster grow.
@@ -168,9 +164,7 @@ class WorkerShape:
 def size_of(
     cluster: ClusterFile, worker: WorkerShape, num_workers: int | None = None
 ) -> Size:
-    """Return the fewest nodes on which `num_workers` workers fit; None: all that the
-    cluster may have.
-    """
+    """Return the fewest nodes on which `num_workers` workers fit, or all there may be."""
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, worker.cpus, worker.gpus, num_workers)
     nodes = nodes_of(types, counts)
@@ -188,9 +182,7 @@ def size_of(
 
 @dataclass(frozen=True)
 class Forecast:
-    """A sweep on what a cluster file can grow to: what it would hold, how long it would
-    take, what it would cost.
-    """
+    """A sweep on what a cluster file can grow to: what it holds, takes and costs."""
 
     spec: SweepSpec
     plan: SweepPlan
@@ -275,9 +267,7 @@ class Forecast:
         )
 
     def _remarks(self) -> Iterator[str]:
-        """Where the price of each node that is held is from, how old it is, and whether
-        spot nodes cost less.
-        """
+        """Say where the price of each node is from, and how old it is."""
         cluster = self.cluster
         today = dt.datetime.now(dt.UTC).date()
         types = [
@@ -405,9 +395,7 @@ def _has_gpus(cluster: ClusterFile) -> bool:
 def _trial_s(
     records: Sequence[TrialRecord], minutes: float | None, note: str
 ) -> tuple[float | None, str]:
-    """Duration of a trial, and where that is from: given, or the mean of those that
-    ended; else it is unknown.
-    """
+    """Return the duration of a trial, given or the mean of others, and its source."""
     if minutes is not None:
         return minutes * 60, "given"
     times = [

@@ -1,6 +1,4 @@
-"""A sweep as plain data: read from a file, checked before Ray is imported, kept with
-the sweep for its resume.
-"""
+"""A sweep as plain data: read from a file, checked before Ray is imported, and kept."""
 
 import contextlib
 import shlex
@@ -70,9 +68,7 @@ class SweepSpec:
         return fenced(Storage(self.uri), SAVED, self.token)
 
     def resume(self, python: str = "python") -> str:
-        """Return the command that goes on with it, from where this one was given:
-        inside a Ray job, another job.
-        """
+        """Return the command that goes on with it; inside a Ray job, another job."""
         submit = (
             "ray job submit --working-dir . -- python"
             if inside_ray_job()
@@ -117,8 +113,7 @@ class SweepSpec:
 def read_sweep(
     location: str, overrides: Mapping[str, Any], own_workers: bool = True
 ) -> SweepSpec:
-    """Read and check a sweep file; ConfigError says what is wrong, before torch or Ray
-    is imported.
+    """Read and check a sweep file, before torch or Ray is imported.
 
     Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
     below `train.`, of the run. `own_workers`: it will run from here; one that is only
@@ -135,9 +130,7 @@ def sweep_with(
     overrides: Mapping[str, Any],
     own_workers: bool = True,
 ) -> SweepSpec:
-    """Check a sweep's mapping that came from `location`, with overrides as `read_sweep`
-    has them.
-    """
+    """Check a sweep's mapping from `location`, with overrides as `read_sweep` has them."""
     of_train = {
         key.removeprefix("train."): value
         for key, value in overrides.items()
@@ -178,9 +171,7 @@ def sweep_with(
 
 
 def _space(space: Any, overrides: Mapping[str, Any]) -> Any:
-    """A space with dotted keys set: `optimizer.lr` is one key of it, `optimizer.lr.min`
-    one of the range there.
-    """
+    """Set dotted keys of a space: `optimizer.lr`, or `optimizer.lr.min` of a range."""
     if not isinstance(space, dict):
         return space  # which is an error to come
     for key, value in overrides.items():
@@ -237,8 +228,7 @@ def _spec(
 
 
 def read_saved(location: str, overrides: Mapping[str, Any] | None = None) -> SweepSpec:
-    """Read the sweep that a directory holds, to run it, with what it is to be extended
-    by and further overrides.
+    """Read the sweep that a directory holds, to run it, with its extension and overrides.
 
     Raises ConfigError when there is none, or it cannot run here.
     """
@@ -278,16 +268,15 @@ def read_kept(location: str) -> SweepSpec:
 
 
 def save(spec: SweepSpec) -> None:
-    """Keep the sweep with its records where it is not: `resume` and `report` begin with
-    it.
-    """
+    """Keep the sweep with its records: `resume` and `report` begin with it."""
     if not spec.storage.exists(SAVED):
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
 def is_complete(spec: SweepSpec) -> bool:
-    """Whether every trial has a record, and finalists their repeats; a random search
-    that has drawn a configuration twice is known to be complete only by running it.
+    """Whether every trial has a record, and finalists their repeats.
+
+    A random search that has drawn a configuration twice shows it only by running.
     """
     records = Journal(spec.storage).records()
     clones = Actions(spec.storage).read().clones
@@ -306,15 +295,16 @@ def num_missing(config: SweepConfig, records: Sequence[TrialRecord]) -> int:
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
-    """Make the sweep's directory, whose lease is held, ready; returns how many trials
-    stand in it already.
+    """Make the sweep's directory ready, whose lease is held.
+
+    Returns how many trials stand in it already.
 
     Raises ConfigError when another sweep of this name is there.
     """
     storage = spec.storage
     if fresh:
         delete_own(storage, SAVED)
-    count = sum(name.endswith(".json") for name in storage.names("trials"))
+    count = num_records(storage)
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
@@ -343,10 +333,13 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     return count
 
 
+def num_records(sweep: Storage) -> int:
+    """Count the trials that stand in a sweep's directory, and read none."""
+    return sum(name.endswith(".json") for name in sweep.names("trials"))
+
+
 def with_defaults(train: Any, source: str) -> dict[str, Any]:
-    """`train` as an older version saved it, with the defaults of the keys that it did
-    not have yet.
-    """
+    """Return an older version's `train` with the defaults of its missing keys."""
     tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
         tree = build_run(tree, source).tree()

@@ -1,6 +1,4 @@
-"""Steer a sweep, wherever it runs: an action goes into its directory, where its driver
-finds it.
-"""
+"""Steer a sweep, wherever it runs: an action in its directory, where its driver looks."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ from trainers.errors import MISSING, ConfigError
 from trainers.launch.from_python import plain
 from tune.search.space import check_trial, open_trials
 from tune.sweeps.spec import SweepSpec, read_kept
-from tune.trials.journal import Journal, trial_id
+from tune.trials.journal import Journal
 from tune.trials.live import read_live
+from tune.trials.record import trial_id
 from tune.trials.steering import Action, Actions
 
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
@@ -33,22 +32,23 @@ class Trial:
 def steer(
     directory: str | os.PathLike[str], action: Steer, trial: str = "", **keys: Any
 ) -> str:
-    """Stop or clone a trial of the sweep in a directory (or URI), have one run next, or
-    pause: `python -m tune steer`.
+    """Stop, clone or prefer a trial of a sweep, or pause it: `python -m tune steer`.
 
     A sweep that runs does it within a second or two, another one when it is resumed.
-    Raises ConfigError where the sweep has no such trial, or a clone could not be
-    trained.
 
-    Args: directory: The sweep's. action: stop: a trial ends at its next evaluation, or
-        never starts. clone: a trial again, with other keys.
-            first: a trial that waits runs next. pause: no further trial starts, until
-            go-on.
+    Args:
+        directory: The sweep's, a path or URI.
+        action: stop: a trial ends at its next evaluation, or never starts. clone: a
+            trial again, with other keys. first: a trial that waits runs next. pause: no
+            further trial starts, until go-on.
         trial: The trial's id, or how it begins; none for pause and go-on.
         keys: Of a clone, dotted keys and their values: `**{"optimizer.lr": 0.01}`.
 
     Returns:
         The id of the trial that was meant; of a clone, its own.
+
+    Raises:
+        ConfigError: The sweep has no such trial, or a clone could not be trained.
     """
     spec = read_kept(os.fspath(directory))
     if action not in get_args(Steer):
@@ -94,9 +94,7 @@ def steer(
 
 
 def known_trials(spec: SweepSpec) -> dict[str, Trial]:
-    """Return the trials of a sweep, by id: those that have ended, that run, and that
-    are known to come.
-    """
+    """Return a sweep's trials by id: those that have ended, run, or are known to come."""
     records = Journal(spec.storage).records()
     found = {record.id: Trial(record.config, record.status) for record in records}
     for trial in open_trials(spec.config, records):

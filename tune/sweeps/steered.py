@@ -1,6 +1,4 @@
-"""A running sweep in its user's hands: the driver looks at the actions in its
-directory, and does them (Ray).
-"""
+"""Do what users want of a running sweep: its driver reads the actions (Ray)."""
 
 import contextlib
 import time
@@ -15,8 +13,8 @@ from tune.search.space import open_trials
 from tune.sweeps.progress import Progress
 from tune.sweeps.spec import SweepSpec
 from tune.sweeps.trial import assignment_of
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import BY_HAND
+from tune.trials.journal import Journal
+from tune.trials.record import BY_HAND, trial_id
 from tune.trials.steering import Actions, Clone, Steering
 
 

@@ -92,9 +92,7 @@ class SweepHistory:
 
 
 def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
-    """Return a trial that has ended: its evaluations, and in its last step the figures
-    of results.parquet.
-    """
+    """Return a trial that has ended: its evaluations, and the figures of its end."""
     rows: dict[int, Row] = {}
     end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
     for point in record.curve:

@@ -1,5 +1,4 @@
-"""How far a sweep is, for whoever reads its directory: `progress.json`, which its
-driver writes anew every few seconds.
+"""How far a sweep is: `progress.json`, which its driver writes every few seconds.
 
 Who watches needs no connection to the cluster. A driver that was killed leaves what it
 wrote last: whether it is alive the directory's lease tells.
@@ -45,9 +44,7 @@ class Live:
 
 
 def write_live(sweep: Storage, live: Live) -> None:
-    """Write it once: where that fails, or the lease is another's, the sweep goes on
-    without.
-    """
+    """Write it once; where that fails, or the lease is another's, the sweep goes on."""
     with contextlib.suppress(StorageError), sweep.writer(PROGRESS) as stream:
         stream.write(json.dumps(asdict(live)).encode())
 

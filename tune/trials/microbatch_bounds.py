@@ -1,5 +1,4 @@
-"""What is known of which microbatches fit: learned from every trial, shared by all of
-them, kept across resumes.
+"""Which microbatches fit: learned from every trial, shared by all, kept across resumes.
 
 Pure.
 
@@ -42,8 +41,7 @@ _MEMORY_KEYS = (
 
 
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
-    """Return a digest that is equal for trials whose microbatches need the same memory
-    on a device of one model.
+    """Return a digest that is equal where microbatches need the same memory on a device.
 
     `tree` is the run's configuration as plain data, `device_name` the GPU's model and
     memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed, the length and the
@@ -93,8 +91,7 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 def fixed_size(tree: Mapping[str, Any]) -> int | None:
-    """Return the microbatch that a trial insists on, cut to a worker's share of the
-    batch; None for `auto`.
+    """Return the microbatch that a trial insists on, cut to a worker's share, if any.
 
     A training function insists on its batch size.
     """
@@ -109,8 +106,7 @@ def fixed_size(tree: Mapping[str, Any]) -> int | None:
 
 
 def bisection_order(sizes: Iterable[int]) -> list[int]:
-    """Return the same sizes, each once, the middle first, then the middles of both
-    halves, and so on.
+    """Return the sizes, each once: the middle first, then the middles of both halves.
 
     n fixed sizes that are tried in this order, those left out that are known not to
     fit, run out of memory at most ceil(log2(n + 1)) times. (In rising order it is once,
@@ -145,8 +141,7 @@ class Boundary:
         self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Take in that a microbatch of `size` did or did not fit; return the
-        contradiction, if there is one.
+        """Take in that a microbatch of `size` did or did not fit; return a contradiction.
 
         Raises ValueError for a size below 1.
         """
