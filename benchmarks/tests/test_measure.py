@@ -1,6 +1,4 @@
-"""What every benchmark shares: rounds, medians, and the floor below which a difference
-is none.
-"""
+"""What every benchmark shares: rounds, medians, and the floor of a difference."""
 
 from __future__ import annotations
 
@@ -44,8 +42,9 @@ def test_of_one_or_two_rounds_the_largest_deviation_is(ratios):
 
 
 def test_the_floor_holds_what_it_says():
-    """Of things without a difference, some 5 % are called different; medians of few
-    rounds err a little more.
+    """Of things without a difference, some 5 % are called different.
+
+    Medians of few rounds err a little more.
     """
     generator = np.random.default_rng(1)
     twins, others = generator.normal(1, 0.1, (2, 400, 11))

@@ -1,6 +1,4 @@
-"""benchmarks/README.md names every script and every kept file, and quotes what they
-hold.
-"""
+"""benchmarks/README.md names every script and kept file, and quotes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The benchmark of sharded checkpoints, small: both ways end with the same tensors, and
-every figure is there.
+"""The benchmark of sharded checkpoints, small.
+
+Both ways end with the same tensors, and every figure is there.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.unit.test_loop import (
     train,
 )
 from trainers import GroupedByLength
-from trainers.data.order import Drawn
+from trainers.data.sampler import Drawn
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 

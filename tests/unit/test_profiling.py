@@ -97,15 +97,6 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path, log):
     )
     assert "aten::addmm" in table
     assert "Self CPU" in table
-    points = json.loads(
-        (tmp_path / "profiled" / "profile" / "memory_timeline.json").read_text()
-    )
-    assert max(allocated for _, allocated in points) > 203 * 4
-    assert (
-        (tmp_path / "profiled" / "profile" / "memory_timeline.png")
-        .read_bytes()
-        .startswith(b"\x89PNG")
-    )
 
 
 def test_a_run_that_ends_inside_the_window_keeps_what_there_is(tmp_path, log):

@@ -13,8 +13,7 @@ from torch.utils.data import Sampler, TensorDataset
 
 from tests.unit.test_loop import Context, config
 from trainers.data.batch import map_tensors
-from trainers.data.order import Drawn
-from trainers.data.sampler import StepSampler
+from trainers.data.sampler import Drawn, StepSampler
 from trainers.loop.fit import fit
 from trainers.task import Task
 

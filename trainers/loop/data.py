@@ -10,8 +10,7 @@ from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.data.batch import fetch
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule
-from trainers.data.order import Drawn
-from trainers.data.sampler import StepSampler
+from trainers.data.sampler import Drawn, StepSampler
 from trainers.data.splits import same_rows_on_ranks
 from trainers.data.stream import Rereadable, Stream, same_on_ranks
 from trainers.data.stream_reader import digest
@@ -120,8 +119,8 @@ def make_sampler(
         drop_last,
         global_batch_size=config.batch_sizes,
         drawn=drawn,
-        of_stream=of_stream,
     )
+    sampler.of_stream = of_stream
     if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
         fix = "give the order of all samples: the ranks split each step of it"
         raise ConfigError("sampler", drawn.name, "gives each rank another order", fix)

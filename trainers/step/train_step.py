@@ -12,7 +12,7 @@ from trainers.config import TrainConfig
 from trainers.data.batch import Batch
 from trainers.devices.device import to_host
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
+from trainers.errors import MISSING, ConfigError
 from trainers.model.gradient_hooks import as_real, average_present
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.optimizer import (
@@ -186,7 +186,7 @@ class TrainStep:
                 loss = self._last_pass(batch, share)
             else:
                 with no_sync(self.forward.model):
-                    loss = self.forward.loss(batch)
+                    loss = self._loss(batch)
                     self._backward(loss, share)
             for parameter, before in zip(self._parameters, known, strict=False):
                 if before is None and parameter.grad is not None:
@@ -201,15 +201,27 @@ class TrainStep:
                 self.loss_sum.add_(loss.detach(), alpha=share)
         self._update(step_samples)
 
+    def _loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a microbatch, which must leave earlier gradients alone."""
+        held = next((p for p in self._parameters if p.grad is not None), None)
+        before = None if held is None else _version(held.grad)
+        loss = self.forward.loss(batch)
+        if held is not None and _version(held.grad) != before:
+            field = f"{type(self.forward.task).__name__}.loss()"
+            rule = "changes the gradients of the microbatches before, which are lost"
+            fix = "leave out zero_grad(), backward() and step(), which the run calls"
+            raise ConfigError(field, MISSING, rule, fix)
+        return loss
+
     def _last_pass(self, batch: Batch, share: float | Tensor) -> Tensor:
         """Run a step's last microbatch, in which DDP averages; return its loss."""
         wrapped = self.forward.model
         if not isinstance(wrapped, Replicated):
-            loss = self.forward.loss(batch)
+            loss = self._loss(batch)
             self._backward(loss, share)
             return loss
         wrapped.called = False
-        loss = self.forward.loss(batch)
+        loss = self._loss(batch)
         if not wrapped.called:
             self.average_by_hand(
                 "the loss goes by another way than the model that forward() was given"
@@ -452,3 +464,7 @@ def _start_momentum(optimizer: SGD) -> None:
                 optimizer.state[parameter].setdefault(
                     "momentum_buffer", torch.zeros_like(parameter)
                 )
+
+
+def _version(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else gradient._version
