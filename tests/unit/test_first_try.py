@@ -349,7 +349,7 @@ class Clears(Table):
         self.made = torch.optim.SGD(model.parameters(), lr=0.1)
         return self.made
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         self.made.zero_grad(set_to_none=self.to_none)
         return super().loss(outputs, batch)
 
