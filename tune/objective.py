@@ -14,8 +14,6 @@ from trainers.config.model import Settings
 TO_TARGET = ("time_to_target", "usd_to_target")
 MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
 """Measured of every trial, whatever its task reports."""
-_LATE = "noise_scale"
-"""Reported, but perhaps not by the first evaluation."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Objective(Settings):
 
 def check_reported(watches: Sequence[str], reported: Iterable[str]) -> None:
     """Raise ConfigError where a trial has not reported a metric of the objective."""
-    names = {*reported, *MEASURED, _LATE}
+    names = {*reported, *MEASURED}
     for key, name in zip(
         ("objective.metric", "objective.target"), watches, strict=False
     ):

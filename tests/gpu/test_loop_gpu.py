@@ -35,7 +35,6 @@ KINDS = {
     "loaded": {"data__resident": False, "clip_grad_norm": 0.5},
     "loader processes": {"data__num_workers": 2},
     "fp16": {"precision": "fp16"},
-    "noise scale": {"noise_scale": True, "microbatch_size": 12},
     "average of weights": {"ema": {"decay": 0.9}, "cuda_graphs": False},
     "captured": {"cuda_graphs": True},
 }

@@ -100,7 +100,6 @@ REFUSED = [
     ("{cuda_graphs: true, device: cpu}", "cuda_graphs"),
     ("{cuda_graphs: true, scaling: {num_workers: 2}}", "cuda_graphs"),
     ("{cuda_graphs: true, compile: reduce-overhead}", "cuda_graphs"),
-    ("{cuda_graphs: true, noise_scale: true}", "noise_scale"),
     ("batch_size: 3", "batch_size"),
 ]
 

@@ -215,7 +215,6 @@ REFUSED = [
         {"strategy": "fsdp"},
         r"`strategy` is .fsdp., but is for steps of one loss, and Given defines",
     ),
-    ({}, {"noise_scale": True}, "`noise_scale` is true"),
     ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
 ]
 

@@ -14,9 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.test_step import CPU, SAMPLES, Regression, make_step, run_step
-from trainers.devices.group import Group
-from trainers.step.noise_scale import NoiseScale
+from tests.unit.test_step import SAMPLES, Regression, make_step, run_step
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -76,7 +74,6 @@ def data(dtype=torch.float32):
     )
 
 
-@pytest.mark.parametrize("noise", [False, True], ids=["", "noise scale"])
 @pytest.mark.parametrize("sizes", [[SAMPLES], [4, 4, 4]], ids=["whole", "accumulated"])
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["", "clip"])
 @pytest.mark.parametrize("kind", [SGD, AdamW])
@@ -86,7 +83,6 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
     kind,
     clip,
     sizes,
-    noise,
     monkeypatch,
 ):
     torch.manual_seed(0)
@@ -108,9 +104,6 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
         precision,
         clip,
     )
-    if noise:
-        monkeypatch.setattr("trainers.step.noise_scale.EVERY_STEPS", 1)
-        step.noise = NoiseScale(Group(0, 1, CPU))
     costs = Costs()
     loss = step.forward.loss
     backward = step._backward

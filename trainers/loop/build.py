@@ -59,7 +59,6 @@ from trainers.step.evaluation import check_evaluation, evaluating
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
-from trainers.step.noise_scale import NoiseScale
 from trainers.step.phased_step import PhasedStep, is_phased, make_phases
 from trainers.step.replica import Replica
 from trainers.step.splitting import SAMPLES, check_loss
@@ -110,9 +109,6 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     except ValueError as error:
         _refuse_single(error, "microbatch_size", config.microbatch_size)
         raise
-    share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
-    least = -(-share // microbatch_size) if config.changes_batch else accumulation
-    noise = _make_noise(config, group, least)
     pieces = group.world_size * accumulation
     seen = _look_first(probe, sampler, val, config, microbatch_size, pieces)
     warnings = _said(seen.found, group)
@@ -121,7 +117,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     even = is_sharded(model) or any(group.gather(seen.collectives or syncs))
 
     enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, least, accumulation)
+    step = _make_step(probe, config, accumulation)
     if trained.ema is not None:
         trained.ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
@@ -248,17 +244,6 @@ def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
     return made
 
 
-def _make_noise(config: TrainConfig, group: Group, least: int) -> NoiseScale | None:
-    """Return what measures the noise scale, if asked for; `least` microbatches a step."""
-    if not config.noise_scale:
-        return None
-    if group.world_size * least > 1:
-        return NoiseScale(group)
-    words = "no gradient noise scale: a step of one microbatch on one worker has no parts to compare"
-    logger.warning(words)
-    return None
-
-
 @dataclass(frozen=True)
 class Trained:
     """A model, neither compiled nor wrapped yet, and its optimizer."""
@@ -364,7 +349,6 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
     for key, value, refused, fix in (
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
-        ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
@@ -432,13 +416,10 @@ def _refuse_single(error: ValueError, field: str, value: object) -> None:
         raise ConfigError(field, value, rule, fix) from error
 
 
-def _make_step(
-    probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int
-) -> TrainStep:
+def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
     """Compile the model and its loss, wrap it, and make its step.
 
-    Steps have `least` to `most` microbatches; `noise` is given where the noise scale is
-    asked for.
+    A step has at most `most` microbatches.
     """
     model = probed.forward.model
     group = probed.group
@@ -460,8 +441,7 @@ def _make_step(
         for phase in phased.phases.values():
             phase.copies_gradients = captures
         return phased
-    watch = noise.hook if noise is not None and least == 1 else None
-    wrapped = wrap_model(model, group, config.strategy, watch)
+    wrapped = wrap_model(model, group, config.strategy)
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
@@ -473,7 +453,6 @@ def _make_step(
         )
     else:
         step = TrainStep(of, probed.optimizer, group, config.clip_grad_norm)
-    step.noise = noise
     step.copies_gradients = captures
     return step
 
@@ -489,7 +468,7 @@ def _captures(
         return config.cuda_graphs
     fits = group.device.type == "cuda" and group.world_size == most == 1
     fits &= config.strategy in ("ddp", "none") and config.compile not in CAPTURING
-    fits &= config.activation_checkpointing == "none" and not config.noise_scale
+    fits &= config.activation_checkpointing == "none"
     return fits and all(
         param_group.get("fused") for param_group in optimizer.param_groups
     )

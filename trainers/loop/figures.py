@@ -37,7 +37,6 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
         return
     clock.end_span()
     losses = parts.step.take_losses(attempt.open_steps)
-    noise = parts.step.noise.take() if parts.step.noise is not None else lambda: None
     record: dict[str, Any] = {**attempt.position(), "lr": parts.step.wanted_lrs[0]}
     if attempt.config.changes_batch:
         record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
@@ -45,7 +44,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     attempt.later.append(
         (
             attempt.step,
-            partial(_log_window, attempt, monitor, clock.spans, record, losses, noise),
+            partial(_log_window, attempt, monitor, clock.spans, record, losses),
         )
     )
 
@@ -56,7 +55,6 @@ def _log_window(
     spans: int,
     record: dict[str, Any],
     read_losses: Callable[[], Losses],
-    read_noise: Callable[[], float | None],
 ) -> None:
     """Log the mean loss of a window's steps, and tell the terminal and the launcher."""
     parts = attempt.parts
@@ -75,8 +73,6 @@ def _log_window(
     loss = losses["train_loss"]
     attempt.metrics |= losses
     record |= {"train_time_s": clock.train_time_s, **losses, **monitor.window()}
-    if (noise_scale := read_noise()) is not None:
-        attempt.metrics["noise_scale"] = record["noise_scale"] = noise_scale
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:

@@ -29,7 +29,6 @@ from trainers.model.gradient_hooks import exchanged
 from trainers.model.sharding import is_sharded, shard_units
 
 logger = logging.getLogger(__name__)
-Watch = Callable[[Any], Any]
 _NAMED = 4  # how many parameters a sentence names
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own: in training they normalise by the batch, and read no buffer."""
@@ -101,14 +100,8 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     return converted
 
 
-def wrap_model(
-    model: nn.Module, group: Group, strategy: str = "ddp", watch: Watch | None = None
-) -> nn.Module:
-    """Return what training calls in place of the bare module, which may be itself.
-
-    `watch` turns DDP's communication hook (None: its own average) into one that also
-    measures the gradients.
-    """
+def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Module:
+    """Return what training calls in place of the bare module, which may be itself."""
     if strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         if gpus > 1:
@@ -128,13 +121,8 @@ def wrap_model(
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
     if (norms := _batchnorms(model)) is not None:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
-    hook: Any = (
-        exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
-    )
-    if watch is not None:
-        hook = watch(hook)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
+    if group.device.type == "cpu":
+        wrapped.register_comm_hook(None, exchanged(group.rank, group.world_size))
     return wrapped
 
 

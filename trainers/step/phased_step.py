@@ -243,10 +243,10 @@ class _Phase(TrainStep):
         self._looks = self.group.rank == 0
         """Whether the next step looks for parameters that have no part in it."""
 
-    def _update(self, step_samples: int) -> None:
+    def _update(self) -> None:
         self.steps += 1
         if self._looks and (names := unused_parameters(self.forward.model)):
             words = "the loss of phase %s does not depend on %s: they are not trained"
             logger.warning(words, self.forward.phase, shorten(names))
         self._looks = False
-        super()._update(step_samples)
+        super()._update()

@@ -25,7 +25,6 @@ from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
 from trainers.model.strategy import Replicated, no_sync, share_buffers
 from trainers.step.forward import ForwardPass
-from trainers.step.noise_scale import NoiseScale
 from trainers.task import Task, weight_of
 
 Losses = dict[str, tuple[float, int]]
@@ -64,8 +63,6 @@ class TrainStep:
         self.optimizer = optimizer
         self.group = group
         self.clip_grad_norm = clip_grad_norm
-        self.noise: NoiseScale | None = None
-        """Measures the gradient noise scale, where that is asked for."""
         device = group.device
         self.scaler = torch.amp.GradScaler(device.type, enabled=forward.spec.scaler)
         # MPS has no float64.
@@ -172,9 +169,6 @@ class TrainStep:
             share_buffers(self.forward.model, self.group)
         shares, batches = self._shares(batches, sizes, step_samples, idle)
         last = len(sizes) - 1
-        noise = self.noise
-        if noise is not None:
-            noise.begin(shares)
         for index, share in enumerate(shares):
             batch = next(batches)
             known = (
@@ -191,15 +185,13 @@ class TrainStep:
             for parameter, before in zip(self._parameters, known, strict=False):
                 if before is None and parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
-            if index == 0 and noise is not None:
-                noise.first(self._gradients())
             if isinstance(share, Tensor):
                 # A microbatch without a label counts for nothing: torch's mean over
                 # none is NaN, its gradient zero.
                 self.loss_sum += (loss.detach() * share).masked_fill(share == 0, 0.0)
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
-        self._update(step_samples)
+        self._update()
 
     def _loss(self, batch: Batch) -> Tensor:
         """Return the loss of a microbatch, which must leave earlier gradients alone."""
@@ -342,19 +334,14 @@ class TrainStep:
 
     def _average(self) -> None:
         """Average over ranks what the backward pass has not."""
-        if self.by_hand and self.noise is not None:
-            self.noise.contributed(self._gradients())
         average_present(self._parameters if self.by_hand else self._beside, self.group)
 
-    def _update(self, step_samples: int) -> None:
+    def _update(self) -> None:
         self._average()
         scaled = self.scaler.is_enabled()
         if scaled:
             self.scaler.unscale_(self.optimizer)
         gradients = self._gradients()
-        if self.noise is not None:
-            scale = self.scaler.scale(self._one) if scaled else 1.0
-            self.noise.end(gradients, step_samples, scale)
         checked = gradients
         if self.clip_grad_norm is not None:
             checked = [self._clip(gradients, self.clip_grad_norm)]
