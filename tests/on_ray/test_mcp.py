@@ -5,14 +5,13 @@ extends.
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from mcp import Client, StdioServerParameters
 
-from tests.conftest import REPOSITORY, Cluster
+from tests.conftest import REPOSITORY
 from trainers.config.yaml import dump_yaml
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -21,10 +20,10 @@ SIZES = "space.global_batch_size"
 
 
 class Agent:
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client):
         self.client = client
 
-    async def __call__(self, tool: str, **arguments: Any) -> dict[str, Any]:
+    async def __call__(self, tool, **arguments):
         result = await self.client.call_tool(tool, arguments)
         assert not result.is_error, result.content
         found: dict[str, Any] = result.structured_content
@@ -32,21 +31,19 @@ class Agent:
         assert "not_known" in found
         return found
 
-    async def refused(self, tool: str, **arguments: Any) -> str:
+    async def refused(self, tool, **arguments):
         result = await self.client.call_tool(tool, arguments)
         assert result.is_error
-        return result.content[0].text  # type: ignore[union-attr]
+        return result.content[0].text
 
-    async def end_of(self, directory: str) -> dict[str, Any]:
+    async def end_of(self, directory):
         with anyio.fail_after(200):
             while "process" not in (seen := await self("watch", directory=directory)):
                 await anyio.sleep(0.3)
         return seen
 
 
-def test_an_agent_drives_a_sweep_and_extends_it(
-    tmp_path: Path, cluster: Cluster
-) -> None:
+def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
     sweep = {
         "name": "small",
         "storage_path": str(tmp_path),
@@ -64,7 +61,7 @@ def test_an_agent_drives_a_sweep_and_extends_it(
         cwd=REPOSITORY,
     )
 
-    async def drive() -> None:
+    async def drive():
         async with Client(server) as client:
             agent = Agent(client)
             start = {"sweep": str(file), "settings": {"budget.usd": 0.25}}
@@ -103,6 +100,6 @@ def test_an_agent_drives_a_sweep_and_extends_it(
     anyio.run(drive)
 
 
-def trials(storage: Path) -> dict[str, Any]:
+def trials(storage):
     files = (storage / "small/trials").glob("*.json")
     return {file.stem: json.loads(file.read_text()) for file in files}

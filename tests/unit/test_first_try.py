@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import random
 import re
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -312,11 +311,11 @@ def test_shapes_are_refused_before_training(given, field, tmp_path):
 class Returns(Table):
     """Returns something else than a dataset."""
 
-    def __init__(self, what: Any) -> None:
+    def __init__(self, what):
         super().__init__("torch")
         self.what = what
 
-    def dataset(self, split: str) -> Any:
+    def dataset(self, split):
         return self.what
 
 
@@ -325,14 +324,14 @@ class Returns(Table):
     [
         (pd.DataFrame({"x": [1.0]}), '"DataFrame", but must be indexed by sample'),
         (pa.table({"x": [1.0]}), '"Table", but must be indexed by sample'),
-        (DataLoader([1.0]), "return its `.dataset`"),  # type: ignore[arg-type]
+        (DataLoader([1.0]), "return its `.dataset`"),
         ((torch.ones(4, 2), torch.ones(4)), "return TensorDataset"),
         (TensorDataset, "return an instance"),
         (iter([1.0]), "return a map-style dataset"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_no_dataset_is_refused_in_one_sentence(what: Any, said: str) -> None:
+def test_what_is_no_dataset_is_refused_in_one_sentence(what, said):
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         train(None, Returns(what), max_steps=1, global_batch_size=1)
     assert raised.value.field == 'dataset("train")'
@@ -341,11 +340,11 @@ def test_what_is_no_dataset_is_refused_in_one_sentence(what: Any, said: str) -> 
 class Clears(Table):
     """Clears gradients where the run does not expect it."""
 
-    def __init__(self, to_none: bool) -> None:
+    def __init__(self, to_none):
         super().__init__("torch")
         self.to_none = to_none
 
-    def optimizer(self, model: nn.Module, config: Any) -> torch.optim.Optimizer:
+    def optimizer(self, model, config):
         self.made = torch.optim.SGD(model.parameters(), lr=0.1)
         return self.made
 
@@ -355,7 +354,7 @@ class Clears(Table):
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_a_loss_clears_are_noticed(to_none: bool) -> None:
+def test_gradients_that_a_loss_clears_are_noticed(to_none):
     options = {"max_steps": 2, "global_batch_size": 50}
     assert train(None, Clears(to_none), microbatch_size=50, **options).steps == 2
     with pytest.raises(ConfigError, match="leave out zero_grad") as raised:

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -32,14 +31,14 @@ Call = Callable[..., tuple[bool, Any]]
 
 
 @pytest.fixture
-def call() -> Call:
+def call():
     """Calls a tool of a server that may run nothing: whether it failed, what it said."""
 
-    def call(tool: str, **arguments: Any) -> Any:
-        async def ask() -> Any:
+    def call(tool, **arguments):
+        async def ask():
             async with Client(make_server(None)) as client:
                 result = await client.call_tool(tool, arguments)
-                said = result.content[0].text  # type: ignore[union-attr]
+                said = result.content[0].text
                 return result.is_error, said if result.is_error else json.loads(said)
 
         return anyio.run(ask)
@@ -48,7 +47,7 @@ def call() -> Call:
 
 
 @pytest.fixture
-def swept(tmp_path: Path) -> str:
+def swept(tmp_path):
     """A sweep whose trials have ended, some of them badly."""
     storage = Storage(str(tmp_path / "digits-sweep"))
     saved = config().model_dump(mode="json", exclude_none=True)
@@ -58,7 +57,7 @@ def swept(tmp_path: Path) -> str:
     return storage.uri
 
 
-def budget(trials: Any = 8, usd: Any = 0.5, **more: Any) -> dict[str, Any]:
+def budget(trials=8, usd=0.5, **more):
     return {"budget.trials": trials, "budget.usd": usd, **more}
 
 
@@ -124,15 +123,15 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_what_is_malformed_is_answered_with_a_sentence(swept: str) -> None:
+def test_what_is_malformed_is_answered_with_a_sentence(swept):
     """By another process: its standard output has nothing but the protocol."""
 
-    async def ask() -> None:
+    async def ask():
         async with Client(SERVER) as client:
             for tool, given, words in MALFORMED:
                 arguments = json.loads(json.dumps(given).replace("SWEPT", swept))
                 result = await client.call_tool(tool, arguments)
-                said = result.content[0].text  # type: ignore[union-attr]
+                said = result.content[0].text
                 assert result.is_error, (tool, arguments)
                 assert words in said, (tool, given, said)
                 assert "Traceback" not in said
@@ -151,17 +150,15 @@ def test_what_is_malformed_is_answered_with_a_sentence(swept: str) -> None:
         ("stop", {"directory": "nowhere"}),
     ],
 )
-def test_without_leave_nothing_is_run(
-    tool: str, given: dict[str, Any], call: Call
-) -> None:
+def test_without_leave_nothing_is_run(tool, given, call):
     is_error, said = call(tool, **given)
     assert is_error
     assert said.startswith("`--allow-run` was not given to this server")
 
 
 def test_limits_and_the_leave_to_run_come_together(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     for args in (
         ["--allow-run"],
         ["--max-trials", "3"],
@@ -171,7 +168,7 @@ def test_limits_and_the_leave_to_run_come_together(
         assert "give all four of them, or none" in capsys.readouterr().err
 
 
-def test_plans_and_answers_say_what_is_not_known(swept: str, call: Call) -> None:
+def test_plans_and_answers_say_what_is_not_known(swept, call):
     _, checked = call("validate", sweep=SWEEP)
     assert (checked["trials"], checked["not_known"][0][:7]) == (8, "whether")
     _, planned = call("plan", sweep=SWEEP, cluster=CLUSTER)
@@ -186,7 +183,7 @@ def test_plans_and_answers_say_what_is_not_known(swept: str, call: Call) -> None
     assert seen["so_far"]["best"] == found["best"]
 
 
-def test_a_failed_trial_is_explained(swept: str, call: Call) -> None:
+def test_a_failed_trial_is_explained(swept, call):
     for record in failed()[:2]:
         _, said = call("explain", directory=swept, trial=record.id[:10])
         assert said["said"].startswith(f"{record.id} ended as {record.status}")

@@ -205,13 +205,13 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep):
     assert "The sweep has ended, with 4 trials." in looks.page()[0]
 
 
-def test_buttons_steer_as_the_command_does(sweep: Sweep) -> None:
+def test_buttons_steer_as_the_command_does(sweep):
     trial = {"global_batch_size": 64, "precision": "fp32"}
     name = trial_id(trial)
     sweep.begin(budget={"trials": 20})
     with served(sweep) as server:
         bearer = {"Authorization": f"Bearer {server.token}"}
-        text = ask(server, **bearer).text  # type: ignore[attr-defined]
+        text = ask(server, **bearer).text
         [token] = re.findall('data-token="([^"]+)"', text)
         assert f'value="{name}"' in text
         may = {"Authorization": f"Bearer {token}"}
@@ -222,17 +222,17 @@ def test_buttons_steer_as_the_command_does(sweep: Sweep) -> None:
             (["go-on"], "go-on"),
         ):
             answer = ask(server, "/steer", words=words, **may)
-            assert (answer.status, answer.text.strip()) == (200, said)  # type: ignore[attr-defined]
-            assert f'<p class="muted">{said}</p>' in ask(server, **bearer).text  # type: ignore[attr-defined]
+            assert (answer.status, answer.text.strip()) == (200, said)
+            assert f'<p class="muted">{said}</p>' in ask(server, **bearer).text
         found = Actions(sweep.storage).read()
         assert (found.paused, found.first, found.stopped) == (False, (name,), {name})
         for words in (["halt"], ["stop"], ["stop", "none"], ["stop", name, "a=1"]):
             answer = ask(server, "/steer", words=words, **may)
             assert answer.status == 400
-            assert "`" in ask(server, **bearer).text  # type: ignore[attr-defined]
+            assert "`" in ask(server, **bearer).text
 
 
-def test_nobody_else_steers(sweep: Sweep) -> None:
+def test_nobody_else_steers(sweep):
     """A page of elsewhere, even of another port here, can send a browser's cookies, but
     neither read the token of the page nor send a header without being asked first.
     """
