@@ -147,8 +147,9 @@ class Tools:
         if uri in self._processes and not self._is_running(uri):
             process, output = self._processes[uri]
             output.seek(0)
-            said = output.read().decode(errors="replace").splitlines()
-            found["process"] = {"exit_code": process.returncode, "last": said[-1:]}
+            lines = output.read().decode(errors="replace").splitlines()
+            records = [line for line in lines if line.startswith('{"record": ')]
+            found["process"] = {"exit_code": process.returncode, "last": records[-1:]}
         return found
 
     def stop(self, directory: _Directory, trial: _Trial = "") -> Result:

@@ -1,6 +1,4 @@
-"""An agent drives a sweep of digits: it plans, starts, stops, goes on, answers and
-extends.
-"""
+"""An agent drives a sweep of digits: it checks, starts, watches, answers and extends."""
 
 import json
 import os
@@ -54,10 +52,15 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
     }
     file = tmp_path / "sweep.yaml"
     file.write_text(dump_yaml(sweep))
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RAY_AIR_NEW_OUTPUT", "TUNE_"))
+    }
     server = StdioServerParameters(
         command=sys.executable,
         args=["-m", "tune", "mcp", *LIMITS.split()],
-        env=dict(os.environ) | {"RAY_ADDRESS": cluster.address},
+        env=environment | {"RAY_ADDRESS": cluster.address},
         cwd=REPOSITORY,
     )
 
@@ -70,10 +73,6 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
             assert checked["trials"] == 2
             await agent("start", **start)
             assert "runs already" in await agent.refused("start", **start)
-            await agent("stop", **directory)
-            assert (await agent.end_of(**directory))["process"]["exit_code"] != 0
-
-            await agent("start", **start)
             seen = await agent.end_of(**directory)
             assert seen["process"]["exit_code"] == 0, seen["process"]
             assert (seen["state"], seen["trials"]) == ("ended", {"done": 2})
