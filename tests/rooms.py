@@ -35,7 +35,7 @@ cluster health: health __main__
 tune search: objective config trials search
 tune lanes: ray_internals forks lanes ray
 tune report: report
-tune sweeps: sweeps watch __main__
+tune sweeps: sweeps watch mcp __main__
 """
 FLOORS = {
     line.partition(": ")[0].replace(" ", "."): line.partition(": ")[2].split()

@@ -64,7 +64,7 @@ class Command:
     def __init__(
         self,
         call: str,
-        function: Callable[..., int],
+        function: Callable[..., Any],
         config: type[Settings] | None = None,
     ) -> None:
         self.call = call
@@ -255,8 +255,8 @@ class _Door:
         _require_directory()
         name = self.named(args)
         names = [known for known in self.functions if known]
-        is_misspelt = nearest(args[0], names, cutoff=0.8) is not None
-        if not name and ("" not in self.functions or is_misspelt):
+        has_unnamed = "" in self.functions and not _is_mistyped(args[0], names)
+        if not name and not has_unnamed:
             fix = f"its commands are {', '.join(names)}"
             if not args[0].startswith("-"):
                 fix = did_you_mean(args[0], names, fix)
@@ -265,7 +265,8 @@ class _Door:
         values = command.parse(args[1:] if name else args)
         if command.tells:
             values["output"] = output.wanting(values["output"])
-        return command.function(**values)
+        code: int = command.function(**values)
+        return code
 
 
 def run(
@@ -323,6 +324,13 @@ def run(
             words = f"{type(error).__name__}: {first_line(error)}"
             complain(words, every_rank=True)
             return output.failed("error", words, PacelineError.exit_code)
+
+
+def _is_mistyped(word: str, names: Sequence[str]) -> bool:
+    """Whether a word is almost the name of a command, and can hardly be a file's."""
+    is_bare = word.replace("-", "").replace("_", "").isalpha()
+    near = nearest(word, names, cutoff=0.7) if is_bare else None
+    return near is not None and not Path(word).exists()
 
 
 def leave(code: int) -> NoReturn:

@@ -89,7 +89,7 @@ class Output:
         """Write a record where they are wanted; a closed pipe does not end a run."""
         if not self.as_json or os.environ.get("RANK", "0") != "0":
             return
-        data = json.dumps(_strict(record)).encode() + b"\n"
+        data = json.dumps(as_data(record)).encode() + b"\n"
         try:
             while data:
                 data = data[os.write(self.descriptor, data) :]
@@ -128,12 +128,12 @@ class Output:
             print(redact(line if self.quiet else text), flush=True)
 
 
-def _strict(value: Any) -> Any:
+def as_data(value: Any) -> Any:
     """Return plain data as strict JSON has it, without secrets; null for NaN."""
     if isinstance(value, Mapping):
-        return {redact(str(key)): _strict(part) for key, part in value.items()}
+        return {redact(str(key)): as_data(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(part) for part in value]
+        return [as_data(part) for part in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int):

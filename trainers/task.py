@@ -16,6 +16,7 @@ from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, fetch, map_tensors, num_samples, tensors_of
 from trainers.data.feed import Feed
+from trainers.data.splits import check_dataset
 from trainers.data.stream import Rereadable, Stream
 from trainers.devices.group import as_one_rank
 from trainers.devices.rng import drawn_alike
@@ -75,7 +76,7 @@ class Task:
 
         Iterating it gives the samples of an epoch, in which one may come twice or
         never; all ranks get the same, and split each step of it. It is asked under a
-        seed of the run and the epoch (trainers/data/order.py).
+        seed of the run and the epoch (trainers/data/sampler.py).
         """
         return None
 
@@ -273,6 +274,7 @@ def load_split(task: Task, split: str, training: bool, device: torch.device) -> 
                 rule,
                 "return it from stream()",
             )
+        check_dataset(f'dataset("{split}")', dataset)
         return dataset
     _refuse_splits(f'stream("{split}")', found)
     if not any(

@@ -5,9 +5,7 @@ adopted, and ended at its target.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -28,14 +26,14 @@ TARGET = Target("val_accuracy", 0.97, "max")
 class Box:
     """A mailbox that keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.told = []
         self.events = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return SimpleNamespace(remote=lambda *args: self._answer(name, args))
 
-    def _answer(self, name: str, args: Any) -> Any:
+    def _answer(self, name, args):
         self.told.append((name, args))
         submitted = args[0].ticket if name == "submit" else None
         event = self.events[args[1]] if name == "next_event" else None
@@ -43,7 +41,7 @@ class Box:
 
 
 @pytest.fixture(autouse=True)
-def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_ray(monkeypatch):
     place = {"world_rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     context = SimpleNamespace(
         **{f"get_{name}": lambda n=number: n for name, number in place.items()}
@@ -53,7 +51,7 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
 
 
-def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
+def asked(box, target, watches):
     gauges = SimpleNamespace(set=lambda figures: None)
     return Asked(
         box,
@@ -68,9 +66,7 @@ def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
     ("watches", "said"),
     [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})],
 )
-def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
-    watches: tuple[str, ...], said: dict[str, float]
-) -> None:
+def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(watches, said):
     box = Box()
     lane = asked(box, None, watches)
     lane.observe({"peak_bytes": 5.0, "energy_j": 7.0, "disturbed_s": 3.0})
@@ -89,9 +85,7 @@ def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
         ("val_accuracy", "error", -math.inf),
     ],
 )
-def test_tune_hears_of_a_trials_objective_in_the_end(
-    tmp_path: Path, metric: str, status: str, value: float
-) -> None:
+def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path, metric, status, value):
     box = Box()
     outcome = {"status": status, "result": {"peak_memory_bytes": 7}}
     box.events = [
@@ -108,7 +102,7 @@ def test_tune_hears_of_a_trials_objective_in_the_end(
     assert begun(tmp_path, box, metric).step() == last, "from its record"
 
 
-def begun(tmp_path: Path, box: Box, metric: str = "time_to_target") -> LaneTrial:
+def begun(tmp_path, box, metric="time_to_target"):
     trial = LaneTrial.__new__(LaneTrial)
     given = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
     trial.setup({"seed": 1}, **given, objective=config(metric).objective.model_dump())

@@ -202,11 +202,6 @@ class TrainConfig(Settings):
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
     directory (`--profile`: 5).
     """
-    noise_scale: bool = False
-    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers
-    or microbatches contribute to every tenth step; one worker without accumulation has
-    none.
-    """
     launcher: Literal["ray", "local", "spawn"] = "ray"
     """What starts the workers; torchrun, where it has started this process, takes its
     place.
@@ -303,18 +298,6 @@ class TrainConfig(Settings):
                 "fullgraph",
                 "needs a compiled model",
                 default,
-            ),
-            (
-                self.noise_scale and graphs,
-                "noise_scale",
-                "is measured in some steps only, and captured ones are alike",
-                "remove it",
-            ),
-            (
-                self.noise_scale and strategy == "fsdp",
-                "noise_scale",
-                "needs a rank's own gradients, which fsdp never has",
-                "remove it",
             ),
             (
                 graphs and captures,
