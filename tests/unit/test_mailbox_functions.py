@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_mailbox import WAIT_S, asynchronous, reports, taken
+from tune.forks.assignment import Assignment, Begun
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.messages import Assignment, Begun
 from tune.objective import Target
 
 

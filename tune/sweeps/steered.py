@@ -105,7 +105,7 @@ class Steered:
             and self._journal.find(clone.of) is not None
             and states.exists()
         ):
-            assignment = replace(assignment, source=states.uri)
+            assignment = replace(assignment, source=states)
         self._running[name] = (
             ray.get(self._mailbox.submit.remote(assignment)),
             time.time(),
