@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -102,10 +102,6 @@ size: install
 bench bench-full: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
 	$(BIN)/python -m benchmarks $(if $(filter bench-full,$@),--full)
-
-# On one GPU, in less than eight minutes. Without .venv it runs on a PYTHON that has torch with CUDA: Ray is not needed.
-bench-gpu:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks --gpu --minutes 7.75
 
 # All that a GPU can show, in parts that go on where they stopped: `make gpu minutes=30`. docs/gpu.md has what it needs.
 minutes ?= 7.5

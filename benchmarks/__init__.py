@@ -1,3 +1,4 @@
-"""One script a claim, every peer in the same run; results/ is dated, with hardware and
-versions.
+"""One script a claim, with every peer in the same run.
+
+results/ is dated, with hardware and versions.
 """

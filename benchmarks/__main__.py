@@ -1,12 +1,10 @@
-"""Every benchmark in turn, each a process of its own; what one of them cannot do holds
-up none of the others.
+"""Run every benchmark of a CPU in turn, each in a process of its own.
 
-Run as: python -m benchmarks [--keep]                 a short form of each, on a CPU
-        python -m benchmarks --full                   the long form, for hours; kept,
-        and what is kept today is skipped python -m benchmarks --gpu [--minutes 8]
-        [--keep]
-The GPU's share one budget: each drops its least important parts where it would take
-more, and says which.
+Run as: python -m benchmarks [--keep]      a short form of each
+        python -m benchmarks --full        the long form, for hours; kept, and what is
+                                           kept today is skipped
+What one of them cannot do holds up none of the others. `python -m benchmarks.gpu` is
+for a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from pathlib import Path
 from benchmarks.measure import KEPT
 
 REPOSITORY = Path(__file__).parents[1]
-_START_S = 15.0  # of a GPU script: imports, the data, the first words of CUDA
 
 
 @dataclass(frozen=True)
@@ -49,15 +46,6 @@ FULL = [
     Script("sweep", "sweep", ("--full",)),
     Script("sweep-noop", "sweep", ("--noop", "1000")),
 ]
-GPU = [
-    (Script("resident", "resident", ()), 1.0),
-    (Script("guides", "guides", ("2",)), 2.6),
-    (Script("ladder", "ladder", ()), 4.0),
-]
-"""The ladder last: it has most that can be dropped.
-
-The numbers are shares of the budget.
-"""
 
 
 def due(scripts: list[Script], today: str, kept: Path) -> list[Script]:
@@ -67,13 +55,6 @@ def due(scripts: list[Script], today: str, kept: Path) -> list[Script]:
         for script in scripts
         if not any(kept.glob(f"{script.result}-{today}-*.json"))
     ]
-
-
-def share(left_s: float, shares: list[float]) -> float:
-    """Minutes for the next script of those left, its start taken off; a tenth of one at
-    least.
-    """
-    return max(0.1, (left_s * shares[0] / sum(shares) - _START_S) / 60)
 
 
 def run(script: Script, extra: list[str]) -> bool:
@@ -103,47 +84,24 @@ def run_all(scripts: list[Script], keep: bool) -> list[str]:
     ]
 
 
-def run_gpu(minutes: float, keep: bool) -> list[str]:
-    """The same for the GPU's, within so many minutes."""
-    began = time.monotonic()
-    failed = []
-    for index, (script, _) in enumerate(GPU):
-        left_s = minutes * 60 - (time.monotonic() - began)
-        limit = [
-            "--minutes",
-            f"{share(left_s, [weight for _, weight in GPU[index:]]):.2f}",
-        ]
-        if not run(script, limit + (["--keep"] if keep else [])):
-            failed.append(script.result)
-    return failed
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--full", action="store_true", help="the long form of each, resumable"
-    )
-    kind.add_argument("--gpu", action="store_true", help="ladder, guides and resident")
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="of the GPU's in all"
+        "--full", action="store_true", help="the long form of each, resumable"
     )
     parser.add_argument(
         "--keep", action="store_true", help="write to benchmarks/results"
     )
     given = parser.parse_args()
     began = time.monotonic()
-    if given.gpu:
-        failed = run_gpu(given.minutes, given.keep)
-    else:
-        scripts = due(FULL, time.strftime("%Y-%m-%d"), KEPT) if given.full else SHORT
-        if skipped := [
-            script.result for script in FULL if given.full and script not in scripts
-        ]:
-            print(f"kept today already, and skipped: {', '.join(skipped)}")
-        failed = run_all(scripts, given.keep or given.full)
+    scripts = due(FULL, time.strftime("%Y-%m-%d"), KEPT) if given.full else SHORT
+    if skipped := [
+        script.result for script in FULL if given.full and script not in scripts
+    ]:
+        print(f"kept today already, and skipped: {', '.join(skipped)}")
+    failed = run_all(scripts, given.keep or given.full)
     print(
         f"\n{(time.monotonic() - began) / 60:.1f} minutes in all; failed: {', '.join(failed) or 'none'}"
     )

@@ -1,5 +1,4 @@
-"""Does a sweep name the configuration that reaches the target first, does it so again,
-and are its claims true?
+"""Does a sweep name the fastest configuration, again and again, with true claims?
 
 Run as: python -m benchmarks.answer [TABLE.json ...] [--keep] Replays 200 sweeps by grid
 over tables of curves (benchmarks/README.md has their format), or over the frozen ones
@@ -28,16 +27,13 @@ from tune.config import SweepConfig
 from tune.report.answer import Answer, answer
 from tune.search.finalists import repeats_to_run
 from tune.trials.interval import EQUAL
-from tune.trials.journal import trial_id
-from tune.trials.record import Purpose, TrialRecord, time_to_target
+from tune.trials.record import Purpose, TrialRecord, time_to_target, trial_id
 
 REPLAYS = 200
 
 
 class Table:
-    """Runs of each configuration, a seed each, and what they say of the time to the
-    target.
-    """
+    """Runs of each configuration, a seed each, and their times to the target."""
 
     def __init__(self, path: Path) -> None:
         tree = json.loads(path.read_text())
@@ -87,8 +83,9 @@ class Table:
         return None
 
     def _needed(self, name: str) -> list[float]:
-        """Samples to the target of each seed; of one that did not meet it, all that it
-        had.
+        """Return the samples to the target of each seed.
+
+        For a seed that did not meet it: all that it had.
         """
         runs = [run for run in self.runs[name] if run["curve"]]
         return [

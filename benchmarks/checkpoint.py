@@ -131,8 +131,9 @@ def written_beside(
 
 
 def reported(state: dict[str, Any], directory: Path) -> float:
-    """ms in which Ray's own asynchronous upload holds training up; waits until it is
-    done.
+    """Return the ms in which Ray's own asynchronous upload holds training up.
+
+    Waits until it is done.
     """
     import ray.train
 

@@ -1,12 +1,12 @@
-"""What a GPU shows, in parts that go on where they stopped: the tests that need one,
-and the benchmarks.
+"""Show what a GPU can, in parts that go on where they stopped.
 
-Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--keep] A call runs the
-parts that have no result for this card and this commit yet, as many as its minutes
-hold, and prints one
-page: what held, what did not with the line to look at, what was not seen; `--keep`
-writes it to benchmarks/results. Without a GPU it is the same page, in miniature.
-docs/gpu.md says what it needs.
+Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--keep]
+
+A call runs the parts that have no result for this card and this commit yet, as many as
+its minutes hold. After each it writes one page: which tests and thresholds held, which
+did not with the line to look at, and what was not seen; with `--keep` it lies in
+benchmarks/results. Without a GPU it is the same page, in miniature. docs/gpu.md says
+what it needs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from trainers.devices.device import environment
 REPOSITORY = Path(__file__).parents[1]
 STATE = REPOSITORY / "build" / "gpu"
 _TAIL = 40  # lines of a benchmark's output that the page shows
+_VERDICT = re.compile(r"^(held|MISSED): (.+)$", re.MULTILINE)
+"""As `benchmarks.measure.verdict` prints it."""
 _LOOK_AT = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 
 
@@ -49,41 +51,18 @@ class Part:
         return self.arguments[0] == "pytest"
 
 
-def _tests(name: str, minutes: float) -> Part:
-    return Part(
-        name,
-        ("pytest", f"tests/gpu/test_{name}_gpu.py", "-q", "-p", "no:cacheprovider"),
-        minutes,
-    )
-
-
-def _benchmark(name: str, minutes: float, *arguments: str) -> Part:
-    limit = (
-        "--minutes",
-        f"{minutes - 0.5:g}",
-    )  # it drops its least important rows where it would take more
-    return Part(name, (f"benchmarks.{name}", *arguments, *limit), minutes)
-
+_TESTS = ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+_SPOILS = "tests/gpu/test_failed_capture_gpu.py"
+"""It may spoil its process, and those beside it."""
 
 PARTS = [
-    _tests("step", 4),
-    _tests("precision", 4),
-    _tests("moves", 4),
-    _tests("memory", 5),
-    _tests("training", 7),
-    _tests("loop", 4),
-    _tests("group", 2),
-    _tests("reports", 3),
-    _tests("tuning", 3),
-    _tests("lanes", 5),
-    _tests("benchmarks", 5),
-    _benchmark("resident", 3),
+    Part("tests", (*_TESTS, "-n", "8", f"--ignore={_SPOILS}", "tests/gpu"), 3),
+    Part("peers", ("benchmarks.peers", "--minutes", "3.5"), 4),
+    Part("starts", ("benchmarks.starts",), 2),
+    Part("sweep", ("benchmarks.starts", "--sweep"), 3),
+    Part("ladder", ("benchmarks.ladder", "--seconds", "5", "--minutes", "4.5"), 5),
     Part("forecast", ("benchmarks.memory", "--minutes", "3.5"), 4),
-    _benchmark("guides", 5, "2"),
-    _benchmark("ladder", 7),
-    _tests("graphs", 7),
-    _tests("graphs_auto", 6),
-    _tests("failed_capture", 3),
+    Part("failed_capture", (*_TESTS, _SPOILS), 1),
 ]
 """Most telling first."""
 
@@ -154,21 +133,20 @@ def execute(part: Part, directory: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             how = f"it did not end within {part.minutes:g} minutes"
     seconds = time.monotonic() - began
-    output = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
-    outcome = (
-        read_junit(junit.read_text(), seconds) if junit.exists() else Outcome(seconds)
-    )
+    where = str(log.relative_to(REPOSITORY))
+    text = log.read_text(errors="replace")
+    output = "\n".join(text.splitlines()[-_TAIL:])
+    outcome = Outcome(seconds)
+    if junit.exists():
+        outcome = read_junit(junit.read_text(), seconds)
+    for word, words in _VERDICT.findall(text):
+        if word == "held":
+            outcome.held.append(words)
+        else:
+            outcome.broken.append((part.name, words, where))
     if how and not outcome.broken:
         last = (output.splitlines() or ["it said nothing"])[-1]
-        outcome.broken.append(
-            (
-                " ".join(part.arguments),
-                f"{how}: {last}",
-                str(log.relative_to(REPOSITORY)),
-            )
-        )
-    elif not part.is_test:
-        outcome.held.append(part.name)
+        outcome.broken.append((part.name, f"{how}: {last}", where))
     outcome.output = "" if part.is_test and not outcome.broken else output
     return outcome
 
@@ -240,6 +218,10 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         if part.name not in given.again and (kept := _kept(directory, part))
     }
     late = []
+    path = directory / "page.md"
+    if given.keep:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        path = KEPT / f"gpu-{time.strftime('%Y-%m-%d')}-{card}.md"
     for part in parts:
         if part.name in found:
             continue
@@ -250,13 +232,10 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         (directory / f"{part.name}.json").write_text(
             json.dumps(asdict(found[part.name]), indent=2) + "\n"
         )
+        path.write_text(page(about, found, parts))
     text = page(about, found, parts)
-    print(f"\n{text}")
-    if given.keep:
-        KEPT.mkdir(parents=True, exist_ok=True)
-        path = KEPT / f"gpu-{time.strftime('%Y-%m-%d')}-{card}.md"
-        path.write_text(text)
-        print(f"kept in {path}")
+    path.write_text(text)
+    print(f"\n{text}\nkept in {path}")
     if late:
         print(
             f"left for the next call: {', '.join(late)} (the longest takes {max(p.minutes for p in parts):g} minutes)"

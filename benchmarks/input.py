@@ -3,21 +3,23 @@
 The guides' loader, ours, and the limit: copying slices of a tensor in memory.
 
 Run as: python -m benchmarks.input [ROUNDS] [--only mnist,cifar,imagenet,rows]
-[--seconds 0.5] [--short] [--keep] Samples that nobody has to decode, in memory or in a
-mapped Arrow file, random order, one core, torch on one thread:
+[--seconds 0.5] [--short] [--keep]
 
-    loader         as the guides write it: a Dataset like torchvision's (an array to a
-                   PIL image, transforms a sample) in a DataLoader; rows: a
-                   TensorDataset in one. Measured twice: the A/A floor
-    loader xN      the same with N worker processes, which may use as many cores
-    resident       ours: a whole batch indexed from resident tensors, as it is stored
-    (uint8) memory         ours: the same through the loader for what does not fit the
-    device arrow          ours: a whole batch gathered from a mapped Arrow file
-    + transform    ours, until the model's input is there, as with `loader`: floats,
-                   normalised, CIFAR-10's cropped and mirrored at random (and a blank
-                   square), ImageNet's cropped and scaled at random. On the CPU here
-    slice          the limit: consecutive slices of the tensor, copied, in order and
-    without an index
+Samples that nobody has to decode, in memory or in a mapped file, random order, one
+core, torch on one thread:
+
+    loader        as the guides write it: a Dataset like torchvision's (an array to a
+                  PIL image, transforms a sample) in a DataLoader; rows: a TensorDataset
+                  in one. Measured twice: the A/A floor
+    loader xN     the same with N worker processes, which may use as many cores
+    resident      ours: a whole batch indexed from resident tensors, as it is stored
+    memory        ours: the same through the loader, for what does not fit the device
+    mapped        ours: a whole batch indexed from a mapped file
+    + transform   ours, until the model's input is there, as with `loader`: floats,
+                  normalised, CIFAR-10's cropped and mirrored at random (and a blank
+                  square), ImageNet's cropped and scaled at random. On the CPU here
+    slice         the limit: consecutive slices of the tensor, copied, in order and
+                  without an index
 """
 
 from __future__ import annotations
@@ -31,13 +33,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from benchmarks.measure import interleave, save, show, summarize
-from trainers.arrow import ArrowDataset
 from trainers.config.sections import DataConfig
 from trainers.task import Task, task_feed
 
@@ -140,18 +141,14 @@ def make_data(kind: Kind) -> TensorDataset:
     return TensorDataset(pixels, labels)
 
 
-def write_arrow(data: TensorDataset, path: Path) -> ArrowDataset:
-    """The same samples in an Arrow file, mapped."""
-    values, labels = data.tensors
-    table = pa.table(
-        {
-            "value": pa.FixedShapeTensorArray.from_numpy_ndarray(values.numpy()),
-            "label": labels.numpy(),
-        }
-    )
-    with pa.ipc.new_file(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return ArrowDataset(path, ["value", "label"])
+def write_mapped(data: TensorDataset, directory: Path) -> TensorDataset:
+    """Return the same samples in mapped files."""
+    mapped = []
+    for number, tensor in enumerate(data.tensors):
+        file = directory / f"{number}.npy"
+        np.save(file, tensor.numpy())
+        mapped.append(torch.from_numpy(np.load(file, mmap_mode="c")))
+    return TensorDataset(*mapped)
 
 
 def guides_loader(name: str, kind: Kind, data: TensorDataset, workers: int) -> Epoch:
@@ -204,13 +201,13 @@ def measure(
     """The figures of one kind of sample, and each peer's share of the limit."""
     data = make_data(kind)
     with tempfile.TemporaryDirectory(prefix="input-") as directory:
-        arrow = write_arrow(data, Path(directory, "samples.arrow"))
+        mapped = write_mapped(data, Path(directory))
         epochs = {
             "loader": guides_loader(name, kind, data, 0),
             f"loader x{workers}": guides_loader(name, kind, data, workers),
             "resident": feed(data, Task(), kind, resident=True),
             "memory": feed(data, Task(), kind, resident=False),
-            "arrow": feed(arrow, Task(), kind, resident=False),
+            "mapped": feed(mapped, Task(), kind, resident=False),
             "loader again": guides_loader(name, kind, data, 0),
             "slice": slices(data, kind),
         }
@@ -218,8 +215,8 @@ def measure(
             epochs["resident + transform"] = feed(
                 data, task_of(name), kind, resident=True
             )
-            epochs["arrow + transform"] = feed(
-                arrow, task_of(name), kind, resident=False
+            epochs["mapped + transform"] = feed(
+                mapped, task_of(name), kind, resident=False
             )
         peers = {
             peer: lambda epoch=epoch: rate(epoch, seconds)
@@ -233,7 +230,7 @@ def measure(
             value / limit for value, limit in zip(values, found["slice"], strict=True)
         )
         for peer, values in found.items()
-        if peer in ("resident", "memory", "arrow")
+        if peer in ("resident", "memory", "mapped")
     }
     print(
         "  share of slice: "

@@ -1,5 +1,6 @@
-"""What does each step of mixed precision and compilation bring on one GPU? Four models,
-rung by rung.
+"""What does each step of mixed precision and compilation bring on one GPU?
+
+Four models, rung by rung.
 
 Run as: python -m benchmarks.ladder [--works resnet50,bert-large,gpt,cnn] [--rungs
                                     fp32,bf16,...] [--seconds 2] [--minutes 4.75]
@@ -7,15 +8,17 @@ Run as: python -m benchmarks.ladder [--works resnet50,bert-large,gpt,cnn] [--run
 Every rung is a run of the product's own loop on an example's train.yaml with a few keys
 changed, and keeps what the rungs before it changed:
 
-    fp32            no TF32, contiguous tensors, an optimizer that is not fused tf32,
-    bf16      precision: one takes the other's place; everything after stands on bf16
+    fp32            no TF32, contiguous tensors, an optimizer that is not fused
+    tf32, bf16      by `precision`; everything after stands on bf16
     fp16            a branch of its own: with the loss scaler, and what an optimizer
-    that is not fused costs under it channels_last   models with convolutions only fused
-    the product's own optimizer. It always fuses; the rungs before take its optimizer
-    unfused compile         torch.compile: seconds that it added to the first step, and
-    the steps after which they are won back cuda_graph      compiled, and whole steps
-    captured and replayed bf16 again      the A/A floor: a difference between rungs that
-    is smaller is none
+                    that is not fused costs under it
+    channels_last   models with convolutions only
+    fused           the product's own optimizer; the rungs before take it unfused
+    compile         torch.compile: seconds that it added to the first step, and the
+                    steps after which they are won back
+    reduce_overhead, max_autotune    its other modes
+    cuda_graph      compiled, and whole steps captured and replayed
+    bf16 again      the A/A floor: a difference between rungs that is smaller is none
 
 A rung that fails or does not fit is a row that says so. Figures: samples/s after
 warm-up with the 95 % interval of the step time over n steps; peak of allocated memory
@@ -84,7 +87,7 @@ CONVOLUTIONS = ("resnet50", "cnn")
 _AGAIN = "bf16 again"
 _COMPILE_S = 75.0  # until one was seen
 _RUN_S = 12.0
-_COMPILED = ("compile", "cuda_graph")
+_COMPILED = ("compile", "cuda_graph", "reduce_overhead", "max_autotune")
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,10 @@ def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
         Rung("fused", last, True, "channels_last" if convolutions else "bf16", 1),
         Rung("compile", compiled, True, "fused", 3),
         Rung(
+            "reduce_overhead", last | {"compile": "reduce-overhead"}, True, "fused", 7
+        ),
+        Rung("max_autotune", last | {"compile": "max-autotune"}, True, "fused", 8),
+        Rung(
             "cuda_graph",
             compiled | {"cuda_graphs": True},
             True,
@@ -147,8 +154,9 @@ def rungs(convolutions: bool, host_bound: bool) -> list[Rung]:
 
 
 def expected_s(rung: Rung, here: list[Row], elsewhere: list[Row]) -> float:
-    """What a rung may cost, from what was seen: other rungs of this work, else of any,
-    and what compiling took.
+    """Return what a rung may cost, from what was seen.
+
+    That is other rungs of this work, else of any, and what compiling took.
     """
     ran = [row for row in here + elsewhere if row.status != "dropped"]
     own = [
@@ -171,8 +179,9 @@ def expected_s(rung: Rung, here: list[Row], elsewhere: list[Row]) -> float:
 
 
 def figures_of(measured: Measured, matmul: float | None) -> dict[str, Any]:
-    """The figures of a run; `matmul` is a matrix product's FLOP/s in the same
-    precision.
+    """Return the figures of a run.
+
+    `matmul` is a matrix product's FLOP/s in the same precision.
     """
     result = measured.result
     speed = measured.result.throughput
@@ -220,8 +229,9 @@ def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]) -> 
 
 
 def break_even_steps(compile_s: float, before_s: float, after_s: float) -> int | None:
-    """Steps after which faster steps have won back what compiling took; None when they
-    are not faster.
+    """Return the steps after which compiling has paid for itself.
+
+    None when its steps are not faster.
     """
     return None if after_s >= before_s else math.ceil(compile_s / (before_s - after_s))
 
@@ -229,8 +239,10 @@ def break_even_steps(compile_s: float, before_s: float, after_s: float) -> int |
 def compare(
     ladder: list[Rung], found: dict[str, Row]
 ) -> tuple[list[Row], float | None]:
-    """The rows in the ladder's order, with what each brought over the first and over
-    the one it stands on, and the A/A floor (None when it was not measured).
+    """Return the rows in the ladder's order, and the A/A floor.
+
+    Each says what it brought over the first and over the one it stands on. The floor is
+    None when it was not measured.
     """
     rows = [found[rung.name] for rung in ladder if rung.name in found]
     done = {row.rung: row.figures for row in rows if row.status == "done"}
@@ -265,8 +277,9 @@ def measure(
     budget: Budget,
     n: int,
 ) -> dict[str, Any]:
-    """All rungs of all works, the most important first; `n`: rows of the matrices of
-    the product.
+    """Run all rungs of all works, the most important first.
+
+    `n`: rows of the matrices of the product.
     """
     ladders = {name: rungs(name in CONVOLUTIONS, name == "cnn") for name in works}
     plan = [

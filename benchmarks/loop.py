@@ -76,8 +76,9 @@ WORK: dict[str, type[Task]] = {"mlp": Rows, "cnn": Digits}
 
 
 class Stopwatch:
-    """Global samples/s of the steps after warm-up, and the mean loss over steps and
-    ranks.
+    """Global samples/s of the steps after warm-up, and the mean loss.
+
+    The mean is over steps and ranks.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -150,9 +151,7 @@ def by_hand(
     prepare: Callable[..., tuple[Any, ...]] | None,
     sharded: bool = True,
 ) -> tuple[float, float]:
-    """A hand-written loop, bare (DDP with two ranks) or through a framework's
-    `prepare`.
-    """
+    """Run a hand-written loop, bare (DDP with two ranks) or by a framework's `prepare`."""
     task, model, optimizer, loader, sampler = parts(work, rank, world_size, sharded)
     backward: Any = torch.Tensor.backward
     if prepare is not None:
@@ -276,8 +275,9 @@ def peers(
 
 @contextlib.contextmanager
 def environment_of(package: str) -> Iterator[None]:
-    """Environment variables as this package has left them before; what it changes is
-    remembered, then undone.
+    """Set environment variables as this package has left them before.
+
+    What it changes is remembered, then undone.
     """
     before = dict(os.environ)
     os.environ.update(_LEFT.get(package, {}))

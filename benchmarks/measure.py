@@ -1,10 +1,9 @@
-"""What every benchmark shares: interleaved rounds, medians with spread, the A/A floor,
-the environment, JSON.
-"""
+"""What every benchmark shares: interleaved rounds, medians, floors and JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import time
@@ -25,8 +24,9 @@ SCRATCH = Path("results/benchmarks")
 def interleave(
     peers: dict[str, Callable[[], float]], rounds: int, seed: int | None = None
 ) -> dict[str, list[float]]:
-    """Call every peer once a round, in turn; the first round is a warm-up and is
-    dropped.
+    """Call every peer once a round, in turn.
+
+    The first round is a warm-up and is dropped.
 
     With a `seed` each round has an order of its own, the same on every rank: what one
     leaves to the next (a cold cache, garbage) falls on all alike.
@@ -45,8 +45,9 @@ def interleave(
 
 
 def aa_floor(ratios: Sequence[float]) -> float:
-    """How far from 1 the median of a thing's ratios to itself may be: a median that is
-    nearer says nothing.
+    """Return how far from 1 the median of a thing's ratios to itself may be.
+
+    A median that is nearer says nothing.
 
     Of a thousand medians of as many ratios, drawn with replacement (bootstrap), 95 %
     are within it. Of one or two ratios it is the largest deviation.
@@ -63,9 +64,10 @@ def _drawn_medians(ratios: Sequence[float]) -> np.ndarray[Any, Any]:
 
 
 def ahead(found: dict[str, list[float]], ours: str) -> dict[str, dict[str, float]]:
-    """How many times as much as each peer `ours` is: the median of the ratios within a
-    round, with the interval that holds 95 % of the medians of as many, drawn with
-    replacement.
+    """Return how many times as much as each peer `ours` is, with an interval.
+
+    It is the median of the ratios within a round. The interval holds 95 % of the
+    medians of as many, drawn with replacement.
 
     A baseline's noise is in none of them.
     """
@@ -131,9 +133,23 @@ def show(title: str, unit: str, summary: dict[str, Any]) -> None:
         )
 
 
+def verdict(
+    name: str,
+    found: float,
+    least: float = -math.inf,
+    most: float = math.inf,
+    small: bool = False,
+) -> None:
+    """Print whether a figure is within its threshold; a miniature's is only said."""
+    rule = f"at least {least:g}" if most == math.inf else f"at most {most:g}"
+    word = "held" if least <= found <= most else "MISSED"
+    print(f"{'seen' if small else word}: {name}: {found:.3g} ({rule})", flush=True)
+
+
 def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest results of a benchmark that were not kept, where the same code
-    was `asked` the same: it goes on with them.
+    """Return the newest results of a benchmark that were not kept.
+
+    Only where the same code was `asked` the same: it goes on with them.
     """
     for path in sorted(SCRATCH.glob(f"{name}-[0-9]*.json"))[-1:]:
         found = json.loads(path.read_text())
@@ -148,8 +164,9 @@ def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(name: str, results: dict[str, Any], keep: bool) -> Path:
-    """Write the figures with date, hardware and versions; `keep` puts them where
-    documents quote from.
+    """Write the figures with date, hardware and versions.
+
+    `keep` puts them where documents quote from.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = {

@@ -108,8 +108,9 @@ def predicted(
 def measured(
     task: Task, config: TrainConfig, size: int, group: Group, fake: bool = False
 ) -> int:
-    """Bytes that steps take at their peak, as torch counts them; `fake` tensors have no
-    values and take no time.
+    """Return the bytes that steps take at their peak, as torch counts them.
+
+    `fake` tensors have no values and take no time.
     """
     train = task.dataset("train")
     if fake:

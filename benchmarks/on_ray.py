@@ -10,8 +10,9 @@ from typing import Any
 def in_workers(
     measure: Callable[[], Any], num_workers: int = 1, gpu: bool = False
 ) -> Any:
-    """What `measure` returns on rank 0; every rank calls it, with a CPU and a `gpu` of
-    its own.
+    """Return what `measure` returns on rank 0.
+
+    Every rank calls it, with a CPU and a `gpu` of its own.
 
     Ray is connected.
     """

@@ -1,5 +1,6 @@
-"""Runs of the product's own loop that a benchmark measures: an example's train.yaml
-with changes, for so many seconds.
+"""Runs of the product's own loop that a benchmark measures.
+
+Each is an example's train.yaml with changes, for so many seconds.
 
 Without Ray, storage, evaluation and checkpoints: `fit` itself, in this process, with
 nobody above it. Data and initial weights of a work are made once, each run starts from
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster.health.matmul import matmul_times
+from cluster.health.probes import matmul_times
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
@@ -85,8 +86,9 @@ def example(name: str, batch: int, long_steps: bool = False, **task_args: Any) -
 
 
 class TimedContext(LocalContext):
-    """Asks to stop after so many seconds beyond the warm-up; the loop looks every ten
-    steps, the device waited for.
+    """Asks to stop after so many seconds beyond the warm-up.
+
+    The loop looks every ten steps, the device waited for.
     """
 
     def __init__(self, seconds: float, microbatch_size: int) -> None:
@@ -126,8 +128,9 @@ class Measured:
 
     @property
     def wall_samples_per_s(self) -> float:
-        """By a clock on the wall, from the first look to the last: whatever the loop
-        does between steps is in it.
+        """Samples/s by a clock on the wall, from the first look to the last.
+
+        Whatever the loop does between steps is in it.
         """
         steps = (len(self.looks) - 1) * AGREE_EVERY_STEPS
         return steps * self.result.global_batch_size / (self.looks[-1] - self.looks[0])
@@ -167,8 +170,9 @@ class Runs:
 
 
 def unfused(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer before its first step as torch makes it by itself: a few calls
-    for all parameters together.
+    """Return the same optimizer as torch makes it by itself, before its first step.
+
+    It makes a few calls for all parameters together.
     """
     groups = [{**group, "fused": False} for group in optimizer.param_groups]
     return type(optimizer)(groups)  # type: ignore[call-arg]
@@ -184,8 +188,9 @@ def release() -> None:
 
 
 def matmul_flops(precision: str, device: torch.device, n: int) -> float:
-    """FLOP/s of a product of two random n x n matrices in this precision: the median of
-    several samples.
+    """Return FLOP/s of a product of two random n x n matrices in this precision.
+
+    The median of several samples.
     """
     return 2 * n**3 / statistics.median(matmul_times(precision, device, n))
 
@@ -218,8 +223,9 @@ def device_and_size(small: bool) -> tuple[torch.device, bool]:
 
 
 class Budget:
-    """A limit to the whole of a benchmark: what would not fit any more is dropped, and
-    said.
+    """A limit to the whole of a benchmark.
+
+    What would not fit any more is dropped, and said.
     """
 
     def __init__(
@@ -251,8 +257,9 @@ class Budget:
 
 @contextlib.contextmanager
 def quiet_and_cold() -> Iterator[None]:
-    """torch.compile begins without a cache, and tasks do not repeat in every run that
-    their data is synthetic.
+    """Begin torch.compile without a cache, and keep tasks quiet.
+
+    They would repeat in every run that their data is synthetic.
     """
     print("all data is SYNTHETIC, of the real shapes", flush=True)
     logger = logging.getLogger("examples")

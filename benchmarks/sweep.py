@@ -144,8 +144,9 @@ def train_one(loop_config: dict[str, Any]) -> None:
 
 
 def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
-    """Run the same sweep, or its first `limit` trials, a TorchTrainer each; prints, as
-    JSON, its wall time in Tune and the configuration and loss of each trial.
+    """Run the same sweep, or its first `limit` trials, a TorchTrainer each.
+
+    Prints, as JSON, its wall time in Tune and the configuration and loss of each trial.
 
     `in_lanes`: with the two names imported from `tune.ray`.
     """
@@ -220,8 +221,9 @@ def seconds_each(records: list[Any]) -> float:
 
 
 def settle(most_s: float = 60.0) -> None:
-    """Wait until a cluster that has just started no longer works on its own start:
-    neither way should pay for it.
+    """Wait until a cluster that has just started no longer works on its own start.
+
+    Neither way should pay for it.
     """
     deadline = time.monotonic() + most_s
     while (

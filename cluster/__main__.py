@@ -47,9 +47,7 @@ def validate(
     *,
     strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
 ) -> int:
-    """Check `ray up` files, KubeRay's and Slurm's, offline: every error and warning of
-    every file is printed.
-    """
+    """Check `ray up` files, KubeRay's and Slurm's, offline: print errors and warnings."""
     levels = Counter[str]()
     for file in files:
         try:
@@ -68,7 +66,7 @@ def validate(
 
 
 def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
-    """The findings on each cluster of a file, with its name and what it is."""
+    """Yield name, kind and findings of each cluster in a file."""
     from cluster.rules.slurm import is_slurm, load_slurm, slurm_findings
 
     if is_slurm(file):
@@ -135,9 +133,7 @@ def watch(
         Field(title="ID", description="of the Ray node, where several run here"),
     ] = None,
 ) -> int:
-    """Wait on a spot machine for the notice that it is taken back, and drain its Ray
-    node; cluster files start it.
-    """
+    """Wait for a spot machine's notice, and drain its Ray node; cluster files start it."""
     from cluster.spot.watch import watch
 
     return watch(cloud, address, node)
@@ -156,8 +152,9 @@ def autoscale(
         Field(title="ID", description="of the head's Ray node, where several run here"),
     ] = None,
 ) -> int:
-    """Run Ray's autoscaler on a head that has none, and go over to on-demand where spot
-    is refused; files start it.
+    """Run Ray's autoscaler on a head, and take on-demand where spot is refused.
+
+    Cluster files start it.
     """
     from cluster.spot.autoscaler import autoscale
 
@@ -165,7 +162,7 @@ def autoscale(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     functions: dict[str, Callable[..., int]] = {
         "validate": validate,
         "check": check,

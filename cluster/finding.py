@@ -1,6 +1,4 @@
-"""One remark on a cluster file or a node, in the form of Paceline's errors: field,
-value, rule and fix.
-"""
+"""A remark on a cluster file or a node: field, value, rule and fix."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +11,10 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One remark: an error is what would not work, or would run the code of strangers;
-    a warning may be intended.
+    """One remark.
+
+    An error is what would not work, or would run the code of strangers; a warning may be
+    intended.
     """
 
     level: Level

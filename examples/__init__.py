@@ -1,3 +1,1 @@
-"""One folder a story: task.py, train.yaml, sweep.yaml and a README with the output it
-gave.
-"""
+"""One folder a story: task.py, train.yaml, sweep.yaml and a README with output."""

@@ -1,5 +1,6 @@
-"""What the examples on torchvision's small image sets share: one download, uint8
-tensors that stay resident.
+"""What the examples on torchvision's small image sets share.
+
+One download, and uint8 tensors that stay resident.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from trainers.errors import ConfigError
 
 
 class SmallImages(MaySynthesize):
-    """Classify B images [B, C, H, W] (uint8) of a data set that torchvision can
-    download.
+    """Classify B images [B, C, H, W] (uint8) of a set that torchvision can download.
 
     `root`: where it is kept on each node. `samples`: take only so many of each split.
     The pixels go once into one file of tensors, so that workers start without
@@ -84,8 +84,9 @@ class SmallImages(MaySynthesize):
         aside.replace(self._file)
 
     def dataset(self, split: str) -> TensorDataset:
-        """uint8 images [N, C, H, W] and their labels [N]; "val" is the set's own test
-        split.
+        """Return uint8 images [N, C, H, W] and their labels [N].
+
+        "val" is the set's own test split.
         """
         count = min(self.samples or self.sizes[split], self.sizes[split])
         if self.synthetic:

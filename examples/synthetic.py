@@ -1,5 +1,6 @@
-"""Data of the right shapes where the real one cannot be had, marked as such in every
-output.
+"""Data of the right shapes where the real one cannot be had.
+
+It is marked as such in every output.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class MaySynthesize(Task):
 def synthetic_images(
     count: int, shape: tuple[int, int, int], classes: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """uint8 [count, C, H, W] and labels [count]: a coarse picture for each class under
-    noise, so learnable.
+    """Return images uint8 [count, C, H, W] and labels [count].
+
+    Each is a coarse picture of its class under noise, so learnable.
 
     The pictures are the same for every seed, so that a validation split can be drawn
     with another one.

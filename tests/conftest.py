@@ -10,17 +10,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.waits import HANG_S, until
 
 if TYPE_CHECKING:
-    import psutil
+    pass
 
 REPOSITORY = Path(__file__).parent.parent
 OWN_RAY = ("test_embedded.py", "test_first_script.py", "test_ray_scripts.py")
@@ -45,11 +45,11 @@ os.environ["TMPDIR"] = str(SCRATCH)
 os.environ["HOME"] = str(SCRATCH / "home")
 Path(os.environ["HOME"]).mkdir(exist_ok=True)
 tempfile.tempdir = None
-multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]
+multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadfile`, the files on Ray's cluster are one: it is started once,
     and has a process for itself.
 
@@ -57,8 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """
     from xdist.scheduler import LoadFileScheduling
 
-    class Files(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
             folder, file = nodeid.partition("::")[0].rsplit("/", 1)
             is_one = folder in ("tests/on_ray", "tests/lab") and file not in OWN_RAY
             return folder if is_one else str(super()._split_scope(nodeid))
@@ -66,14 +66,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     """In every process of the session: no temporary file is left."""
     if IS_OWN:
         shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_before() -> Iterator[None]:
+def _logging_as_before():
     """A command that a test runs in this process sets up logging: the next test hears
     what it says, too.
     """
@@ -88,7 +88,7 @@ def _logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind():
     """Every process that the suite started is gone at its end."""
     import psutil
 
@@ -96,7 +96,7 @@ def nothing_left_behind() -> Iterator[None]:
     if (processes := sys.modules.get("tests.distributed.processes")) is not None:
         processes.end_server()
 
-    def left() -> list[psutil.Process]:
+    def left():
         return [
             process
             for process in psutil.Process().children(recursive=True)
@@ -110,7 +110,7 @@ def nothing_left_behind() -> Iterator[None]:
     )
 
 
-def _alive(process: psutil.Process) -> bool:
+def _alive(process):
     import psutil
 
     try:
@@ -133,9 +133,14 @@ class Done:
 
 Command = Callable[..., Done]
 
+FIRST = ("nice", "-n", "-10", sys.executable)
+"""Python before the tests that run beside it, where it is root's: Ray's raylet has 30 s
+to start, and no setting changes that.
+"""
+
 
 @pytest.fixture(scope="session")
-def command() -> Command:
+def command():
     """Run a command of the environment's Python; `ray_address` joins a cluster.
 
     With `forked`, `-m module` runs in a process that has torch imported already:
@@ -144,14 +149,14 @@ def command() -> Command:
     from tests.distributed.processes import run_module
 
     def run(
-        *args: str,
-        cwd: Path = REPOSITORY,
-        env: dict[str, str] | None = None,
-        ray_address: str | None = None,
-        timeout_s: float = HANG_S,
-        program: tuple[str, ...] = (sys.executable,),
-        forked: bool = False,
-    ) -> Done:
+        *args,
+        cwd=REPOSITORY,
+        env=None,
+        ray_address=None,
+        timeout_s=HANG_S,
+        program=(sys.executable,),
+        forked=False,
+    ):
         # What this process has from its own imports and fixtures is not what a user
         # has.
         own = ("RAY_ADDRESS", "PACELINE_STORAGE", "RAY_AIR_NEW_OUTPUT", "TUNE_")
@@ -193,7 +198,7 @@ class Cluster:
     directory: Path
 
 
-def free_port() -> int:
+def free_port():
     """A port above those that Ray gives its workers (10002 to 19999)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -23,7 +23,7 @@ PACKAGES = ("trainers", "cluster", "tune")
 
 _ORDER = """
 trainers base: redaction output errors terminal causes json_data storage lease versions context config command_line
-trainers data: devices data arrow
+trainers data: devices data
 trainers model: model task
 trainers step: measure step
 trainers checkpoint: checkpoint
@@ -35,7 +35,7 @@ cluster health: health __main__
 tune search: objective config trials search
 tune lanes: ray_internals forks lanes ray
 tune report: report
-tune sweeps: sweeps watch __main__
+tune sweeps: sweeps watch mcp __main__
 """
 FLOORS = {
     line.partition(": ")[0].replace(" ", "."): line.partition(": ")[2].split()

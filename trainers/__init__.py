@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.config import TrainConfig
-    from trainers.data.arrow import ArrowDataset
-    from trainers.data.order import GroupedByLength
+    from trainers.data.sampler import GroupedByLength
     from trainers.start import train
     from trainers.task import Task
 
-__all__ = ["ArrowDataset", "GroupedByLength", "Task", "TrainConfig", "train"]
+__all__ = ["GroupedByLength", "Task", "TrainConfig", "train"]
 
 _HOMES = {
-    "ArrowDataset": "trainers.data.arrow",
-    "GroupedByLength": "trainers.data.order",
+    "GroupedByLength": "trainers.data.sampler",
     "Task": "trainers.task",
     "TrainConfig": "trainers.config",
     "train": "trainers.start",
@@ -24,9 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names only when they are used: `import trainers` alone imports
-    no torch.
-    """
+    """Import a public name when it is used: `import trainers` imports no torch."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

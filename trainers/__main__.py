@@ -101,8 +101,9 @@ def predict(
     split: _Split = "val",
     checkpoint: _Name = "newest",
 ) -> int:
-    """Write what the model says of every sample of a split, in one worker or
-    `--scaling.num_workers N`.
+    """Write the model's output for every sample of a split.
+
+    Works in one worker, or in `--scaling.num_workers N`.
     """
     return _infer(run, overrides, output, split, checkpoint, storage_uri(out))
 
@@ -145,9 +146,7 @@ def memory(
         ),
     ] = None,
 ) -> int:
-    """Predict the memory that steps will take, and the largest microbatch; trains
-    nothing, and takes none.
-    """
+    """Predict the memory of training steps, and the largest microbatch; trains nothing."""
     from trainers.launch.log import setup_logging
     from trainers.launch.memory_forecast import memory_page
 

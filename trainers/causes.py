@@ -1,5 +1,4 @@
-"""What an exception of somebody else's, or the end of a process, means for a run: its
-status and the cause in words.
+"""Turn exceptions and ends of processes into a run's status and a cause in words.
 
 Needs neither torch nor Ray to be imported: theirs are known by name and by their words.
 """
@@ -66,9 +65,7 @@ _LIBRARIES = (
 
 
 def failure_of(error: BaseException, rank: int) -> RunFailedError:
-    """A worker's exception as plain data: crosses processes whatever the exception
-    holds.
-    """
+    """Return a worker's exception as plain data, which crosses between processes."""
     if isinstance(error, RunFailedError):
         return error
     if isinstance(error, ConfigError):
@@ -121,9 +118,7 @@ def death_of(
 
 
 def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
-    """Return the innermost of some frames (file and line) that is no library's, else
-    the innermost.
-    """
+    """Return the innermost frame (file, line) outside of libraries, if there is one."""
     own = [
         frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)
     ]
@@ -131,16 +126,15 @@ def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
 
 
 def classify(error: BaseException) -> Status:
-    """The status that an exception ends a run with; needs neither torch nor Ray to be
-    imported.
+    """Return the status that an exception ends a run with.
+
+    Needs neither torch nor Ray to be imported.
     """
     return _explain(error)[0]
 
 
 def broke_with_others(error: BaseException) -> bool:
-    """Whether a collective failed: what happens to the other ranks when one of them
-    fails or dies.
-    """
+    """Whether a collective failed, as happens when another rank fails or dies."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if _status(error) == "out_of_memory":  # NCCL's own buffers did not fit
         return False
@@ -150,9 +144,7 @@ def broke_with_others(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> tuple[Status, str]:
-    """The status that an exception ends a run with, and what happened in words: the
-    cause itself, where another exception only carries it.
-    """
+    """Return the status that an exception ends a run with, and its cause in words."""
     words = (
         f"{type(error).__name__}: {first_line(error) if str(error) else ''}{_at(error)}"
     )
@@ -206,8 +198,9 @@ _SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, o
 def _loader_died(
     pids: str, by_signal: str | None, otherwise: str | None
 ) -> tuple[Status, str]:
-    """What the death of a DataLoader's worker means; `by_signal` is the signal's name
-    as the C library has it.
+    """Return the status and the cause when a DataLoader's worker died.
+
+    `by_signal` is the signal's name as the C library has it.
     """
     worker = f"DataLoader worker (pid {pids})"
     if by_signal is None:
@@ -228,9 +221,7 @@ def _loader_died(
 
 
 def _unwrap(where: str, trace: str) -> str | None:
-    """The exception whose traceback torch sent home as text from a DataLoader's worker
-    or another thread.
-    """
+    """Return the exception whose traceback torch sent as text from another process."""
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return None
@@ -256,8 +247,9 @@ def _at(error: BaseException) -> str:
 
 
 def count_kernel_kills() -> int:
-    """Return how many processes this machine's kernel has killed for memory since it
-    started; 0 where it says none.
+    """Return how many processes the kernel has killed for memory since the boot.
+
+    0 where it does not say.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError):  # not Linux

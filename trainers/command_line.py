@@ -14,7 +14,9 @@ import sys
 import textwrap
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -37,20 +39,21 @@ from trainers.output import Json, Output, Quiet
 from trainers.redaction import redact
 
 _SOURCE = "command line"
-_LONGEST = 2**15
 
 
 class _Options(Settings):
-    """Their descriptions are in their types: pydantic need not look for source, through
-    every module there is.
+    """A command's options, whose descriptions are in their types.
+
+    Pydantic would look for them in the source, through every module there is.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 class Command:
-    """A function as a command: the parameter before `*` is given without its name,
-    `overrides` are keys of `config`.
+    """A function as a command: its parameters are the options.
+
+    The parameter before `*` is given without its name; `overrides` are keys of `config`.
 
     A bool is a flag, a tuple may be repeated, a field's title is shown as its value.
     `--name value` and `--name=value` are the same, and so are hyphens and underscores
@@ -61,76 +64,51 @@ class Command:
     def __init__(
         self,
         call: str,
-        function: Callable[..., int],
+        function: Callable[..., Any],
         config: type[Settings] | None = None,
     ) -> None:
-        parameters = dict(inspect.signature(function).parameters)
         self.call = call
         self.function = function
-        self.config = config if parameters.pop("overrides", None) else None
-        self.tells = parameters.pop("output", None) is not None
+        self.argument = ""
+        self.tells = False
+        takes_keys = False
         hints = get_type_hints(function, include_extras=True)
-        fields = {
-            name: (hints[name], ... if p.default is p.empty else p.default)
-            for name, p in parameters.items()
-        }
-        fields |= (
-            {"quiet": (Quiet, False), "as_json": (Json, False)} if self.tells else {}
-        )
-        self.model = create_model(function.__name__, __base__=_Options, **fields)  # type: ignore[call-overload]
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(function).parameters.items():
+            if name == "overrides":
+                takes_keys = True
+            elif name == "output":
+                self.tells = True
+            else:
+                is_required = parameter.default is parameter.empty
+                default = ... if is_required else parameter.default
+                fields[name] = (hints[name], default)
+                if parameter.kind is not parameter.KEYWORD_ONLY:
+                    self.argument = name
+        if self.tells:
+            fields |= {"quiet": (Quiet, False), "as_json": (Json, False)}
+        self.config = config if takes_keys else None
+        self.model = create_model(function.__name__, __base__=_Options, **fields)
         self.fields = keys_of(self.model)
-        self.argument = next(
-            (name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY), ""
-        )
         self.options = {
             _option(name): name for name in self.fields if name != self.argument
         }
-        self.flags = [
-            name
-            for name, field in self.fields.items()
-            if bool in (field.annotation, *get_args(field.annotation))
-        ]
-        self.tuples = [
-            name
-            for name, field in self.fields.items()
-            if get_origin(field.annotation) is tuple
-        ]
 
     def parse(self, args: Sequence[str]) -> dict[str, Any]:
-        """What was typed as the function's parameters; raises ConfigError."""
-        if sum(map(len, args)) > _LONGEST:
-            rule = f"has more than {_LONGEST} characters"
-            raise ConfigError(
-                "the command", MISSING, rule, "write it into the file", _SOURCE
-            )
+        """Return what was typed as the function's parameters; raises ConfigError."""
         given: dict[str, Any] = {}
         overrides: dict[str, Any] = {}
-        rest = list(args)
+        rest = deque(args)
         while rest:
-            arg = rest.pop(0)
+            arg = rest.popleft()
             if not arg.startswith("-"):
-                if not self.argument or (
-                    self.argument in given and self.argument not in self.tuples
-                ):
-                    rule = f"is one argument too many for `{self.call}`"
-                    raise ConfigError(arg or '""', MISSING, rule, "remove it", _SOURCE)
-                self._give(given, self.argument, arg)
+                self._give_argument(given, arg)
                 continue
             typed, equals, text = arg.partition("=")
             name = self.options.get(typed.replace("_", "-"))
             key = "" if name else self._key(typed)
-            if not equals and name in self.flags:
-                text = "true"
-            elif not equals:
-                if not rest or rest[0].startswith("--"):
-                    raise ConfigError(
-                        typed,
-                        MISSING,
-                        "needs a value",
-                        f"write `{typed} VALUE`",
-                        _SOURCE,
-                    )
-                text = rest.pop(0)
+            if not equals:
+                text = "true" if name and self._is(name, bool) else _next(rest, typed)
             if name:
                 self._give(given, name, text)
             else:
@@ -138,102 +116,157 @@ class Command:
         try:
             built = build(self.model, given, _SOURCE)
         except ConfigError as error:
-            raise ConfigErrors(
-                [self._as_typed(one) for one in getattr(error, "errors", [error])]
-            ) from None
+            errors = getattr(error, "errors", [error])
+            raise ConfigErrors([self._as_typed(wrong) for wrong in errors]) from None
         values = {name: getattr(built, name) for name in self.model.model_fields}
         if self.tells:
             values["output"] = Output(values.pop("quiet"), values.pop("as_json"))
-        return {**values, "overrides": overrides} if self.config else values
+        if self.config:
+            values["overrides"] = overrides
+        return values
+
+    def _is(self, name: str, kind: type) -> bool:
+        """Whether a parameter has this type, or a union with it."""
+        annotation = self.fields[name].annotation
+        return kind in (annotation, get_origin(annotation), *get_args(annotation))
+
+    def _give_argument(self, given: dict[str, Any], text: str) -> None:
+        name = self.argument
+        if not name or (name in given and not self._is(name, tuple)):
+            rule = f"is one argument too many for `{self.call}`"
+            raise _mistake(text or '""', rule, "remove it")
+        self._give(given, name, text)
 
     def _give(self, given: dict[str, Any], name: str, text: str) -> None:
-        kind = self.fields[name].annotation
-        if name in self.tuples:
+        if self._is(name, tuple):
             given[name] = (*given.get(name, ()), text)
+        elif self._is(name, str):
+            given[name] = text
         else:
-            given[name] = (
-                text
-                if str in (kind, *get_args(kind))
-                else parse_yaml(text, f"{_SOURCE}, {_option(name)}")
-            )
+            given[name] = parse_yaml(text, f"{_SOURCE}, {_option(name)}")
 
     def _key(self, typed: str) -> str:
-        """An unknown option as a key of the configuration; names in a mapping of the
-        user's own stay as they are.
+        """Return an unknown option as a dotted key of the configuration.
+
+        Names in a mapping of the user's own stay as they are.
         """
         parts = typed.removeprefix("--").split(".")
-        model = self.config
-        for index, part in enumerate(parts):
-            if model is not None and (ours := part.replace("-", "_")) in keys_of(model):
-                parts[index], model = ours, child_model(model, ours)
+        keys: list[str] = []
+        if self.config is not None:
+            keys = [key.replace("_", "-") for key in keys_of(self.config)]
         first = parts[0].replace("_", "-")
-        keys = (
-            [key.replace("_", "-") for key in keys_of(self.config)]
-            if self.config
-            else []
-        )
         options = [option.removeprefix("--") for option in self.options]
         near = None if first in keys else nearest(first, [*keys, *options])
         if not keys or not typed.startswith("--") or typed == "--" or near in options:
             listed = f"its options are {', '.join([*self.options, '--help'])}"
             fix = did_you_mean(first, [*keys, *options], listed, _option)
-            raise ConfigError(
-                typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE
-            )
+            raise _mistake(typed, f"is not an option of `{self.call}`", fix)
+        model = self.config
+        for index, part in enumerate(parts):
+            name = part.replace("-", "_")
+            if model is not None and name in keys_of(model):
+                parts[index] = name
+                model = child_model(model, name)
         return ".".join(parts)
 
     def _as_typed(self, error: ConfigError) -> ConfigError:
-        """What is wrong with a parameter, said of the option or the argument."""
+        """Return an error about a parameter as one about the option or argument."""
         name = error.field.partition("[")[0]
         shown = self._shown(name)
-        fix = (
-            f"write `{self.call} {shown}`"
-            if name == self.argument
-            else f"write `{shown}`"
-        )
+        call = f"{self.call} " if name == self.argument else ""
+        fix = f"write `{call}{shown}`"
         return ConfigError(shown.split()[0], error.value, error.rule, fix, _SOURCE)
 
     def _shown(self, name: str) -> str:
         value = self.fields[name].title or name.upper()
-        return (
-            value
-            if name == self.argument
-            else _option(name)
-            if name in self.flags
-            else f"{_option(name)} {value}"
-        )
+        if name == self.argument:
+            return value
+        if self._is(name, bool):
+            return _option(name)
+        return f"{_option(name)} {value}"
 
     def help(self) -> str:
-        """How the command is typed, what it does, and what its options mean."""
-        required = [
-            self._shown(name)
-            for name, field in self.fields.items()
-            if field.is_required()
-        ]
-        usage = [
-            "usage:",
-            self.call,
-            *required,
-            "[options]",
-            *["[--dotted.key value]..."] * bool(self.config),
-        ]
-        lines = [
-            " ".join(usage),
-            "    " + (inspect.getdoc(self.function) or "").replace("\n", "\n    "),
-        ]
+        """Return how the command is typed, what it does, and what its options mean."""
+        usage = ["usage:", self.call]
+        options = []
         for name, field in self.fields.items():
-            default = (
-                f" (default: {show(field.default)})"
-                if not field.is_required() and field.default
-                else ""
-            )
+            default = ""
+            if field.is_required():
+                usage.append(self._shown(name))
+            elif field.default:
+                default = f" (default: {show(field.default)})"
             text = f"      {self._shown(name):<25} {field.description}{default}"
-            lines += textwrap.wrap(text, 110, subsequent_indent=" " * 32)
-        return "\n".join(lines)
+            options += textwrap.wrap(text, 110, subsequent_indent=" " * 32)
+        usage.append("[options]")
+        if self.config:
+            usage.append("[--dotted.key value]...")
+        about = "    " + (inspect.getdoc(self.function) or "").replace("\n", "\n    ")
+        return "\n".join([" ".join(usage), about, *options])
 
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _mistake(typed: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError(typed, MISSING, rule, fix, _SOURCE)
+
+
+def _next(rest: deque[str], typed: str) -> str:
+    """Take the value of an option."""
+    if not rest or rest[0].startswith("--"):
+        raise _mistake(typed, "needs a value", f"write `{typed} VALUE`")
+    return rest.popleft()
+
+
+@dataclass(frozen=True)
+class _Door:
+    """The commands of one module."""
+
+    call: str
+    functions: Mapping[str, Callable[..., int]]
+    config: type[Settings] | None
+
+    def command(self, name: str) -> Command:
+        """Make a command; only when asked for, since its model takes 10 ms."""
+        call = f"{self.call} {name}".rstrip()
+        return Command(call, self.functions[name], self.config)
+
+    def named(self, args: Sequence[str]) -> str:
+        """Return the name of the command that is typed; empty for the unnamed one."""
+        return args[0] if args and args[0] in self.functions else ""
+
+    def help(self, doc: str, args: Sequence[str]) -> str:
+        """Return the help of the command that is typed, or of all."""
+        about, _, end = doc.strip().rpartition("\n\n")
+        name = self.named(args)
+        if name:
+            return "\n\n".join([self.command(name).help(), end])
+        # Of two names of one function the newer.
+        names = {function: name for name, function in self.functions.items()}
+        parts = [about, *(self.command(name).help() for name in names.values()), end]
+        if self.config is not None:
+            schema = f"`{self.call} --schema` prints the JSON schema of its file, for editors."
+            parts += [schema, reference(self.config)]
+        return "\n\n".join(parts)
+
+    def start(self, args: Sequence[str], output: Output) -> int:
+        """Do what is typed; raises ConfigError where it cannot be understood."""
+        _require_directory()
+        name = self.named(args)
+        names = [known for known in self.functions if known]
+        has_unnamed = "" in self.functions and not _is_mistyped(args[0], names)
+        if not name and not has_unnamed:
+            fix = f"its commands are {', '.join(names)}"
+            if not args[0].startswith("-"):
+                fix = did_you_mean(args[0], names, fix)
+            raise _mistake(args[0], f"is not a command of `{self.call}`", fix)
+        command = self.command(name)
+        values = command.parse(args[1:] if name else args)
+        if command.tells:
+            values["output"] = output.wanting(values["output"])
+        code: int = command.function(**values)
+        return code
 
 
 def run(
@@ -244,8 +277,7 @@ def run(
     config: type[Settings] | None = None,
     advise: bool = False,
 ) -> int:
-    """Run the command that is named first, or else the one without a name; return its
-    exit code.
+    """Run the command that is named first, or the unnamed one; return its exit code.
 
     `doc` is the docstring of the module that `call` starts; its last paragraph says the
     exit codes. `config` is the configuration of commands with `overrides`. `advise`:
@@ -254,66 +286,28 @@ def run(
     sys.excepthook = lambda *raised: print(
         redact("".join(traceback.format_exception(*raised))), file=sys.stderr
     )
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a name or a message may have what its encoding has not
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name or a message may have what its encoding has not.
         sys.stdout.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
-    name = args[0] if args and args[0] in functions else ""
-
-    def command(
-        word: str,
-    ) -> (
-        Command
-    ):  # those that are not asked for are not made: their models take 10 ms each
-        return Command(f"{call} {word}".rstrip(), functions[word], config)
-
+    door = _Door(call, functions, config)
     if args == ["--schema"] and config is not None:
         package = call.rpartition(" ")[2]
-        print(
-            (Path(__file__).parent.parent / package / "schema.json").read_text(), end=""
-        )
+        schema = Path(__file__).parent.parent / package / "schema.json"
+        print(schema.read_text(), end="")
         return 0
     if not args or {"-h", "--help"} & set(args):
-        about, _, exit_codes = (doc or "").strip().rpartition("\n\n")
-        # Of two names of one function the newer.
-        newest = {function: word for word, function in functions.items()}
-        shown = (
-            [command(name).help()]
-            if name
-            else [about, *(command(word).help() for word in newest.values())]
-        )
-        if config is not None and not name:
-            exit_codes += f"\n\n`{call} --schema` prints the JSON schema of its file, for editors.\n\n{reference(config)}"
-        print(*shown, exit_codes, sep="\n\n")
+        print(door.help(doc or "", args))
         return 0 if args else 2
-    is_unknown = not name and bool(
-        "" not in functions or nearest(args[0], functions, cutoff=0.8)
-    )
-    chosen = None if is_unknown else command(name)
     # A mistake beside `--json` is said in JSON, too.
-    with Output(
-        as_json="--json" in args and (chosen is None or chosen.tells)
-    ) as output:
+    with Output(as_json="--json" in args) as output:
         try:
-            _require_directory()
-            if chosen is None:
-                listed = f"its commands are {', '.join(filter(None, functions))}"
-                fix = (
-                    listed
-                    if args[0].startswith("-")
-                    else did_you_mean(args[0], functions, listed)
-                )
-                raise ConfigError(
-                    args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE
-                )
-            values = chosen.parse(args[1:] if name else args)
-            if chosen.tells:
-                values["output"] = output.wanting(values["output"])
-            return chosen.function(**values)
+            return door.start(args, output)
         except PacelineError as error:
             is_config = error.exit_code == ConfigError.exit_code
-            advice = "" if name or not advise or is_config else error.advice
+            advice = ""
+            if advise and not is_config and not door.named(args):
+                advice = error.advice
             # What a configuration lacks every rank of torchrun's says alike; of
             # failures each has its own.
             complain(
@@ -324,11 +318,19 @@ def run(
         except KeyboardInterrupt:
             complain("interrupted")
             return output.failed("interrupted", "interrupted", 130)
-        except Exception as error:  # the user's own, from a constructor; or one of ours that nobody has foreseen
+        except Exception as error:
+            # The user's own, from a constructor; or one of ours that nobody has foreseen.
             sys.excepthook(type(error), error, error.__traceback__)
             words = f"{type(error).__name__}: {first_line(error)}"
             complain(words, every_rank=True)
             return output.failed("error", words, PacelineError.exit_code)
+
+
+def _is_mistyped(word: str, names: Sequence[str]) -> bool:
+    """Whether a word is almost the name of a command, and can hardly be a file's."""
+    is_bare = word.replace("-", "").replace("_", "").isalpha()
+    near = nearest(word, names, cutoff=0.7) if is_bare else None
+    return near is not None and not Path(word).exists()
 
 
 def leave(code: int) -> NoReturn:
@@ -346,9 +348,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _require_directory() -> None:
-    """Raise ConfigError where the working directory was deleted: no relative name means
-    anything then.
-    """
+    """Raise ConfigError where the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -359,8 +359,9 @@ def _require_directory() -> None:
 
 
 def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:
-    """Print on standard error, a line each; once for all of torchrun's workers, or by
-    `every_rank`.
+    """Print sentences on standard error, a line each.
+
+    Once for all of torchrun's workers, or by `every_rank`.
     """
     if every_rank or os.environ.get("RANK", "0") == "0":
         for line in redact(sentences).splitlines():

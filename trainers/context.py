@@ -84,9 +84,7 @@ class RunContext:
         """Take note of this worker's newest figures. Cheap; each rank for itself."""
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether this worker was asked to stop; the loop agrees with the other ranks
-        by itself.
-        """
+        """Whether this worker was asked to stop; the loop asks the other ranks itself."""
         return False
 
     def preempted(self, elapsed_s: float) -> bool:
@@ -97,23 +95,18 @@ class RunContext:
         return False
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Take note of what this rank has found out: by a probe, which all ranks agree
-        on, or by a step.
-        """
+        """Take note of whether a microbatch size fits: by a probe, or by a step."""
 
     def too_large(self, microbatch_size: int) -> None:
-        """This rank ran out of memory in mid-training; a group of several starts again
-        with a smaller microbatch.
+        """Take note that this rank ran out of memory in mid-training.
+
+        A group of several starts again with a smaller microbatch.
         """
 
     @property
     def is_heard(self) -> bool:
-        """Whether what `hung` and a failed loop say comes to standard error by another
-        process.
-        """
+        """Whether another process prints what `hung` and a failed loop say."""
         return False
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """This rank makes no step any more: its process ends after this call, which may
-        block; with the stack.
-        """
+        """Take note that this rank hangs: its process ends after this call."""

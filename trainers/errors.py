@@ -33,9 +33,7 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows a status: `restarts` is the default budget (-1: no limit), `advice`
-    the fix that the user reads.
-    """
+    """What follows a status: default restarts (-1: no limit), and advice to the user."""
 
     restarts: int
     advice: str
@@ -95,8 +93,7 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """A value that the user gave cannot be used: names field, value, rule and fix in
-    one sentence.
+    """A value of the user's that cannot be used: field, value, rule and fix.
 
     `rule` is a predicate ("must be at least 1"); `value` is MISSING where there is none
     to show.
@@ -145,15 +142,11 @@ class StorageError(PacelineError):
 
 
 class LeaseError(StorageError):
-    """A directory that this process may not write any more: another start has it, or
-    somebody deleted it.
-    """
+    """This process may not write the directory any more: it lost it, or it was deleted."""
 
 
 class CheckpointError(PacelineError):
-    """What was read back from storage is incomplete, damaged, or of another program or
-    run.
-    """
+    """Data from storage is incomplete, damaged, or of another program or run."""
 
 
 class ClusterError(PacelineError):
@@ -161,9 +154,7 @@ class ClusterError(PacelineError):
 
 
 class DeviceMismatchError(PacelineError):
-    """Tensors of one computation lie on different devices; names those that are not
-    where they belong.
-    """
+    """Tensors of one computation lie on different devices; the message names them."""
 
 
 class DivergedError(PacelineError):
@@ -173,17 +164,13 @@ class DivergedError(PacelineError):
 
 
 class PreemptedError(PacelineError):
-    """A node of the run is about to be taken away, and a checkpoint is written: the
-    group may leave.
-    """
+    """A node is about to be taken away; a checkpoint is written, the group may leave."""
 
     status: Status = "preempted"
 
 
 class TooLargeError(PacelineError):
-    """A microbatch ran out of memory in mid-training; the next start takes a smaller
-    one.
-    """
+    """A microbatch ran out of memory in mid-training; the next start takes less."""
 
     status: Status = "out_of_memory"
 
@@ -199,8 +186,7 @@ class TooLargeError(PacelineError):
 
 
 class RunFailedError(PacelineError):
-    """A run that ended: the status, the worker's message, and when (Unix time) it
-    failed.
+    """A run that ended: status, message, and when (Unix time) it failed.
 
     `smaller`: the next start takes a smaller microbatch, so it is worth more than a
     retry. `follows`: it looks like the consequence of what befell another rank (a
@@ -228,8 +214,7 @@ class RunFailedError(PacelineError):
 
     @staticmethod
     def first(errors: Sequence[RunFailedError]) -> RunFailedError:
-        """The cause among the failures of several ranks, in whatever order they came;
-        others follow from it.
+        """Return the cause among the failures of several ranks; others follow from it.
 
         A rank that ran out of memory and knows a smaller microbatch explains whatever
         the others met; else a rank that died or hangs by itself, else what a rank
@@ -302,9 +287,7 @@ def _cut(text: str, longest: int = 160) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text from elsewhere as one line, without secrets, that moves no cursor:
-    the rest is escaped.
-    """
+    """Return text as one line without secrets, with control characters escaped."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode()
         for c in redact(text)
@@ -312,9 +295,7 @@ def printable(text: str) -> str:
 
 
 def counted(number: float, noun: str, form: str = "") -> str:
-    """Return how many there are of something, in words: "1 epoch", "2.5 epochs"; `form`
-    is the number's format.
-    """
+    """Return a count in words: "1 epoch", "2.5 epochs"; `form` formats the number."""
     shown = f"{number:{form}}"
     return f"{shown} {noun}{'s' * (shown != '1')}"
 
@@ -325,8 +306,9 @@ def did_you_mean(
     otherwise: str,
     shown: Callable[[str], str] = str,
 ) -> str:
-    """Return the fix for a name that is not known: the nearest of the `known` as
-    `shown`, or one that it begins with (max of maximize), else `otherwise`.
+    """Return the fix for an unknown name: the nearest known one, else `otherwise`.
+
+    A known name that it begins with is near, too (max of maximize).
     """
     names = list(known)
     near = nearest(str(name), names)
@@ -343,8 +325,7 @@ def did_you_mean(
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return which of the `known` a name is almost; None where it is like none of them
-    by a share of `cutoff`.
+    """Return the known name that `name` is almost; None where none is near enough.
 
     Capitals, and `-` in place of `_`, are no difference.
     """
@@ -358,16 +339,12 @@ def _plain(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name where the message
-    is empty.
-    """
+    """Return the first line of an error's message, or its type's name."""
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, the cause where it is a traceback;
-    its class's name where empty.
-    """
+    """Return the last line of an error's message, or its type's name."""
     return redact(
         (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
     )

@@ -1,6 +1,4 @@
-"""JSON that is read back, whoever wrote it: as a type, within limits, or one sentence
-on what is wrong with it.
-"""
+"""Read JSON back, whoever wrote it: as a type, within limits."""
 
 import functools
 import json
@@ -53,9 +51,7 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
 
 
 def validated(value: Any, kind: type[T]) -> T:
-    """Plain data as `kind`; CheckpointError names the first part of it that is
-    something else.
-    """
+    """Return plain data as `kind`; CheckpointError names the first wrong part."""
     try:
         found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -1,5 +1,4 @@
-"""Leases: of several starts one at a time writes a directory, on local disks and on
-object stores alike.
+"""Leases: one start at a time writes a directory, on disks and object stores.
 
 `lease.json` names the holder: a token, the process, and a count that a thread of the
 holder raises every five seconds. A start that finds one
@@ -91,9 +90,7 @@ class Holder:
 
     @staticmethod
     def read(data: bytes) -> Holder | None:
-        """Return what `lease.json` says; None when it is damaged, or not written to its
-        end.
-        """
+        """Return what `lease.json` says; None when it is damaged or incomplete."""
         try:
             found = Holder(**json.loads(data))
             return found if isinstance(found.pid, int) and found.pid > 0 else None
@@ -138,9 +135,7 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started; None for one that has ended but in name, "" where
-    it cannot be read.
-    """
+    """Return when a process started; None: it ended, "": it cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -150,8 +145,9 @@ def _started(pid: int) -> str | None:
 
 
 class Fence:
-    """Raises LeaseError where a directory's lease is not `token`'s any more; plain
-    data, for every process of a run.
+    """Raises LeaseError where a directory's lease is not `token`'s any more.
+
+    Plain data, for every process of a run.
 
     `mark` is the file that makes the directory what it is: without it, it was deleted.
     """
@@ -177,8 +173,9 @@ class Fence:
 
 
 def fenced(storage: Storage, mark: str, token: str) -> Storage:
-    """Return a directory that is written only while its lease is `token`'s; whenever
-    asked to where that is empty.
+    """Return a directory that is written only while `token` holds its lease.
+
+    An empty token has no lease.
     """
     return Storage(storage.uri, Fence(storage, mark, token)) if token else storage
 
@@ -203,9 +200,7 @@ def _gone(storage: Storage, name: str) -> LeaseError:
 
 
 def _read(storage: Storage) -> bytes | None:
-    """Return the content of the lease; None when there is none, nothing where it is no
-    file.
-    """
+    """Return the content of the lease; None when there is none, empty if it is no file."""
     try:
         return storage.read(LEASE)
     except CheckpointError:
@@ -268,9 +263,7 @@ class _Lease:
         self._thread.start()
 
     def _claim(self) -> bool:
-        """Write the lease where that may be; return whether it is ours, or must be
-        looked at anew.
-        """
+        """Write the lease where that may be; return whether it is ours."""
         found = _read(self._storage)
         data = self._holder.write()
         if found is not None and not self._may_take(found):
@@ -300,8 +293,9 @@ class _Lease:
         return True
 
     def _may_take(self, found: bytes) -> bool:
-        """Return whether the holder is gone, or (False) the lease has changed; raise
-        ConfigError where it is alive.
+        """Return whether the holder is gone; ConfigError where it is alive.
+
+        False: the lease has changed.
         """
         holder = Holder.read(found)
         who = holder or "a start that left no readable lease"
@@ -351,9 +345,7 @@ class _Lease:
                 logger.warning("the lease could not be renewed: %s", error)
 
     def explain(self, error: BaseException) -> None:
-        """Raise LeaseError where the lease is lost: whatever else went wrong followed
-        from it.
-        """
+        """Raise LeaseError where the lease is lost: `error` followed from it."""
         try:
             check_token(self._storage, self.token)
         except LeaseError as lost:

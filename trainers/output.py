@@ -1,5 +1,4 @@
-"""How a command tells what it does: lines or a live line for a person, little
-(`--quiet`), or JSON (`--json`).
+"""What a command tells: a live line or lines, little (`--quiet`), or `--json`.
 
 Environment read: TERM, which says dumb of a terminal that nothing can be drawn on;
 RANK, which torchrun sets: one process tells for all of its workers.
@@ -72,9 +71,7 @@ class Output:
         return self
 
     def wanting(self, typed: Output) -> Output:
-        """This one, which a command has from its start, as its options have it
-        (`--json=true`).
-        """
+        """Take over what the command's options say (`--json=true`)."""
         self.quiet = typed.quiet
         if typed.as_json and not self.as_json:
             self.as_json = True
@@ -89,12 +86,10 @@ class Output:
             self.descriptor = 1
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write a record where they are wanted; one that nobody reads any more does not
-        end a run.
-        """
+        """Write a record where they are wanted; a closed pipe does not end a run."""
         if not self.as_json or os.environ.get("RANK", "0") != "0":
             return
-        data = json.dumps(_strict(record)).encode() + b"\n"
+        data = json.dumps(as_data(record)).encode() + b"\n"
         try:
             while data:
                 data = data[os.write(self.descriptor, data) :]
@@ -113,9 +108,7 @@ class Output:
     def failed(
         self, status: str, message: str, exit_code: int, advice: str = ""
     ) -> int:
-        """Tell, where records are wanted, what the command failed of; returns its exit
-        code.
-        """
+        """Record the failure of the command; return its exit code."""
         said = {
             "status": status,
             "message": message,
@@ -126,23 +119,19 @@ class Output:
         return exit_code
 
     def result(self, text: str, line: str, record: Mapping[str, Any]) -> None:
-        """Tell how it ended: as text, in a line where the user wants no more, or as a
-        record.
-        """
+        """Tell how it ended: as text, as a line with `--quiet`, or as a record."""
         if self.as_json:
             self.record({"record": "result", **record})
         elif os.environ.get("RANK", "0") == "0":
             print(redact(line if self.quiet else text), flush=True)
 
 
-def _strict(value: Any) -> Any:
-    """Plain data as JSON has it, without secrets: null for what is no number of JSON,
-    text for what is no data.
-    """
+def as_data(value: Any) -> Any:
+    """Return plain data as strict JSON has it, without secrets; null for NaN."""
     if isinstance(value, Mapping):
-        return {redact(str(key)): _strict(one) for key, one in value.items()}
+        return {redact(str(key)): as_data(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]
+        return [as_data(one) for one in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return (
@@ -151,9 +140,7 @@ def _strict(value: Any) -> Any:
 
 
 class Sender:
-    """Sends records from a thread, several at a time and four times a second: whoever
-    makes them never waits.
-    """
+    """Sends records from a thread, four times a second: whoever makes them never waits."""
 
     def __init__(self, send: Callable[[list[Record]], None]) -> None:
         self._send = send

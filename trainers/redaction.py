@@ -1,5 +1,4 @@
-"""What may be shown or saved of a text from elsewhere: no secret, and nothing that
-moves a terminal's cursor.
+"""What may be shown or saved of foreign text: no secrets, no control characters.
 
 Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN,
 AWS_SECRET_ACCESS_KEY, ...).
@@ -34,8 +33,10 @@ _MOVING = re.compile(
 
 
 def redact(text: str) -> str:
-    """Return `text` without passwords in URIs, values named as secrets, and the secrets
-    of this process's environment, and with its control characters escaped.
+    """Return `text` without secrets and with control characters escaped.
+
+    Secrets are passwords in URIs, values named as secrets, and those of this process's
+    environment.
     """
     for value in sorted(_environment_secrets(), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
@@ -44,16 +45,12 @@ def redact(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with all that could move a cursor, or cannot be encoded, as Python
-    would write it in a string.
-    """
+    """Return `text` with control characters as Python would write them in a string."""
     return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def holds_secret(uri: str) -> bool:
-    """Return whether a URI has a password in its user part, or a parameter that is
-    named as a secret.
-    """
+    """Return whether a URI has a password, or a parameter that is named as a secret."""
     try:
         parts = urlsplit(uri)
     except ValueError:  # no URI at all, which whoever opens it says

@@ -87,8 +87,7 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
 def run_training(
     spec: RunSpec, fresh: bool, is_command: bool = False, output: Output | None = None
 ) -> RunResult:
-    """Train by the launcher of the configuration, or as the worker of torchrun's that
-    this process is.
+    """Train by the launcher of the configuration, or as a worker of torchrun's.
 
     `is_command`: the process is there for nothing else. Otherwise its Ray connection,
     its log and its garbage collection stay as they are. `output` is what the command's
@@ -170,8 +169,9 @@ def train_function(
     is_command: bool = False,
     output: Output | None = None,
 ) -> FunctionRun:
-    """Train with a user's own function, on Ray; `is_command` and `output` as for
-    `run_training`.
+    """Train with a user's own function, on Ray.
+
+    `is_command` and `output` are those of `run_training`.
     """
     output = output or Output()
     if torchrun_world_size() is not None:
@@ -225,9 +225,7 @@ def launch(
     is_command: bool = True,
     take: Take | None = None,
 ) -> R:
-    """Run a RunSpec or an Inference on all of its workers, of which this process may be
-    one; `take` is given the records of a run.
-    """
+    """Run a job on all of its workers; `take` is given the records of a run."""
     from trainers.launch import local
 
     starts: dict[str, Any] = {

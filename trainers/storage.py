@@ -1,5 +1,4 @@
-"""Storage: a directory of named files on any filesystem that pyarrow.fs knows (local,
-S3, GCS, ...).
+"""Storage: a directory of named files on any filesystem of pyarrow.fs.
 
 Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not
 say; PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not
@@ -103,9 +102,7 @@ def _file_mode() -> int:
 
 
 def retrying(action: Callable[P, T]) -> Callable[P, T]:
-    """`action`, tried up to four times, 0.5, 1 and 2 s apart; a full disk or a missing
-    file is final at once.
-    """
+    """Try `action` up to four times; a full disk or a missing file is final at once."""
 
     @functools.wraps(action)
     def tried(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -132,9 +129,7 @@ class Storage:
     """
 
     def __init__(self, uri: str, guard: Callable[[], None] | None = None) -> None:
-        """`guard` is called before anything is written or deleted, here or below; it
-        raises where that may not be.
-        """
+        """Open nothing yet; `guard` is called before each write and deletion."""
         if holds_secret(uri):
             rule = "must hold no key or password: where files are is printed, and saved with a run"
             fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
@@ -213,9 +208,7 @@ class Storage:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Storage]:
-        """A directory of its own beside this one for a block, after which it is deleted
-        with all below it.
-        """
+        """Give a directory beside this one for a block, and delete it at the end."""
         place = self.parent.child(f"{self.name}-{uuid.uuid4().hex}")
         try:
             yield place
@@ -228,9 +221,7 @@ class Storage:
 
     @contextlib.contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
-        """A binary stream; the file appears under `name` only when the block ends
-        without an error.
-        """
+        """Give a binary stream; the file appears when the block ends without an error."""
         target = f"{self.path}/{name}"
         aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
         if self._guard is not None:
@@ -300,16 +291,12 @@ class Storage:
 
     @retrying
     def read(self, name: str, most_bytes: int = _MOST_BYTES) -> bytes:
-        """The whole file; StorageError when it is not there, CheckpointError as for
-        `reader`.
-        """
+        """Return the whole file; StorageError when it is not there."""
         with self.reader(name, most_bytes) as stream:
             return stream.read()
 
     def read_json(self, name: str, kind: type[T], finite: bool = True) -> T:
-        """What a JSON file holds, as `kind`; CheckpointError says what is wrong with
-        it, in one sentence.
-        """
+        """Return what a JSON file holds, as `kind`; CheckpointError if damaged."""
         data = self.read(name, _MOST_JSON_BYTES)
         try:
             return parse_json(data, kind, finite)
@@ -344,8 +331,7 @@ class Storage:
         )
 
     def clear_aside(self, directory: str = "", idle_s: float = 0.0) -> None:
-        """Delete what killed writers have left aside directly below a directory,
-        untouched for `idle_s`.
+        """Delete what killed writers left aside in a directory, untouched for `idle_s`.
 
         0 only where no process can be writing: the files of a live writer look the
         same.
@@ -362,9 +348,7 @@ class Storage:
 
     @retrying
     def delete(self, name: str) -> None:
-        """Delete a file or a directory with all below it; nothing happens when it is
-        not there.
-        """
+        """Delete a file, or a directory with all below it, where it is there."""
         if self._guard is not None:
             self._guard()
         with _explained(f"delete {self.locate(name)}"):
@@ -381,9 +365,7 @@ class Storage:
                     remove(f"{self.path}/{name}".rstrip("/"))
 
     def prove_writable(self) -> None:
-        """Write, read and delete a marker; StorageError or ConfigError says what is
-        wrong before training starts.
-        """
+        """Write, read and delete a marker; ConfigError says what is wrong."""
         name = f".writable.{uuid.uuid4().hex[:8]}.tmp"
         try:
             self.write(name, b"paceline")
@@ -403,9 +385,7 @@ class Storage:
 
 
 def _with_single_puts(uri: str) -> str:
-    """The URI as pyarrow is given it: a small object of S3 is one PUT, where the
-    default makes three requests of it, the parts of a multipart upload.
-    """
+    """Return the URI with which pyarrow writes a small object of S3 in one request."""
     if not uri.startswith("s3://") or f"{_SINGLE_PUTS}=" in uri:
         return uri
     return f"{uri}{'&' if '?' in uri else '?'}{_SINGLE_PUTS}=true"

@@ -16,6 +16,7 @@ from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, fetch, map_tensors, num_samples, tensors_of
 from trainers.data.feed import Feed
+from trainers.data.splits import check_dataset
 from trainers.data.stream import Rereadable, Stream
 from trainers.devices.group import as_one_rank
 from trainers.devices.rng import drawn_alike
@@ -46,8 +47,9 @@ class Task:
         raise _missing(self, "model")
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Return the map-style dataset of `split`: "train" or "val"; None for "val"
-        where nothing is evaluated.
+        """Return the map-style dataset of `split`: "train" or "val".
+
+        None for "val" where nothing is evaluated.
 
         Python's, numpy's and torch's global generators begin each call alike, whatever
         the split, rank, command or seed of the run: a `random_split` of one table is
@@ -59,20 +61,22 @@ class Task:
         return None
 
     def stream(self, split: str) -> Iterable[Any] | None:
-        """Return the samples of `split` where they are too many, or too far, for a
-        dataset: whatever can be iterated; None for `dataset` to say.
+        """Return the samples of `split` where a dataset cannot hold them.
+
+        Whatever can be iterated; None for `dataset` to say.
         """
         return None
 
     def sampler(
         self, dataset: Dataset[Any], config: TrainConfig
     ) -> Iterable[int] | None:
-        """Return the order of the training samples, such as WeightedRandomSampler;
-        None: a random one an epoch.
+        """Return the order of training samples; None: a random one each epoch.
+
+        Such as WeightedRandomSampler.
 
         Iterating it gives the samples of an epoch, in which one may come twice or
         never; all ranks get the same, and split each step of it. It is asked under a
-        seed of the run and the epoch (trainers/data/order.py).
+        seed of the run and the epoch (trainers/data/sampler.py).
         """
         return None
 
@@ -88,16 +92,19 @@ class Task:
         raise _missing(self, "loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs: `model(**batch)` for a mapping, `model(batch[0])`
-        for a tuple or list, else `model(batch)`.
+        """Return `model(**batch)` for a mapping, `model(batch[0])` for a tuple or list.
+
+        Of any other batch `model(batch)`.
         """
         if isinstance(batch, Mapping):
             return model(**batch)
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def training_step(self, model: nn.Module, batch: Batch, phase: str) -> Tensor:
-        """Return the loss of a batch in a phase of a step, such as a critic's with its
-        gradient penalty: a scalar, the mean over the batch's weight.
+        """Return the loss of a batch in a phase of a step.
+
+        A scalar, the mean over the batch's weight, such as a critic's with its gradient
+        penalty.
 
         A task that defines it says itself what a step does.
 
@@ -109,8 +116,9 @@ class Task:
         return cast(Tensor, self.loss(self.forward(model, batch), batch))
 
     def phases(self, step: int) -> Sequence[str] | None:
-        """Return the phases of optimizer step `step`, from 0, in their order; None: one
-        for each optimizer.
+        """Return the phases of optimizer step `step`, in order; counted from 0.
+
+        None: one for each optimizer.
 
         All of them have the samples of the step; ranks must get the same.
         """
@@ -125,24 +133,22 @@ class Task:
         return torch.tensor(float(num_samples(batch)))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, Any]:
-        """Return evaluation metrics by name: a tensor [B] of one value a sample, which
-        is averaged exactly, or a torchmetrics.Metric that this batch alone has updated
-        (new, or the task's own: it is reset after every batch).
+        """Return evaluation metrics by name.
+
+        A tensor [B] of one value a sample, which is averaged exactly, or a
+        torchmetrics.Metric that this batch alone has updated (new, or the task's own:
+        it is reset after every batch).
 
         Batches may have different ones: each is the figure of the batches that have it.
         """
         return {}
 
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return what `predict` writes, by column: [B] or [B, ...], of one shape in all
-        batches.
-        """
+        """Return what `predict` writes, by column: [B] or [B, ...]."""
         return dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
 
     def transform(self, batch: Batch, training: bool) -> Batch:
-        """Change the whole batch, on the device, before the model: augmentation,
-        normalisation.
-        """
+        """Change the whole batch on the device: augmentation, normalisation."""
         return batch
 
     def collate(self, samples: list[Any]) -> Batch:
@@ -156,8 +162,9 @@ class Task:
     def optimizer(
         self, model: nn.Module, config: TrainConfig
     ) -> Optimizer | Mapping[str, Optimizer]:
-        """Return the optimizer that `config.optimizer` describes, at the scaled
-        learning rate; `model` may be a part of the task's own.
+        """Return the optimizer of `config.optimizer` at the scaled learning rate.
+
+        `model` may be a part of the task's own.
 
         Several optimizers, by name, each take a step in a phase of their own where the
         task defines `training_step` or `phases`; else all of them, after one backward
@@ -168,8 +175,9 @@ class Task:
     def schedule(
         self, optimizer: Optimizer, config: TrainConfig
     ) -> LRScheduler | tuple[LRScheduler, str] | None:
-        """Return a scheduler of torch's for `optimizer`, a stand-in with the groups of
-        the run's own; None for `config.lr_schedule` to say.
+        """Return a torch scheduler for `optimizer`; None: `config.lr_schedule`.
+
+        The optimizer is a stand-in with the groups of the run's own.
 
         It is stepped after each step; `(scheduler, "epoch")` after each epoch, and
         ReduceLROnPlateau by each evaluation's val_loss, or by the metric in
@@ -179,31 +187,32 @@ class Task:
         return None
 
     def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Batch:
-        """Return the batch of `size` samples that takes most memory: the first ones;
-        override it for sequences.
+        """Return the batch of `size` samples that takes most memory.
+
+        The first ones; override it for sequences.
         """
         length = len(dataset) if isinstance(dataset, Sized) else size
         return fetch(dataset, [index % length for index in range(size)], self.collate)
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        """Act on the bare model after the optimizer's step `step`, counted from 1,
-        without autograd: clip weights, update a target network.
+        """Act on the bare model after the optimizer's step, without autograd.
+
+        Clip weights, update a target network. `step` counts from 1.
 
         On every rank, before a moving average takes the weights in; never in a pass
         that is thrown away.
         """
 
     def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
-        """Act on the figures of an evaluation, which are the same on every rank: move a
-        curriculum on.
-        """
+        """Act on an evaluation's figures, alike on all ranks: move a curriculum on."""
 
     def setup(self) -> None:
         """Prepare a node, once, before any worker reads data: download, decompress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the task's own state (a curriculum, a queue): tensors and plain data,
-        kept in checkpoints.
+        """Return the task's own state (a curriculum, a queue), kept in checkpoints.
+
+        Tensors and plain data.
         """
         return {}
 
@@ -212,9 +221,10 @@ class Task:
 
 
 def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
-    """Return what the loss of a batch made of so many samples is a mean over: they are
-    counted as they were dealt out, for not every batch shows it (packed sequences,
-    graphs, lists of images), unless the task says something else.
+    """Return what the loss of a batch made of `samples` samples is a mean over.
+
+    Samples are counted as they were dealt out, for not every batch shows it (packed
+    sequences, graphs, lists of images), unless the task says something else.
     """
     if type(task).weight is Task.weight:
         return torch.tensor(float(samples))
@@ -237,8 +247,7 @@ def _missing(task: Task, method: str) -> TypeError:
 
 
 def load_split(task: Task, split: str, training: bool, device: torch.device) -> Any:
-    """Return the dataset of a split, or its stream as one; None where the task has
-    none.
+    """Return the dataset of a split, or its stream as one; None where there is none.
 
     Raises ConfigError.
 
@@ -265,6 +274,7 @@ def load_split(task: Task, split: str, training: bool, device: torch.device) -> 
                 rule,
                 "return it from stream()",
             )
+        check_dataset(f'dataset("{split}")', dataset)
         return dataset
     _refuse_splits(f'stream("{split}")', found)
     if not any(
@@ -290,9 +300,7 @@ def load_split(task: Task, split: str, training: bool, device: torch.device) -> 
 
 
 def _refuse_splits(field: str, found: Any) -> None:
-    """Raise ConfigError for splits by name, as `load_dataset` of Hugging Face gives
-    them.
-    """
+    """Raise ConfigError for a mapping of splits, as `load_dataset` gives it."""
     if isinstance(found, Mapping) and 0 not in found:
         rule = (
             f"has no sample 0, but {', '.join(map(str, list(found)[:5])) or 'nothing'}"
@@ -311,8 +319,9 @@ def task_feed(
     sharers: int,
     seed: int,
 ) -> Feed:
-    """Return a feed of `dataset` that collates and transforms as the task does;
-    `sharers` as in Feed.
+    """Return a feed of `dataset` that collates and transforms as the task does.
+
+    `sharers` is as in Feed.
     """
     transform = None if type(task).transform is Task.transform else task.transform
     collate = (

@@ -1,5 +1,4 @@
-"""A region of the terminal that is drawn anew, in place, while all that is printed goes
-above it; the line of a run.
+"""A live region of the terminal, below all that is printed; the line of a run.
 
 The cursor stays visible, so that no end of the process, however sudden, can leave it
 hidden.
@@ -29,9 +28,7 @@ _ERASE_LINE = "\r\x1b[2K"
 
 
 class TerminalConsole(Console):
-    """Rich's console on standard output: lines are as long as they are, and the cursor
-    is never hidden.
-    """
+    """Rich's console on standard output, without wrapping or hiding the cursor."""
 
     def __init__(self, **options: Any) -> None:
         # FORCE_COLOR makes Rich take a pipe for a terminal.
@@ -50,8 +47,9 @@ class TerminalConsole(Console):
 
 
 class _Printed(io.TextIOBase):
-    """Stands in for a standard stream: gives on whole lines; of a line that is drawn
-    over, as a progress bar, its last state.
+    """A standard stream's stand-in that gives on whole lines.
+
+    Of a line that is drawn over, as a progress bar, its last state.
     """
 
     def __init__(self, stream: TextIO, give: Callable[[str], None]) -> None:
@@ -104,8 +102,9 @@ class _Printed(io.TextIOBase):
 
 
 def beside(stream: TextIO) -> Callable[[str], None]:
-    """How lines are printed beside a live line of one row that another process draws:
-    over it, which then draws it again below them.
+    """Return how to print beside a live line that another process draws.
+
+    Over it: that process draws it again below.
     """
 
     def give(lines: str) -> None:
@@ -117,9 +116,7 @@ def beside(stream: TextIO) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
-    """In a block all that Python prints, and our log, is given on line by line; not
-    what goes to a file.
-    """
+    """Give on what Python prints to the terminal, and our log, line by line."""
     names = ["stdout", *["stderr"] * (sys.stderr is not None and sys.stderr.isatty())]
     before: dict[str, TextIO] = {name: getattr(sys, name) for name in names}
     own: dict[str, Any] = {
@@ -153,9 +150,7 @@ def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
 def live(
     console: Console, draw: Callable[[], RenderableType] | None = None
 ) -> Iterator[Live]:
-    """A region for a block, which is gone at its end; with `draw` it is asked four
-    times a second what is there.
-    """
+    """Show a region for a block, gone at its end; `draw` is asked four times a second."""
     region = Live(
         console=console,
         get_renderable=draw,
@@ -215,9 +210,7 @@ class Course:
         }
 
     def left_s(self) -> float | None:
-        """Seconds until the run is over, evaluations and checkpoints included; None
-        where nobody can know.
-        """
+        """Return the seconds until the run is over, pauses included, or None."""
         end = self._start.get("total_steps")
         first = self._first
         newest = self._newest
@@ -232,9 +225,7 @@ class Course:
         return max(0.0, left_s - (time.monotonic() - self._heard))
 
     def line(self) -> Text:
-        """The line as it is now: what matters most comes first, since a narrow terminal
-        cuts its end off.
-        """
+        """The line as it is now; a narrow terminal cuts its end off."""
         newest = self._newest
         end = self._start.get("total_steps")
         figures = dict(self._figures)

@@ -4,8 +4,7 @@ from importlib import metadata
 
 
 def package_versions(*names: str) -> dict[str, str]:
-    """The installed version of each distribution in `names`; those not installed are
-    left out.
+    """Return the version of each installed distribution in `names`; imports none.
 
     Imports none of them.
     """

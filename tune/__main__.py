@@ -1,5 +1,7 @@
 """Sweep batch size, precision and any other key of a training run.
 
+Keys of the run are `--train.dotted.key value`.
+
 On a cluster of several nodes a sweep looks at their versions, clocks and storage first
 (`python -m cluster check`).
 
@@ -9,6 +11,8 @@ or in the configuration cannot be used, or the sweep never fits the cluster; 130
 interrupted, and how to resume is said.
 """
 
+import importlib.util
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -19,15 +23,22 @@ from typing import Annotated, Any, NoReturn
 from pydantic import Field
 
 from trainers.command_line import leave, run
-from trainers.config.yaml import parse_yaml
+from trainers.errors import MISSING, ConfigError
 from trainers.lease import InUseError
 from trainers.output import Output
+from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.words import in_a_line
 from tune.sweeps.extension import order_extension
-from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read_sweep
-from tune.sweeps.steer import known_trials
-from tune.sweeps.steer import steer as steer_sweep
+from tune.sweeps.spec import (
+    SAVED,
+    SweepSpec,
+    is_complete,
+    read_kept,
+    read_saved,
+    read_sweep,
+)
+from tune.sweeps.steer import known_trials, steer_in_words
 from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
@@ -36,98 +47,81 @@ _Steer = Annotated[
     tuple[str, ...],
     Field(
         min_length=1,
-        title="SWEEP [ACTION [TRIAL [KEY=VALUE]...]]",
-        description="its directory, and what to do",
+        title="DIRECTORY [ACTION [TRIAL [KEY=VALUE]...]]",
+        description="a sweep's directory or URI, and what to do",
     ),
 ]
-_NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
 
 
 def sweep(
-    location: _Sweep,
+    location: Annotated[
+        str,
+        Field(title="SWEEP", description="its file (.yaml) or its directory, or a URI"),
+    ],
     overrides: dict[str, Any],
     output: Output,
     *,
     fresh: Annotated[
         bool, Field(description="start anew: delete what the sweep's directory holds")
     ] = False,
-    no_check: _NoCheck = False,
+    report: Annotated[
+        bool,
+        Field(description="write a directory's report from its journal; train nothing"),
+    ] = False,
+    no_check: Annotated[
+        bool, Field(description="do not look at the nodes first")
+    ] = False,
 ) -> int:
-    """Sweep, or go on with the sweep in its directory; keys of the run are
-    `--train.dotted.key value`.
+    """Run a sweep, or go on with what its directory holds.
+
+    The keys that are given for a directory extend its sweep: more points, trials or
+    epochs, another objective. What is known is not trained again. A sweep that is
+    running extends itself once its trials have ended.
     """
-    return _sweep(read_sweep(location, overrides), fresh, not no_check, output)
-
-
-def extend(
-    directory: _Directory,
-    overrides: dict[str, Any],
-    output: Output,
-    *,
-    no_check: _NoCheck = False,
-) -> int:
-    """Go on with a sweep, and with other keys where some are given: more points, trials
-    or epochs, another objective.
-
-    What is known is not trained again; keys of the run are `--train.dotted.key value`.
-    Of a sweep that runs it is said to its process, which does so. `resume` is the same.
-    """
+    if report:
+        return _report(location, fresh or bool(overrides), output)
+    if not _is_directory(location):
+        spec = read_sweep(location, overrides)
+        return _sweep(spec, fresh, not no_check, output)
+    if fresh:
+        fix = "name the sweep's file, or leave out --fresh"
+        raise ConfigError("--fresh", location, "is not for a directory", fix)
     try:
-        return _sweep(
-            order_extension(directory, overrides), False, not no_check, output
-        )
+        spec = order_extension(location, overrides)
+        return _sweep(spec, False, not no_check, output)
     except InUseError as error:
         if not overrides:
             raise
-        words = f"{error.rule}; it goes on with {', '.join(overrides)} once its trials have ended"
+        keys = ", ".join(overrides)
+        words = f"{error.rule}; it goes on with {keys} once its trials have ended"
         output.result(f"the sweep {words}", words, {"status": "running"})
         return 0
 
 
 def steer(words: _Steer, output: Output) -> int:
-    """Have a sweep, which may run elsewhere, do something: stop, clone or first TRIAL,
-    pause, go-on; or list trials.
+    """Stop, clone or hurry a trial of a running sweep, pause the sweep, or list trials.
 
-    stop: it ends at its next evaluation, or never starts. clone: again, with KEY=VALUE
-    changed. first: it runs next.
-    pause: no further trial starts, until go-on.
+    stop TRIAL: it ends at its next evaluation, or never starts. clone TRIAL: run it
+    again, with KEY=VALUE changed. first TRIAL: it runs next. pause: no further trial
+    starts, until go-on. A sweep that is not running does so when it goes on.
     """
-    directory, *rest = words
+    directory, *action = words
     spec = read_kept(directory)
-    if not rest:
+    if not action:
         trials = known_trials(spec)
         lines = [
             f"{name}  {trial.status:12}  {in_a_line(trial.config)}"
             for name, trial in trials.items()
         ]
-        output.result(
-            "\n".join(lines),
-            f"{len(trials)} trials",
-            {"trials": {n: asdict(t) for n, t in trials.items()}},
-        )
+        record = {name: asdict(trial) for name, trial in trials.items()}
+        output.result("\n".join(lines), f"{len(trials)} trials", {"trials": record})
         return 0
-    action, *rest = rest
-    keys = dict(word.partition("=")[::2] for word in rest[1:])
-    values = {
-        key: parse_yaml(text, f"command line, {key}") for key, text in keys.items()
-    }
-    name = steer_sweep(directory, action, *rest[:1], **values)  # type: ignore[arg-type] # (it checks the action)
-    said = " ".join(filter(None, (action, name)))
-    output.result(
-        f"{said}: done within seconds where the sweep runs, else by `{spec.resume()}`",
-        said,
-        {"trial": name},
-    )
+    name = steer_in_words(directory, *action)
+    said = f"{action[0]} {name}".rstrip()
+    when = f"done within seconds where the sweep runs, else by `{spec.resume()}`"
+    output.result(f"{said}: {when}", said, {"trial": name})
     return 0
-
-
-def report(directory: _Directory, output: Output) -> int:
-    """Write the report again from the journal; says where the sweep has not ended."""
-    spec = read_saved(directory)
-    if spec.config.search != "random" and not is_complete(spec):
-        print(f"the sweep has not ended: `{spec.resume()}` goes on")
-    return _show(saved_answer(spec), output)
 
 
 def watch(
@@ -137,8 +131,9 @@ def watch(
         int, Field(ge=0, le=65535, description="of the loopback; 0: any free one")
     ] = 0,
 ) -> int:
-    """Serve the report of a sweep that runs, here or on another machine, or has yet to
-    begin; Ctrl-C ends it.
+    """Serve the report of a sweep that runs, or has yet to begin, here or elsewhere.
+
+    Its buttons steer the sweep. Ctrl-C ends the page, not the sweep.
     """
     from tune.watch import serve
 
@@ -161,7 +156,7 @@ def plan(
         float | None, Field(gt=0, le=1e9, title="M", description=_MINUTES)
     ] = None,
 ) -> int:
-    """Say lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
+    """Forecast lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
     from cluster.files.ray_up import load_cluster
     from tune.sweeps.plan import make_plan
 
@@ -176,18 +171,74 @@ def plan(
     return 0
 
 
+def mcp(
+    *,
+    allow_run: Annotated[
+        bool, Field(description="sweeps may be started, extended and stopped")
+    ] = False,
+    max_trials: Annotated[
+        int | None, Field(ge=1, title="N", description="of all that it starts")
+    ] = None,
+    max_usd: Annotated[
+        float | None, Field(gt=0, title="D", description="of all that it starts")
+    ] = None,
+    usd_per_hour: Annotated[
+        float | None,
+        Field(gt=0, title="P", description="price of all that a sweep holds"),
+    ] = None,
+) -> int:
+    """Serve sweeps to an agent: the Model Context Protocol on standard input and output.
+
+    --allow-run needs the two limits and the price.
+    """
+    if importlib.util.find_spec("mcp") is None:
+        fix = "run `pip install 'paceline[mcp]'`"
+        raise ConfigError("mcp", MISSING, "needs the package mcp", fix)
+    from tune.mcp import Limits, serve
+
+    limits = max_trials, max_usd, usd_per_hour
+    if {limit is not None for limit in limits} != {allow_run}:
+        rule = "goes with --max-trials, --max-usd and --usd-per-hour"
+        raise ConfigError(
+            "--allow-run", allow_run, rule, "give all four of them, or none"
+        )
+    granted = Limits(max_trials or 0, max_usd or 0.0, usd_per_hour or 0.0)
+    serve(granted if allow_run else None)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     functions: dict[str, Callable[..., int]] = {
+        # older names of it, for a directory
+        "resume": sweep,
+        "extend": sweep,
         "": sweep,
-        "resume": extend,
-        "extend": extend,
         "steer": steer,
-        "report": report,
         "watch": watch,
         "plan": plan,
+        "mcp": mcp,
     }
-    return run("python -m tune", __doc__, functions, argv, SweepConfig)
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["report"]:  # its older name
+        args[0] = "--report"
+    return run("python -m tune", __doc__, functions, args, SweepConfig)
+
+
+def _is_directory(location: str) -> bool:
+    if "://" in location:
+        return Storage(location).exists(SAVED)
+    return os.path.isdir(location)  # noqa: PTH112 (false for what is no path)
+
+
+def _report(directory: str, has_more: bool, output: Output) -> int:
+    if has_more:
+        rule = "trains nothing and changes nothing"
+        raise ConfigError("--report", directory, rule, "leave out the other options")
+    spec = read_saved(directory)
+    if spec.config.search != "random" and not is_complete(spec):
+        print(f"the sweep has not ended: `{spec.resume()}` goes on")
+    return _show(saved_answer(spec), output)
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:

@@ -105,9 +105,7 @@ def sample_values(values: list[Any] | Range) -> list[Any]:
 
 
 class Budget(Settings):
-    """What the sweep may spend; the first that is used up ends it, with the best so
-    far.
-    """
+    """Limits of the sweep; the first that is reached ends it, with the best so far."""
 
     trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = Field(
         default=None, examples=[20]
@@ -184,9 +182,7 @@ class SweepConfig(Settings):
     What is drawn follows from the run's `seed` (0 with a `train_func`).
     """
     scheduler: Literal["none", "asha"] = Field(default="none")
-    """What acts on trials while they run: nothing, or ASHA, which stops bad ones early
-    by their evaluations.
-    """
+    """Nothing, or ASHA, which stops bad trials early by their evaluations."""
     lanes: Literal["auto"] | Positive = Field(
         default="auto",
         examples=[2],
@@ -211,10 +207,10 @@ class SweepConfig(Settings):
     first.
     """
     budget: Budget = Field(default_factory=Budget)
-    """What the sweep may spend."""
+    """Limits of the sweep."""
     usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])
-    """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it
-    of a cluster file.
+    """Price of all that the sweep holds, dollars an hour; `python -m tune plan` knows a
+    cluster file's.
     """
 
     @model_validator(mode="after")
@@ -224,7 +220,7 @@ class SweepConfig(Settings):
         return self
 
     def check_function(self) -> None:
-        """Raise ConfigError for what the sweep of a training function cannot have."""
+        """Raise ConfigError for a key that needs a task, not a training function."""
         rule = "repeats trials with other seeds, which a train_func is not given"
         self.refuse_if(
             self.finalists not in ("auto", 0), "finalists", rule, "remove it"
@@ -233,25 +229,9 @@ class SweepConfig(Settings):
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
         for key, values in self.space.items():
-            if values == []:
-                raise ConfigError(
-                    f"space.{key}", values, "has no values", "list at least one"
-                )
-            is_grid = self.search == "grid"
-            is_around = key in self._all_around
-            needs_list = is_grid and not is_around and not isinstance(values, list)
-            self.refuse_if(
-                needs_list,
-                "search",
-                f"needs a list of values for space.{key}",
-                "set `search: random`",
-            )
-            self.refuse_if(
-                is_around and not is_grid,
-                "search",
-                f"draws, and space.{key} is around",
-                "set `search: grid`",
-            )
+            self._check_values(key, values)
+        if self.around is not None:
+            self._check_around(self.around)
         rule = f"says how many trials search {self.search} makes"
         unlimited = self.search != "grid" and self.budget.trials is None
         self.refuse_if(unlimited, "budget.trials", rule, "add `trials: 20`")
@@ -259,34 +239,41 @@ class SweepConfig(Settings):
             len(values) for values in self.space.values() if isinstance(values, list)
         ]
         trials = math.prod(lists) if self.search == "grid" else sum(lists)
-        if len(self._all_around) > 1:
-            rule = f"is around, and so is {self._all_around[0]}"
-            fix = "list the values of one of the two"
-            raise ConfigError(f"space.{self._all_around[1]}", MISSING, rule, fix)
-        is_repeated = self.around is not None and "seed" in self.space
-        fix = "remove it, or list the values of both"
-        self.refuse_if(
-            is_repeated,
-            "space",
-            f"would search {self.around} around anew for each seed",
-            fix,
-        )
-        is_cost = (
-            self.around is not None
-            and self.objective.metric in MEASURED
-            and self.objective.metric not in TO_TARGET
-        )
-        self.refuse_if(
-            is_cost,
-            "objective.metric",
-            f"does not tell which {self.around} is best",
-            "name a metric of learning",
-        )
         if trials > MOST_TRIALS:
             rule = f"makes {trials} trials, more than {MOST_TRIALS}"
             fix = "list fewer values, or set `search: random`"
             raise ConfigError("space", MISSING, rule, fix)
         return self
+
+    def _check_values(self, key: str, values: list[Any] | Range) -> None:
+        """Raise ConfigError where the search cannot take a key's values."""
+        place = f"space.{key}"
+        if values == []:
+            raise ConfigError(place, values, "has no values", "list at least one")
+        is_grid = self.search == "grid"
+        if isinstance(values, list):
+            return
+        if values.around:
+            rule = f"draws, and {place} is around"
+            self.refuse_if(not is_grid, "search", rule, "set `search: grid`")
+        else:
+            rule = f"needs a list of values for {place}"
+            self.refuse_if(is_grid, "search", rule, "set `search: random`")
+
+    def _check_around(self, key: str) -> None:
+        """Raise ConfigError where the best value of a key cannot be searched for."""
+        for another in self._all_around[1:]:
+            rule = f"is around, and so is {key}"
+            fix = "list the values of one of the two"
+            raise ConfigError(f"space.{another}", MISSING, rule, fix)
+        rule = f"would search {key} around anew for each seed"
+        fix = "remove it, or list the values of both"
+        self.refuse_if("seed" in self.space, "space", rule, fix)
+        metric = self.objective.metric
+        is_cost = metric in MEASURED and metric not in TO_TARGET
+        rule = f"does not tell which {key} is best"
+        fix = "name a metric of learning"
+        self.refuse_if(is_cost, "objective.metric", rule, fix)
 
     @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
@@ -325,7 +312,9 @@ class SweepConfig(Settings):
         """Seconds until the budget of time or of dollars is used up, whichever is
         first; None without either.
         """
-        limits = [] if self.budget.time_s is None else [self.budget.time_s]
+        limits = []
+        if self.budget.time_s is not None:
+            limits.append(self.budget.time_s)
         if self.budget.usd is not None and self.usd_per_hour is not None:
             limits.append(min(1e9, self.budget.usd / self.usd_per_hour * 3600))
         return min(limits, default=None)

@@ -13,9 +13,7 @@ from trainers.config.model import Settings
 
 TO_TARGET = ("time_to_target", "usd_to_target")
 MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
-"""What a sweep measures of a trial, whatever its task reports."""
-_LATE = "noise_scale"
-"""Is reported, but maybe not by the first evaluation."""
+"""Measured of every trial, whatever its task reports."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,8 @@ class Objective(Settings):
         needed = self.metric in TO_TARGET and self.target is None
         self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
         check_direction("mode", self.metric, self.mode)
-        turned = self.metric in MEASURED and self.mode not in (
-            None,
-            direction_of(self.metric),
-        )
-        rule = f"is not what is better of {self.metric}, which is known"
-        fix = (
-            f"write `mode: {self.mode}` into the target if it is its own"
-            if self.metric in TO_TARGET
-            else "remove it"
-        )
-        self.refuse_if(turned, "mode", rule, fix)
+        if self.metric in MEASURED and self.mode is not None:
+            self._check_known_mode(self.mode)
         values, modes = self._target_parts()
         malformed = self.target is not None and (
             len(values) != 1 or bool(modes.keys() - {"mode"})
@@ -94,17 +83,29 @@ class Objective(Settings):
             )
         return self
 
+    def _check_known_mode(self, mode: Mode) -> None:
+        """Raise ConfigError where the mode of what is measured is turned round."""
+        rule = f"is not what is better of {self.metric}, which is known"
+        fix = "remove it"
+        if self.metric in TO_TARGET:
+            fix = f"write `mode: {mode}` into the target if it is its own"
+        self.refuse_if(mode != direction_of(self.metric), "mode", rule, fix)
+
     def _target_parts(self) -> tuple[dict[str, float], dict[str, Mode]]:
         """Split the target into its numbers and its words."""
-        items = (self.target or {}).items()
-        numbers = {name: value for name, value in items if isinstance(value, float)}
-        return numbers, {
-            name: value for name, value in items if not isinstance(value, float)
-        }
+        numbers: dict[str, float] = {}
+        words: dict[str, Mode] = {}
+        for name, value in (self.target or {}).items():
+            if isinstance(value, float):
+                numbers[name] = value
+            else:
+                words[name] = value
+        return numbers, words
 
     def _mode_of(self, name: str) -> Mode | None:
         """Whether less or more of a metric is better, where `mode` or its name says it."""
-        return (self.mode if name == self.metric else None) or direction_of(name)
+        own = self.mode if name == self.metric else None
+        return own or direction_of(name)
 
     @property
     def ends_at_target(self) -> bool:
@@ -139,10 +140,8 @@ class Objective(Settings):
 
 
 def check_reported(watches: Sequence[str], reported: Iterable[str]) -> None:
-    """Raise ConfigError where a trial has not reported a metric that the objective
-    needs, its own or the target's.
-    """
-    names = {*reported, *MEASURED, _LATE}
+    """Raise ConfigError where a trial has not reported a metric of the objective."""
+    names = {*reported, *MEASURED}
     for key, name in zip(
         ("objective.metric", "objective.target"), watches, strict=False
     ):

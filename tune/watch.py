@@ -1,15 +1,19 @@
-"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C. Only reads
-the sweep's directory.
+"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C.
 
 The page is on the loopback, for who has the token in the address that is printed. The
 first request with it gets a cookie and the address without it, so that it stays in no
 history; `Authorization: Bearer TOKEN` will do as well. A page of elsewhere that has its
 name resolve to 127.0.0.1 (DNS rebinding) is refused by the name in the Host header. No
 path means a file.
+
+The buttons do what `python -m tune steer` does; nothing else writes to the sweep's
+directory. Cookies are not enough for that: other pages' requests have them, too. A
+request to steer needs the second token, which stands in the page, in a header.
 """
 
 import hashlib
 import hmac
+import json
 import secrets
 import shlex
 import socket
@@ -36,13 +40,15 @@ from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 from tune.report.answer import answer
 from tune.report.page import contents, render, source
-from tune.report.words import duration, in_words, labels
+from tune.report.words import duration, in_a_line, in_words, labels
 from tune.report.write import best_tree, read_environment
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
-from tune.trials.journal import Journal, trial_id
-from tune.trials.live import Live, read_live
-from tune.trials.record import TrialRecord
+from tune.sweeps.steer import steer_in_words, trials_of
+from tune.trials.journal import Journal
+from tune.trials.live import Live, Running, read_live
+from tune.trials.record import TrialRecord, trial_id
+from tune.trials.steering import Actions
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
@@ -51,6 +57,11 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+_MOST_CHOICES = 200
+"""Trials that the page offers to steer."""
+_LONGEST = 4096
+"""Bytes of a request to steer."""
+_ELSEWHERE = "This page is served to 127.0.0.1 and localhost only."
 _LOOK_S = 1.0
 _SHARE = 0.1
 """Of its time that the process may spend on drawing the page."""
@@ -63,29 +74,27 @@ Kind = Literal["waiting", "running", "quiet", "cut", "ended"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What a look at the directory has found."""
+    """What the directory says of its sweep."""
 
     uri: str
     has_sweep: bool = False
     holder: Holder | None = None
-    """Of the lease: the process that runs the sweep, or ran it until it was killed."""
+    """The lease's: the process that runs the sweep, or ran it until it was killed."""
     holder_idle_s: float = 0.0
-    """For how long its lease has not moved, as far as this process has seen."""
+    """How long its lease has not moved while this process looked."""
     live: Live | None = None
     records: list[TrialRecord] = field(default_factory=list)
     idle_s: float = 0.0
-    """For how long nothing of a trial is new."""
+    """How long no trial has brought anything new."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether the sweep's process runs, as far as can be known from here."""
+        """Whether the sweep's process seems to run, seen from this machine."""
         if self.holder is None:
             return False
-        return (
-            self.holder.is_alive
-            if self.holder.is_here
-            else self.holder_idle_s <= STALE_S
-        )
+        if self.holder.is_here:
+            return self.holder.is_alive
+        return self.holder_idle_s <= STALE_S
 
     @property
     def num_repeats(self) -> int:
@@ -99,24 +108,20 @@ class Seen:
 
     @property
     def ended(self) -> str:
-        """What has ended, in words."""
+        """The trials and repeats that have ended, in words."""
         trials = counted(self.num_trials, "trial")
-        return (
-            f"{trials} and {counted(self.num_repeats, 'repeat')}"
-            if self.num_repeats
-            else trials
-        )
+        if not self.num_repeats:
+            return trials
+        return f"{trials} and {counted(self.num_repeats, 'repeat')}"
 
 
 def judge(seen: Seen) -> tuple[Kind, str]:
-    """Return how a sweep is, and that as a sentence."""
+    """Return the state of a sweep, and a sentence about it."""
     if not seen.has_sweep:
-        begins = (
-            f"A sweep begins in {seen.uri}."
-            if seen.is_alive
-            else f"{seen.uri} holds no sweep yet."
-        )
-        return "waiting", f"{begins} This page shows it as soon as it is there."
+        so_far = f"{seen.uri} holds no sweep yet."
+        if seen.is_alive:
+            so_far = f"A sweep begins in {seen.uri}."
+        return "waiting", f"{so_far} This page shows it as soon as it is there."
     if seen.is_alive:
         return _judge_running(seen)
     if seen.holder is not None:
@@ -128,7 +133,7 @@ def judge(seen: Seen) -> tuple[Kind, str]:
 
 def _judge_running(seen: Seen) -> tuple[Kind, str]:
     live = seen.live
-    if live is not None and live.state != "running":  # it is of the start before
+    if live is not None and live.state != "running":  # left by an earlier start
         live = None
     if not seen.records and (live is None or not live.num_lanes):
         return "running", "Starting: no lane is up yet."
@@ -136,31 +141,28 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
         (record.end_time - record.start_time for record in seen.records), default=0.0
     )
     if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
+        quiet = f"Nothing new for {duration(seen.idle_s)}"
         why = "its trials may hang, or wait for nodes"
-        return (
-            "quiet",
-            f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}.",
-        )
-    planned = f" of {live.total}" if live is not None and live.total else ""
-    repeats = (
-        f", and {counted(seen.num_repeats, 'repeat')} of the best"
-        if seen.num_repeats
-        else ""
-    )
-    lanes = f" {counted(live.num_lanes, 'lane')} up." if live is not None else ""
-    return (
-        "running",
-        f"Running: {seen.num_trials}{planned} trials have ended{repeats}.{lanes}",
-    )
+        return "quiet", f"{quiet}, though the sweep's process is alive: {why}."
+    ended = f"{seen.num_trials}"
+    lanes = ""
+    if live is not None:
+        lanes = f" {counted(live.num_lanes, 'lane')} up."
+        if live.total:
+            ended += f" of {live.total}"
+    repeats = ""
+    if seen.num_repeats:
+        repeats = f", and {counted(seen.num_repeats, 'repeat')} of the best"
+    return "running", f"Running: {ended} trials have ended{repeats}.{lanes}"
 
 
 def _cut_off(seen: Seen, why: str) -> str:
-    resume = f"python -m tune resume {shlex.quote(seen.uri)}"
+    resume = f"python -m tune {shlex.quote(seen.uri)}"
     return f"Cut off: {why}; {seen.ended} are kept. `{resume}` goes on."
 
 
 class Follow:
-    """A sweep's directory, which need not be there yet; from any thread."""
+    """Follows a sweep's directory, which need not be there yet; from any thread."""
 
     def __init__(
         self, location: str, clock: Callable[[], float] = time.monotonic
@@ -170,14 +172,18 @@ class Follow:
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._page = ("", "")
+        self._said = ""
+        self.token = secrets.token_urlsafe(32)
+        """Of requests to steer."""
         self._forget()
 
     def _forget(self) -> None:
-        """Know nothing of the sweep: it is another one."""
+        """Forget the sweep: another one has taken its place."""
         self._saved = b""
         self._spec: SweepSpec | None = None
         self._records: dict[str, TrialRecord] = {}
         self._damaged: dict[str, str] = {}
+        self._actions = Actions(self.storage)
         self._drawn_of: Any = None
         self._drawn: dict[str, Any] | None = None
         self._lease = b""
@@ -186,9 +192,7 @@ class Follow:
         self._news_at = self._clock()
 
     def page(self) -> tuple[str, str]:
-        """Return the page as it was a second ago, or longer where it takes long to
-        draw, and its version.
-        """
+        """Return the page and its version; a page that takes long to draw may be old."""
         with self._lock:
             began = self._clock()
             if began >= self._look_at:
@@ -198,9 +202,26 @@ class Follow:
                 self._look_at = began + max(_LOOK_S, cost_s / _SHARE)
             return self._page
 
+    def steer(self, words: list[str]) -> tuple[bool, str]:
+        """Do as the command with these words; return whether it was done, and a sentence.
+
+        The page shows the sentence, too.
+        """
+        is_done = False
+        try:
+            name = steer_in_words(self.storage.uri, *words)
+            said = f"{words[0]} {name}".rstrip()
+            is_done = True
+        except PacelineError as error:
+            said = str(error)
+        with self._lock:
+            self._said = said
+            self._look_at = 0.0
+        return is_done, said
+
     def _look(self) -> str:
         try:
-            seen = self._see()
+            seen = self.see()
         except (PacelineError, OSError) as error:
             shown = self._shown(
                 "waiting" if self._drawn is None else "quiet",
@@ -212,9 +233,11 @@ class Follow:
             kind, sentence = judge(seen)
             self._draw(seen.records, kind == "ended")
             live = seen.live if kind in ("running", "quiet") else None
-            shown = self._shown(
-                kind, redact(sentence), list(self._damaged.values()), live
-            )
+            notes = [*self._damaged.values(), *filter(None, [self._said])]
+            shown = self._shown(kind, redact(sentence), notes, live)
+            if kind in ("running", "quiet", "cut"):
+                shown["token"] = self.token
+                shown["choices"] = self._choices(live)
         if self._drawn is None:
             return render("waiting.html", live=shown)
         return render("report.html", **{**self._drawn, "live": shown})
@@ -223,37 +246,49 @@ class Follow:
         self, kind: Kind, sentence: str, notes: list[str], live: Live | None
     ) -> dict[str, Any]:
         """Return what live.html shows."""
-        rows = []
         running = live.running if live is not None else []
         repeats = self._repeats() if running else {}
-        for one in running:
-            if one.trial in self._records:
-                continue
-            words = one.trial
-            config, seed = repeats.get(one.trial, (one.config, None))
-            if self._spec is not None and config:
-                known = TrialRecord(one.trial, config, "done", 0.0, 0.0)
-                words = in_words(labels(self._spec.config, [known]), known) + (
-                    f", repeat, seed {seed}" if seed else ""
-                )
-            newest = [
-                f"{key} {one.metrics[key]:.4g}"
-                for key in one.metrics
-                if key.startswith(("val_", "train_l"))
-            ]
-            step = f"{one.metrics['step']:g}" if "step" in one.metrics else ""
-            rows.append(
-                (
-                    one.lane,
-                    words,
-                    step,
-                    "  ".join(newest),
-                    duration(max(0.0, time.time() - one.started)),
-                )
-            )
-        return {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
+        rows = []
+        for trial in running:
+            if trial.trial not in self._records:
+                rows.append(self._row(trial, *repeats.get(trial.trial, ())))
+        shown = {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
+        return shown | {"choices": []}
 
-    def _see(self) -> Seen:
+    def _row(
+        self, trial: Running, config: dict[str, Any] | None = None, seed: int = 0
+    ) -> tuple[int, str, str, str, str]:
+        """Return the cells of a trial that runs; a repeat has a seed of its own."""
+        words = trial.trial
+        config = config or trial.config
+        if self._spec is not None and config:
+            known = TrialRecord(trial.trial, config, "done", 0.0, 0.0)
+            words = in_words(labels(self._spec.config, [known]), known)
+        if seed:
+            words += f", repeat, seed {seed}"
+        newest = [
+            f"{key} {value:.4g}"
+            for key, value in trial.metrics.items()
+            if key.startswith(("val_", "train_l"))
+        ]
+        step = f"{trial.metrics['step']:g}" if "step" in trial.metrics else ""
+        age = duration(max(0.0, time.time() - trial.started))
+        return trial.lane, words, step, "  ".join(newest), age
+
+    def _choices(self, live: Live | None) -> list[tuple[str, str]]:
+        """Return the trials that may be steered, those that run first: id and words."""
+        if self._spec is None:
+            return []
+        clones = self._actions.read().clones
+        known = trials_of(self._spec, list(self._records.values()), clones, live)
+        order = {"running": 0, "waiting": 1}
+        found = sorted(known.items(), key=lambda trial: order.get(trial[1].status, 2))
+        return [
+            (name, f"{trial.status}: {redact(in_a_line(trial.config))} ({name})")
+            for name, trial in found[:_MOST_CHOICES]
+        ]
+
+    def see(self) -> Seen:
         """Read what is new."""
         storage = self.storage
         now = self._clock()
@@ -278,7 +313,7 @@ class Follow:
         )
         news = (
             len(records),
-            live and [(one.trial, one.metrics.get("step")) for one in live.running],
+            live and [(run.trial, run.metrics.get("step")) for run in live.running],
         )
         if news != self._news:
             self._news = news
@@ -294,7 +329,7 @@ class Follow:
         )
 
     def _read_records(self) -> None:
-        """Read the records that are new, each once; one that is damaged is named."""
+        """Read the new records, each once, and note which are damaged."""
         names = {
             name.removesuffix(".json")
             for name in self.storage.names("trials")
@@ -319,19 +354,19 @@ class Follow:
                     self._records[name] = record
 
     def _repeats(self) -> dict[str, tuple[dict[str, Any], int]]:
-        """Return configuration and seed of the repeats that are to come, by their ids."""
+        """Return configuration and seed of the repeats to come, by their ids."""
         if self._spec is None:
             return {}
         wanted = repeats_to_run(
             self._spec.config, self._spec.train, list(self._records.values())
         )
         return {
-            trial_id(one.config, "repeat", seed): (one.config, seed)
-            for one, seed in wanted
+            trial_id(finalist.config, "repeat", seed): (finalist.config, seed)
+            for finalist, seed in wanted
         }
 
     def _draw(self, records: list[TrialRecord], has_ended: bool) -> None:
-        """Make the report anew where a record is new or the sweep has ended."""
+        """Draw the report anew if a record is new or the sweep has ended."""
         spec = self._spec
         what = [record.id for record in records], has_ended
         if spec is None or self._drawn_of == what:
@@ -357,13 +392,13 @@ class Follow:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves what `page` returns, HTML and its version, to who has `token`."""
+    """Serves the page of a sweep to who has `token`."""
 
     daemon_threads = True
 
-    def __init__(self, page: Callable[[], tuple[str, str]], port: int = 0) -> None:
+    def __init__(self, follow: Follow, port: int = 0) -> None:
         """`port` 0: any free one. Raises ConfigError where it is taken."""
-        self.page = page
+        self.follow = follow
         self.token = secrets.token_urlsafe(32)
         try:
             super().__init__((LOOPBACK, port), _Handler)
@@ -375,7 +410,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where the page is, with the token."""
+        """The page's address, with the token."""
         return f"http://{LOOPBACK}:{self.server_port}/?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -390,13 +425,12 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # s, for a request to come
 
     def do_GET(self) -> None:
-        """Answer with the page, its script, or why not."""
+        """Send the page or one of its scripts, or say why not."""
         parts = urlsplit(self.path)
         given = parse_qs(parts.query).get("token", [""])[0]
-        host = self.headers.get("Host", "")
-        if host.rpartition(":")[0] not in _HOSTS and host not in _HOSTS:
-            self._say(403, "This page is served to 127.0.0.1 and localhost only.")
-        elif parts.path == "/" and self._is_token(given):
+        if self._is_elsewhere():
+            self._say(403, _ELSEWHERE)
+        elif parts.path == "/" and _is_same(given, self.server.token):
             cookie = (
                 f"{self._cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Lax"
             )
@@ -407,12 +441,13 @@ class _Handler(BaseHTTPRequestHandler):
                 "Open the address that `python -m tune watch` has printed: it holds a token.",
             )
         elif parts.path == "/":
-            page, version = self.server.page()
+            page, version = self.server.follow.page()
             is_known = self.headers.get("If-None-Match") == version
             kind = {"ETag": version, "Content-Type": "text/html; charset=utf-8"}
-            self._answer(
-                304 if is_known else 200, b"" if is_known else page.encode(), kind
-            )
+            if is_known:
+                self._answer(304, b"", kind)
+            else:
+                self._answer(200, page.encode(), kind)
         elif parts.path in ("/table.js", "/watch.js"):
             self._answer(
                 200,
@@ -422,6 +457,33 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._say(404, "There is only one page here.")
 
+    def do_POST(self) -> None:
+        """Steer the sweep by the words of the request, a JSON list."""
+        self.close_connection = True  # its body may not have been read
+        length = self.headers.get("Content-Length", "")
+        if self._is_elsewhere():
+            self._say(403, _ELSEWHERE)
+        elif not self._has_token(self.server.follow.token):
+            self._say(401, "Steering needs the token that stands in the page.")
+        elif self.path != "/steer":
+            self._say(404, "Only /steer takes requests.")
+        elif not length.isdecimal() or int(length) > _LONGEST:
+            self._say(400, f"A request has at most {_LONGEST} bytes.")
+        else:
+            words = _words(self.rfile.read(int(length)))
+            if not words:
+                self._say(400, 'Write a list of words: ["stop", "3f2a"].')
+                return
+            is_done, said = self.server.follow.steer(words)
+            self._say(200 if is_done else 400, said)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the request, or the page that it is from, has another host's name."""
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin", f"http://{host}")
+        is_ours = host.rpartition(":")[0] in _HOSTS or host in _HOSTS
+        return not is_ours or origin != f"http://{host}"
+
     @property
     def _cookie(self) -> str:
         # cookies are one host's, not one port's
@@ -429,19 +491,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _may(self) -> bool:
         """Whether the request has the token, in a header or in the cookie."""
-        kind, _, token = self.headers.get("Authorization", "").partition(" ")
         try:
             cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
         except CookieError:
             cookie = None
-        return (kind.lower() == "bearer" and self._is_token(token)) or (
-            cookie is not None and self._is_token(cookie.value)
+        return self._has_token(self.server.token) or (
+            cookie is not None and _is_same(cookie.value, self.server.token)
         )
 
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(
-            text.encode(errors="replace"), self.server.token.encode()
-        )
+    def _has_token(self, token: str) -> bool:
+        """Whether the request has a token in its header."""
+        kind, _, given = self.headers.get("Authorization", "").partition(" ")
+        return kind.lower() == "bearer" and _is_same(given, token)
 
     def _say(self, status: int, words: str) -> None:
         self._answer(
@@ -467,14 +528,30 @@ class _Handler(BaseHTTPRequestHandler):
         """Log no request: the first one's address holds the token."""
 
 
+def _is_same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _words(body: bytes) -> list[str]:
+    """Return the words of a request to steer; none where it is malformed."""
+    try:
+        words = json.loads(body)
+    except (ValueError, RecursionError):
+        return []
+    is_list = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return words if is_list else []
+
+
 def serve(location: str, port: int) -> None:
-    """Print the address and answer requests; returns after Ctrl-C. Raises ConfigError
-    for the place or the port.
+    """Print the page's address and serve it until Ctrl-C.
+
+    Raises:
+        ConfigError: if the place or the port cannot be used.
     """
     follow = Follow(location)
     # a place that cannot be opened is an error, one that is not there yet is none
     follow.storage.exists()
-    with PageServer(follow.page, port) as server:
+    with PageServer(follow, port) as server:
         own = server.server_port
         print(f"{follow.storage.uri} is shown at\n    {server.address}")
         print(

@@ -5,13 +5,12 @@ becomes on it.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import PARTS, Part, main, page, read_junit
-from tests.conftest import REPOSITORY
+from benchmarks.measure import verdict
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.gpu.test_step_gpu" name="test_one[cuda]" time="0.1" />
@@ -28,20 +27,20 @@ tests/gpu/conftest.py:3: RuntimeError</error></testcase>
 </testsuite></testsuites>"""
 
 
-def script(tmp_path: Path, name: str, text: str, minutes: float = 1.0) -> Part:
+def script(tmp_path, name, text, minutes=1.0):
     (tmp_path / f"{name}.py").write_text(text)
     return Part(name, (name,), minutes)
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "STATE", tmp_path / "state")
     monkeypatch.setattr(gpu, "KEPT", tmp_path / "kept")
     monkeypatch.setattr(gpu, "REPOSITORY", tmp_path)
     return tmp_path
 
 
-def test_verdicts_of_pytest() -> None:
+def test_verdicts_of_pytest():
     found = read_junit(JUNIT, 1.0)
     assert found.held == ["tests/gpu/test_step_gpu.py::test_one[cuda]"]
     assert found.broken == [
@@ -57,11 +56,11 @@ def test_verdicts_of_pytest() -> None:
         ),
     ]
     assert found.unseen == [("tests/gpu/test_step_gpu.py::test_four", "no CUDA device")]
-    text = page({"gpu": "NVIDIA H200", "torch": "2.11"}, {"step": found})
+    text = page({"gpu": "NVIDIA H200", "torch": "2.11"}, {"tests": found})
     assert text.startswith(
         "# What NVIDIA H200 showed\n\n- gpu: NVIDIA H200\n- torch: 2.11\n"
     )
-    assert "| step | 1 | 2 | 1 | 1 |" in text
+    assert "| tests | 1 | 2 | 1 | 1 |" in text
     assert "| ladder | not run yet" in text
     assert (
         "- `tests/gpu/test_step_gpu.py::test_two`: AssertionError: assert 3 == 4 (look at trainers/"
@@ -70,9 +69,7 @@ def test_verdicts_of_pytest() -> None:
     assert "- 1 tests: no CUDA device" in text
 
 
-def test_a_call_goes_on_where_the_one_before_it_stopped(
-    directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_goes_on_where_the_one_before_it_stopped(directory, capfd):
     once = "open('ran', 'a').write(__name__ and 'x'); print('its figures')"
     parts = [
         script(directory, "one", once),
@@ -90,9 +87,7 @@ def test_a_call_goes_on_where_the_one_before_it_stopped(
     assert (directory / "ran").read_text() == "xx"
 
 
-def test_a_part_that_fails_or_does_not_end_is_on_the_page(
-    directory: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_fails_or_does_not_end_is_on_the_page(directory, capfd):
     parts = [
         script(directory, "raises", "raise ValueError('no peak is known')"),
         script(
@@ -111,18 +106,20 @@ def test_a_part_that_fails_or_does_not_end_is_on_the_page(
     assert "- `hangs`: it did not end within 0.02 minutes: so far" in out
 
 
-def test_every_file_of_gpu_tests_is_a_part_that_a_call_of_ten_minutes_holds() -> None:
-    files = {
-        argument
-        for part in PARTS
-        for argument in part.arguments
-        if argument.endswith(".py")
-    }
-    assert files == {
-        str(path.relative_to(REPOSITORY))
-        for path in (REPOSITORY / "tests/gpu").glob("test_*.py")
-    }
+def test_a_threshold_that_is_missed_is_on_the_page(directory, capfd):
+    verdict("twice as fast", 2.5, least=2)
+    verdict("at once", 2.5, most=2)
+    verdict("of a miniature", 2.5, most=2, small=True)
+    said = capfd.readouterr().out
+    assert main([], [script(directory, "peers", f"print({said!r})")]) == 1
+    page = capfd.readouterr().out
+    assert "| peers | 1 | 1 | 0 |" in page
+    assert "- `peers`: at once: 2.5 (at most 2) (look at state/" in page
+
+
+def test_a_call_of_ten_minutes_holds_each_part():
     assert all(part.minutes < 8 for part in PARTS)
+    assert PARTS[0].name == "tests"
     assert PARTS[-1].name == "failed_capture", (
         "it may spoil its process, and those beside it"
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from benchmarks.input import (
     make_data,
     measure,
     task_of,
-    write_arrow,
+    write_mapped,
 )
 from trainers.task import Task
 
@@ -23,22 +21,22 @@ SMALL = {name: Kind(kind.shape, 40, 8, 16) for name, kind in KINDS.items()}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_peer_gives_figures(name: str) -> None:
+def test_every_peer_gives_figures(name):
     found = measure(name, SMALL[name], rounds=1, seconds=0.001, workers=1)
-    assert found["share_of_slice"].keys() == {"resident", "memory", "arrow"}
+    assert found["share_of_slice"].keys() == {"resident", "memory", "mapped"}
     assert all(row["median"] > 0 for row in found["rows"].values())
-    assert ("arrow + transform" in found["rows"]) == (name != "rows")
+    assert ("mapped + transform" in found["rows"]) == (name != "rows")
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_our_ways_give_the_same_batches(name: str, tmp_path: Path) -> None:
+def test_our_ways_give_the_same_batches(name, tmp_path):
     kind = SMALL[name]
     data = make_data(kind)
-    arrow = write_arrow(data, tmp_path / "samples.arrow")
+    mapped = write_mapped(data, tmp_path)
     ways = [
         feed(data, Task(), kind, True),
         feed(data, Task(), kind, False),
-        feed(arrow, Task(), kind, False),
+        feed(mapped, Task(), kind, False),
     ]
     for batches in zip(*(way() for way in ways), strict=True):
         for values, labels in batches[1:]:
@@ -46,7 +44,7 @@ def test_our_ways_give_the_same_batches(name: str, tmp_path: Path) -> None:
             assert torch.equal(labels, batches[0][1])
 
 
-def test_the_transform_gives_what_the_guides_give() -> None:
+def test_the_transform_gives_what_the_guides_give():
     from PIL import Image
 
     images, labels = make_data(SMALL["mnist"]).tensors

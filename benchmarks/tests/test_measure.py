@@ -1,11 +1,8 @@
-"""What every benchmark shares: rounds, medians, and the floor below which a difference
-is none.
-"""
+"""What every benchmark shares: rounds, medians, and the floor of a difference."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from benchmarks import measure
 from benchmarks.measure import aa_floor, ahead, earlier, interleave, summarize
 
 
-def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
+def test_rounds_are_interleaved_and_the_first_is_a_warm_up():
     counter = itertools.count()
     found = interleave(
         {"a": lambda: float(next(counter)), "b": lambda: float(next(counter))}, 2
@@ -22,31 +19,32 @@ def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
     assert found == {"a": [2, 4], "b": [3, 5]}
 
 
-def test_with_a_seed_each_round_has_its_own_order() -> None:
+def test_with_a_seed_each_round_has_its_own_order():
     orders = []
     peers = {
         name: lambda name=name: float(bool(orders.append(name))) for name in "abcd"
-    }  # type: ignore[misc]
+    }
     interleave(peers, 9, seed=0)
     rounds = ["".join(orders[start : start + 4]) for start in range(0, 40, 4)]
     assert all(sorted(one) == list("abcd") for one in rounds)
     assert len(set(rounds)) > 5
 
 
-def test_one_outlier_among_many_rounds_is_not_the_floor() -> None:
+def test_one_outlier_among_many_rounds_is_not_the_floor():
     assert aa_floor(
         [1.01, 0.99, 1.0, 0.7, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.0]
     ) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("ratios", [[0.8], [0.8, 1.1]])
-def test_of_one_or_two_rounds_the_largest_deviation_is(ratios: list[float]) -> None:
+def test_of_one_or_two_rounds_the_largest_deviation_is(ratios):
     assert aa_floor(ratios) == pytest.approx(0.2)
 
 
-def test_the_floor_holds_what_it_says() -> None:
-    """Of things without a difference, some 5 % are called different; medians of few
-    rounds err a little more.
+def test_the_floor_holds_what_it_says():
+    """Of things without a difference, some 5 % are called different.
+
+    Medians of few rounds err a little more.
     """
     generator = np.random.default_rng(1)
     twins, others = generator.normal(1, 0.1, (2, 400, 11))
@@ -57,11 +55,11 @@ def test_the_floor_holds_what_it_says() -> None:
     assert 0.01 < np.mean(different) < 0.12
 
 
-def test_a_bias_of_the_twin_is_in_the_floor() -> None:
+def test_a_bias_of_the_twin_is_in_the_floor():
     assert aa_floor([1.2] * 9) == pytest.approx(0.2)
 
 
-def test_ratios_are_taken_round_by_round() -> None:
+def test_ratios_are_taken_round_by_round():
     found = {
         "plain": [10.0, 100.0, 1.0],
         "ours": [20.0, 200.0, 2.0],
@@ -72,7 +70,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert summary["rows"]["ours"]["n"] == 3
 
 
-def test_a_peer_is_met_round_by_round_without_the_baselines_noise() -> None:
+def test_a_peer_is_met_round_by_round_without_the_baselines_noise():
     generator = np.random.default_rng(2)
     pace = generator.lognormal(0, 0.5, 31)  # what slows a round slows all of it
     found = {
@@ -89,7 +87,7 @@ def test_a_peer_is_met_round_by_round_without_the_baselines_noise() -> None:
     )
 
 
-def test_the_interval_of_a_lead_holds_what_it_says() -> None:
+def test_the_interval_of_a_lead_holds_what_it_says():
     """Of things without a difference, some 5 % are said to lead or to trail."""
     generator = np.random.default_rng(3)
     pairs = generator.normal(1, 0.1, (400, 2, 15))
@@ -102,9 +100,7 @@ def test_the_interval_of_a_lead_holds_what_it_says() -> None:
     )
 
 
-def test_a_benchmark_goes_on_with_what_was_asked_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_benchmark_goes_on_with_what_was_asked_alike(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "SCRATCH", tmp_path)
     asked = {"seed": 7, "cases": 30, "only": None}
     assert earlier("what", asked) == {}

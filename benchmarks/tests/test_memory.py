@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_step_takes_what_was_predicted(name: str) -> None:
+def test_a_step_takes_what_was_predicted(name):
     work, sizes = SMALL[name]
     for changes in list(cases(sizes[-1], checkpoints=name != "cnn", strategy="ddp"))[
         ::3
@@ -25,7 +25,7 @@ def test_a_step_takes_what_was_predicted(name: str) -> None:
 @pytest.mark.parametrize(
     "strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.campaign)]
 )
-def test_so_it_does_on_two_ranks(strategy: str) -> None:
+def test_so_it_does_on_two_ranks(strategy):
     work, sizes = SMALL["gpt"]
     changes = {
         "precision": "bf16",

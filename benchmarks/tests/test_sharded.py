@@ -1,17 +1,17 @@
-"""The benchmark of sharded checkpoints, small: both ways end with the same tensors, and
-every figure is there.
+"""The benchmark of sharded checkpoints, small.
+
+Both ways end with the same tensors, and every figure is there.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from benchmarks import sharded
 from tests.distributed.processes import _fork
 
 
-def test_every_figure_is_there(tmp_path: Path) -> None:
+def test_every_figure_is_there(tmp_path):
     _fork(sharded.measure, (2, str(tmp_path), 8, 1), nprocs=2)
     found = json.loads((tmp_path / "found.json").read_text())
     assert (

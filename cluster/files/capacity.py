@@ -1,6 +1,4 @@
-"""Pure arithmetic: nodes and their resources -> how many worker groups fit, for how
-many dollars an hour.
-"""
+"""Nodes and their resources: how many worker groups fit, at which price an hour. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -66,8 +64,7 @@ def grow(
     gpus_per_worker: float,
     workers: int | None = None,
 ) -> dict[str, int]:
-    """Count the worker nodes of each type when the cluster has grown; exact, because
-    every node adds its own slots.
+    """Count the worker nodes of each type when the cluster has grown.
 
     Nodes are added to those that are always up, the type with the most slots a node
     first (then the one with the higher priority), within each type's limit and the
@@ -98,14 +95,12 @@ def grow(
 def nodes_of(
     node_types: Sequence[NodeType], counts: Mapping[str, int]
 ) -> list[Mapping[str, float]]:
-    """List the resources of every node: the head, and `counts` worker nodes of each
-    type.
-    """
-    return [
-        t.resources
-        for t in node_types
-        for _ in range(counts.get(t.name, 0) + t.is_head)
-    ]
+    """List the resources of the head, and of `counts` worker nodes of each type."""
+    nodes: list[Mapping[str, float]] = []
+    for node_type in node_types:
+        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
+        nodes += [node_type.resources] * num_nodes
+    return nodes
 
 
 def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:
@@ -119,32 +114,34 @@ def cost(
     prices: Mapping[str, float],
     spot_prices: Mapping[str, float] | None = None,
 ) -> Cost:
-    """Sum the dollars an hour of the head and `counts` worker nodes, with prices by
-    instance type.
+    """Sum the dollars an hour of the head and `counts` worker nodes.
+
+    Prices are by instance type.
     """
+    spot_prices = spot_prices or {}
     usd_per_hour = []
-    saved = list[float | None]()
+    with_spot = []
     missing = []
-    for node_type in node_types:
-        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
+    is_spot_known = True
+    held = [(t, counts.get(t.name, 0) + t.is_head) for t in node_types]
+    for node_type, num_nodes in held:
+        if not num_nodes:
+            continue
         machine = node_type.instance_type or ""
-        price = prices.get(machine)
-        spot = (spot_prices or {}).get(machine)
-        if price is not None:
-            usd_per_hour.append(num_nodes * price)
-        elif num_nodes:
+        if machine not in prices:
             missing.append(node_type.name)
-        if node_type.spot and num_nodes:
-            saved.append(
-                None if price is None or spot is None else num_nodes * (price - spot)
-            )
-    all_usd = math.fsum(usd_per_hour)
-    less = (
-        None
-        if not saved or None in saved
-        else all_usd - math.fsum(amount or 0.0 for amount in saved)
+        price = prices.get(machine, 0.0)
+        usd_per_hour.append(num_nodes * price)
+        if node_type.spot:
+            is_spot_known = is_spot_known and machine in spot_prices and price > 0
+            price = spot_prices.get(machine, 0.0)
+        with_spot.append(num_nodes * price)
+    has_spot = any(num_nodes and node_type.spot for node_type, num_nodes in held)
+    return Cost(
+        math.fsum(usd_per_hour),
+        tuple(missing),
+        math.fsum(with_spot) if has_spot and is_spot_known else None,
     )
-    return Cost(all_usd, tuple(missing), less)
 
 
 def _slots(

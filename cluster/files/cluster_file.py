@@ -1,6 +1,4 @@
-"""What Paceline knows of a cluster file of any kind, and the schema that its parts must
-obey; needs no Ray.
-"""
+"""Hold a cluster file of any kind, and check its parts against a schema; needs no Ray."""
 
 import functools
 from collections.abc import Mapping
@@ -11,6 +9,7 @@ from typing import Any
 import yaml
 
 from cluster.files.capacity import NodeType
+from trainers.config.yaml import read_text
 from trainers.errors import MISSING, ConfigError, did_you_mean
 
 MOST_NODES = 100_000
@@ -47,11 +46,30 @@ class ClusterFile:
         return sum(node_type.max_workers for node_type in self.node_types)
 
 
+def read_file(path: str | Path) -> str:
+    """Return the text of a file of this machine; ConfigError where it is not there."""
+    source = str(path)
+    try:
+        return read_text(Path(path), source)
+    except FileNotFoundError as error:
+        fix = "give the path of a cluster file"
+        raise ConfigError("the file", MISSING, "does not exist", fix, source) from error
+
+
+def check_bounds(field: str, low: int, high: int, most: str, source: str) -> None:
+    """Raise ConfigError where a node type's least number of nodes is above its most."""
+    if low > high:
+        rule = f"must be at most {most}, {high}"
+        fix = f"write {high} or less, or raise {most}"
+        raise ConfigError(field, low, rule, fix, source)
+
+
 def check_schema(
     value: Any, name: str, field: str, how_to_write: str, source: str | None = None
 ) -> None:
-    """Raise ConfigError for the first part of `value` that breaks a schema of
-    cluster/files/schemas.yaml.
+    """Raise ConfigError for the first part of `value` that breaks a schema.
+
+    The schema is one of cluster/files/schemas.yaml.
 
     `field` is where `value` stands. What is null counts as absent.
     """

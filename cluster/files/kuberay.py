@@ -1,5 +1,4 @@
-"""Read KubeRay documents (RayCluster, RayJob) without Kubernetes; every refusal is one
-sentence.
+"""Read KubeRay documents (RayCluster, RayJob) without Kubernetes.
 
 Kubernetes drops fields that it does not know without a word, so a misspelt one is
 refused here.
@@ -9,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import ClusterFile, check_schema, join
+from cluster.files.cluster_file import ClusterFile, check_bounds, check_schema, join
 from trainers.errors import ConfigError, printable
 
 GPU = "nvidia.com/gpu"
@@ -20,18 +19,14 @@ _HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
 
 
 def is_kuberay(documents: list[Any]) -> bool:
-    """Return whether the documents are Kubernetes objects: each has a `kind`, which no
-    `ray up` file has.
-    """
+    """Return whether the documents are Kubernetes objects, of which each has a `kind`."""
     return any(
         isinstance(document, dict) and "kind" in document for document in documents
     )
 
 
 def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
-    """Read each RayCluster, and each RayJob with a cluster of its own; other objects
-    are skipped.
-    """
+    """Read each RayCluster, and each RayJob with its own; skip other objects."""
     mappings = [document for document in documents if isinstance(document, dict)]
     found = tuple(
         _cluster_file(document, source)
@@ -61,8 +56,9 @@ def container_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
 def resources_of(
     group: Mapping[str, Any], resource: str, limit: str
 ) -> tuple[float | None, float]:
-    """Return how many CPUs or GPUs `rayStartParams` tell Ray (None: nothing), and the
-    limit of the container.
+    """Return how many CPUs or GPUs `rayStartParams` tell Ray, and the container's limit.
+
+    The first is None where they tell nothing.
     """
     start = group.get("rayStartParams") or {}
     limits = (container_of(group).get("resources") or {}).get("limits") or {}
@@ -84,7 +80,7 @@ def prefix_of(document: Mapping[str, Any]) -> str:
 
 
 def _quantity(value: object) -> float:
-    """A Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
+    """Return a Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
     text = str(value)
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
@@ -121,21 +117,13 @@ def _node_type(field: str, group: Mapping[str, Any], source: str) -> NodeType:
         return NodeType("head", resources, is_head=True)
     low = group["minReplicas"]
     high = group["maxReplicas"]
-    hosts = group.get("numOfHosts") or 1
-    if low > high:
-        rule = f"must be at most maxReplicas, {high}"
-        raise ConfigError(
-            f"{field}.minReplicas",
-            low,
-            rule,
-            f"write {high} or less, or raise maxReplicas",
-            source,
-        )
+    check_bounds(f"{field}.minReplicas", low, high, "maxReplicas", source)
+    num_hosts = group.get("numOfHosts") or 1
     return NodeType(
         name=group["groupName"],
         resources=resources,
-        min_workers=low * hosts,
-        max_workers=high * hosts,
+        min_workers=low * num_hosts,
+        max_workers=high * num_hosts,
         instance_type=(pod_of(group).get("nodeSelector") or {}).get(
             "node.kubernetes.io/instance-type"
         ),

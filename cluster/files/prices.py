@@ -1,6 +1,4 @@
-"""List prices of machines and what these hold: prices.csv, in which each row has its
-source and the day it was read.
-"""
+"""List prices of machines: prices.csv, whose rows have a source and its date."""
 
 import csv
 import datetime as dt
@@ -31,17 +29,17 @@ class Price:
     def age(self, today: dt.date) -> str:
         """Say how old the figure is, and whether that is too old."""
         days = (today - self.date).days
-        stale = (
-            f", STALE: over {STALE_AFTER_DAYS} days, look it up"
-            if days > STALE_AFTER_DAYS
-            else ""
-        )
-        return f"read {days} days ago{stale}"
+        if days > STALE_AFTER_DAYS:
+            return (
+                f"read {days} days ago, STALE: over {STALE_AFTER_DAYS} days, look it up"
+            )
+        return f"read {days} days ago"
 
 
 def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
-    """Return a provider's prices by instance type: those of `region` where known, else
-    of the dearest region.
+    """Return a provider's prices by instance type.
+
+    They are those of `region` where known, else of the dearest region.
     """
     known = [price for price in read_prices() if price.provider == provider]
     known.sort(key=lambda price: (price.region == region, price.usd_per_hour))

@@ -1,6 +1,4 @@
-"""(Ray) Read a `ray up` YAML through Ray's own schema and defaults, offline; every
-refusal is one sentence.
-"""
+"""Read a `ray up` YAML through Ray's own schema and defaults, offline (Ray)."""
 
 import contextlib
 import copy
@@ -15,12 +13,15 @@ from cluster.files.capacity import NodeType
 from cluster.files.cluster_file import (
     MOST_NODES,
     ClusterFile,
+    check_bounds,
     check_schema,
+    join,
+    read_file,
     schema_error,
 )
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.prices import Price, load_prices
-from trainers.config.yaml import parse_documents, read_text
+from trainers.config.yaml import parse_documents
 from trainers.errors import MISSING, ConfigError, did_you_mean, first_line
 
 HEAD = "head_start_ray_commands"
@@ -37,8 +38,7 @@ _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 
 
 def load_cluster(path: str | Path) -> ClusterFile:
-    """Read and check a cluster file, the first cluster in it; needs neither network nor
-    a cloud account.
+    """Read and check the first cluster of a file; needs no network and no cloud account.
 
     Raises ConfigError for what makes the file unusable.
     """
@@ -46,72 +46,39 @@ def load_cluster(path: str | Path) -> ClusterFile:
 
 
 def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
-    """Read all clusters of a file: one of a `ray up` YAML, one of each RayCluster and
-    RayJob of a KubeRay YAML.
-    """
+    """Read all clusters of a file: one of a `ray up` YAML, several of a KubeRay YAML."""
     source = str(path)
-    try:
-        text = read_text(Path(path), source)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "does not exist",
-            "give the path of a cluster YAML",
-            source,
-        ) from error
-    documents = parse_documents(text, source)
+    documents = parse_documents(read_file(path), source)
     if is_kuberay(documents):
         return kuberay_files(documents, source)
     return (_ray_up(documents, source),)
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """Return how many GPUs the machine has: attached ones, or by the price list; None
-    when unknown.
-    """
-    if attached := machine.get("guestAccelerators"):
+    """Return how many GPUs the machine has, attached or by the price list, where known."""
+    attached = machine.get("guestAccelerators")
+    if attached:
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
     return None if price is None else price.gpus
 
 
 def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of
-    mappings.
-    """
+    """Return Google Cloud's `scheduling`, which Ray's examples write as a list."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
-    return {key: value for part in parts for key, value in part.items()}
+    merged: dict[str, Any] = {}
+    for part in parts:
+        merged |= part
+    return merged
 
 
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     from trainers.on_ray.internals import check_cluster_file, filled_in
 
-    written = documents[0] if documents else None
-    if len(documents) > 1:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "must be one document for `ray up`",
-            "remove the `---` in it",
-            source,
-        )
-    if not isinstance(written, dict):
-        raise ConfigError(
-            "the file",
-            written,
-            "must be a mapping of fields to values",
-            _HOW_TO_WRITE,
-            source,
-        )
-    if "provider" not in written and "run" in written:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "is a task of SkyPilot's",
-            "ask `sky launch --dryrun FILE`",
-            source,
-        )
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        rule = "must be one mapping of fields to values"
+        raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source)
+    written = documents[0]
     # What the file itself says, before the defaults, which crash on a wrong type.
     shape = {
         "cluster_name": "default",
@@ -120,10 +87,8 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         **written,
     }
     shape.pop("min_workers", None)
-    for legacy in (
-        "head_node",
-        "worker_nodes",
-    ):  # Ray takes them out before it validates, where they are empty
+    # Ray takes them out before it validates, where they are empty.
+    for legacy in ("head_node", "worker_nodes"):
         if not shape.get(legacy):
             shape.pop(legacy, None)
     if isinstance(written.get("available_node_types"), dict):
@@ -152,9 +117,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
 
 @contextlib.contextmanager
 def _asking_ray(source: str) -> Iterator[None]:
-    """Make a ConfigError of what Ray refuses, and keep its remarks off the terminal:
-    what matters is a finding.
-    """
+    """Raise ConfigError for what Ray refuses, and keep its remarks off the terminal."""
     import jsonschema
 
     logger = logging.getLogger("ray.autoscaler")
@@ -196,31 +159,25 @@ def _check_types(written: Mapping[str, Any], source: str) -> None:
 
 
 def _check_counts(config: Mapping[str, Any], source: str) -> None:
-    is_local = (
-        config["provider"]["type"] == "local"
-    )  # one type, which Ray makes of the top-level fields
+    # Of provider local Ray makes one type of the fields at the top.
+    is_local = config["provider"]["type"] == "local"
     for name, node_type in config["available_node_types"].items():
-        field = (
-            "min_workers" if is_local else f"available_node_types.{name}.min_workers"
+        place = "" if is_local else f"available_node_types.{name}"
+        check_bounds(
+            join(place, "min_workers"),
+            node_type["min_workers"],
+            node_type["max_workers"],
+            "its max_workers",
+            source,
         )
-        low = node_type["min_workers"]
-        high = node_type["max_workers"]
-        if low > high:
-            rule = f"must be at most its max_workers, {high}"
-            raise ConfigError(
-                field,
-                low,
-                rule,
-                f"write {high} or less, or raise its max_workers",
-                source,
-            )
 
 
 def _commands(
     written: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """Commands by the field they stand in; Ray puts setup_commands before those of head
-    and workers.
+    """Return the commands by the field they stand in.
+
+    Ray puts setup_commands before those of head and workers.
     """
     shared = len(config["setup_commands"])
     defaults = {
@@ -235,7 +192,7 @@ def _commands(
 def _node_types(
     config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]
 ) -> tuple[NodeType, ...]:
-    """The node types of a configuration that Ray has prepared.
+    """Return the node types of a configuration that Ray has prepared.
 
     With provider local Ray has one type, which is head and workers; here they are two,
     because the head may be started with other resources.
@@ -294,7 +251,7 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
 
 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
-    """The resources that `ray start` is told; what it is not told it finds on the host."""
+    """Return the resources that `ray start` is told; others it finds on the host."""
     text = " ".join(
         command.split("ray start", 1)[1]
         for command in commands

@@ -1,5 +1,4 @@
-"""Pre-flight on a live cluster: an actor on every node measures, and
-cluster/health/verdicts.py judges (Ray).
+"""Examine a live cluster: an actor on every node measures, verdicts.py judges (Ray).
 
 Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is
 proved.
@@ -63,8 +62,9 @@ class Probe:
 
 
 class Checkup:
-    """One examination of the connected cluster; a node that fails to answer is left out
-    of what follows.
+    """One examination of the connected cluster.
+
+    A node that fails to answer is left out of what follows.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,9 @@ class Checkup:
         self._actors: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Start an actor on every node that is alive; it holds the node's GPUs if
-        nothing else does.
+        """Start an actor on every node that is alive.
+
+        It holds the node's GPUs if nothing else does.
         """
         available = available_resources_per_node()
         for node in ray.nodes():
@@ -119,21 +120,22 @@ class Checkup:
         for _ in range(_MEASUREMENTS):
             self._measure()
             nodes = [self.facts[node_id] for node_id in self.answering()]
-            is_cut = any(
-                rate.value == 0 for node in nodes for rate in node.rates
-            )  # each try takes its whole timeout
             # A node that is slow stays slow in every measurement; one that something
             # disturbed for a moment does not.
-            if is_cut or not slow(nodes):
+            if not slow(nodes):
+                break
+            # Where a link is cut, each try takes its whole timeout.
+            rates = [
+                min(rate.value for rate in node.rates) for node in nodes if node.rates
+            ]
+            if 0 in rates:
                 break
         training = self.answering(training=True)
         if len(training) > 1:
             self.all_reduce = self._meet([training])[0]
 
     def answering(self, training: bool = False) -> list[str]:
-        """List the nodes that have answered everything so far; `training`: only those
-        for workers.
-        """
+        """List the nodes that have answered everything so far, or those that train."""
         return [
             id_
             for id_, node in self.facts.items()
@@ -164,32 +166,27 @@ class Checkup:
             except ray.exceptions.RayTaskError as error:
                 self._note(node_id, failure=f"{part}: {last_line(error)}")
             except ray.exceptions.RayError as error:
-                # An actor whose class cannot be imported there has died of it; else its
-                # node is gone.
                 words = last_line(error)
-                self._note(
-                    node_id,
-                    **(
-                        {"failure": words} if "Error:" in words else {"silent_in": part}
-                    ),
-                )
+                # An actor whose class cannot be imported there has died of it.
+                if "Error:" in words:
+                    self._note(node_id, failure=words)
+                else:  # its node is gone
+                    self._note(node_id, silent_in=part)
         return results
 
     def _note(self, node_id: str, **facts: Any) -> None:
         self.facts[node_id] = replace(self.facts[node_id], **facts)
 
     def _learn(self, fact: str, part: str, timeout_s: float, *call: Any) -> None:
-        """Ask the same of all that answer, and note each answer as a field of the
-        node's facts.
-        """
-        for node_id, answer in self.ask(
-            part, timeout_s, dict.fromkeys(self.answering(), call)
-        ).items():
+        """Ask all nodes that answer; note each answer as a field of its facts."""
+        calls = dict.fromkeys(self.answering(), call)
+        for node_id, answer in self.ask(part, timeout_s, calls).items():
             self._note(node_id, **{fact: answer})
 
     def _clocks(self) -> None:
-        """Each clock against this one by the quickest of some questions (Cristian
-        1989), then against their median.
+        """Compare the clocks with this one, then with their median.
+
+        Of several answers the quickest counts (Cristian 1989).
         """
         best_s = math.inf
         offsets = {}
@@ -212,7 +209,7 @@ class Checkup:
             self._note(node_id, clock_offset_s=offset - usual, clock_error_s=best_s)
 
     def _storage(self, uri: str) -> None:
-        """Every node writes a marker, then reads those of all."""
+        """Have every node write a marker, then read those of all."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
         calls: dict[str, Call] = {
             node_id: (probes.write_marker, place, node_id)
@@ -235,9 +232,7 @@ class Checkup:
             )
 
     def _measure(self) -> None:
-        """Products of each node, and its better link of those with the one before and
-        the one after it.
-        """
+        """Measure products of each node, and its better link to a neighbour."""
         training = self.answering(training=True)
         measured = self.ask(
             "multiplying", _MEASURE_S, dict.fromkeys(training, (probes.matmul_rates,))
@@ -254,9 +249,7 @@ class Checkup:
             self._note(node_id, rates=better(self.facts[node_id].rates, rates))
 
     def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
-        """All-reduce within each group of nodes, all groups at once; of each the
-        slowest rank.
-        """
+        """Run all-reduce in all groups at once; return the slowest rank of each."""
         first = {
             group[0]: (probes.free_port, self.facts[group[0]].address)
             for group in groups
@@ -300,27 +293,20 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 def lost_nodes(
     nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]
 ) -> list[NodeFacts]:
-    """Return those of Ray's nodes that died unexpectedly and whose address has no
-    living one.
+    """Return the nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
     """
-    gone = {node["NodeManagerAddress"] for node in nodes} - {
-        n["NodeManagerAddress"] for n in nodes if n["Alive"]
-    }
+    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     found = {}
     for node in nodes:
         address = node["NodeManagerAddress"]
         node_id = node["NodeID"]
-        if (
-            address in gone
-            and node_id not in examined
-            and node["DeathReason"] == _UNEXPECTED
-        ):
+        has_died = node["DeathReason"] == _UNEXPECTED and address not in alive
+        if has_died and node_id not in examined:
             reason = (node["DeathReasonMessage"] or "dead").strip()
-            found[address] = NodeFacts(
-                node_id, node["NodeManagerHostname"], address, trains=False, lost=reason
-            )
+            host = node["NodeManagerHostname"]
+            found[address] = NodeFacts(node_id, host, address, False, lost=reason)
     return list(found.values())
 
 
@@ -361,24 +347,15 @@ def examine(
 
 
 def require_sound(uri: str | None) -> None:
-    """Before a sweep on several nodes: raise ClusterError for what the quick part
-    finds.
-    """
+    """Raise ClusterError for what the quick part finds, before a sweep."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return
     nodes = examine(uri, quick=True).nodes
-    found = judge(
-        ClusterFacts(tuple(node for node in nodes if not node.lost))
-    )  # a sweep starts on the living ones
+    # A sweep starts on the living ones.
+    found = judge(ClusterFacts(tuple(node for node in nodes if not node.lost)))
     if found:
-        raise ClusterError(
-            "\n".join(
-                [
-                    *map(str, found),
-                    "fix these nodes, or go on all the same with --no-check",
-                ]
-            )
-        )
+        fix = "fix these nodes, or go on all the same with --no-check"
+        raise ClusterError("\n".join([*map(str, found), fix]))
 
 
 def check(
@@ -389,8 +366,7 @@ def check(
     exclude_bad: bool,
     quick: bool,
 ) -> int:
-    """Run the command: print table and findings, or JSON, or Ray's label selector for
-    the nodes in order.
+    """Run the command: print table and findings, JSON, or a selector of nodes in order.
 
     Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
     """

@@ -1,5 +1,4 @@
-"""What this machine has and how fast it is: versions, driver, devices, and the rates of
-a matrix product.
+"""Show what this machine has, and how fast it multiplies matrices.
 
 Environment read: CUDA_VISIBLE_DEVICES, which hides GPUs from torch.
 """
@@ -15,14 +14,14 @@ from typing import Literal
 
 import torch
 
-from cluster.health.matmul import matmul_times
-from cluster.health.probes import nccl_version, opened_nvml, processor
+from cluster.health.probes import matmul_times, nccl_version, opened_nvml, processor
 from cluster.health.report import table_lines
 from trainers.devices.device import total_memory_bytes
 from trainers.errors import first_line
 from trainers.model.precision import able_precisions
 
-_CPU_SIZE, _GPU_SIZE = 1024, 8192  # a GPU's own rate needs larger matrices
+_CPU_SIZE = 1024
+_GPU_SIZE = 8192  # a GPU's own rate needs larger matrices
 _NOISY = 0.2
 
 
@@ -82,11 +81,10 @@ class LocalReport:
 def check_local(as_json: bool) -> int:
     """Print the report; return 1 when torch sees no GPU though the driver has one."""
     report = look()
-    print(
-        json.dumps(dataclasses.asdict(report), indent=2)
-        if as_json
-        else "\n".join(_lines(report))
-    )
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        print("\n".join(_lines(report)))
     return int(any(verdict.level == "error" for verdict in report.verdicts))
 
 
@@ -153,11 +151,9 @@ def judge_gpus(
     if num_seen >= num_gpus:
         return Remark("ok", f"torch sees {_gpus(num_seen)}, as the driver does")
     if num_seen:
-        why = (
-            "look at `nvidia-smi` and the kernel's log"
-            if visible is None
-            else f"CUDA_VISIBLE_DEVICES is {visible}"
-        )
+        why = f"CUDA_VISIBLE_DEVICES is {visible}"
+        if visible is None:
+            why = "look at `nvidia-smi` and the kernel's log"
         return Remark("warning", f"torch sees {num_seen} of {_gpus(num_gpus)}: {why}")
     if built_for is None:
         where = "https://pytorch.org/get-started/locally"
@@ -176,9 +172,7 @@ def judge_gpus(
 
 
 def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
-    """Say what the rates mean: a GPU against the CPU at one size, formats that gain
-    nothing, noise.
-    """
+    """Say what the rates mean: a GPU against the CPU, formats that gain nothing, noise."""
     verdicts = []
     on_cpu = {
         rate.n: rate
@@ -196,32 +190,24 @@ def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
         best[key] = max(best.get(key, 0.0), rate.gflop_per_s)
     for (device, precision), gflop_per_s in best.items():
         times = gflop_per_s / best[device, "fp32"]
-        if precision != "fp32":
-            gain = (
-                f"{precision} multiplies {times:.3g} times as fast as fp32 on {device}"
-            )
-            verdicts.append(
-                Remark("ok", gain)
-                if times > 1.1
-                else Remark("note", f"{gain}: no gain in it here")
-            )
-    noisy = ", ".join(
+        gain = f"{precision} multiplies {times:.3g} times as fast as fp32 on {device}"
+        if precision != "fp32" and times > 1.1:
+            verdicts.append(Remark("ok", gain))
+        elif precision != "fp32":
+            verdicts.append(Remark("note", f"{gain}: no gain in it here"))
+    noisy = [
         f"{rate.device} {rate.precision} {rate.spread:.0%}"
         for rate in rates
         if rate.spread > _NOISY
-    )
+    ]
     if noisy:
-        verdicts.append(
-            Remark(
-                "warning",
-                f"samples differ much ({noisy}): something else runs here, measure again",
-            )
-        )
+        text = f"samples differ much ({', '.join(noisy)}): something else runs here, measure again"
+        verdicts.append(Remark("warning", text))
     return verdicts
 
 
 def _rates(shown: Device) -> list[ProductRate]:
-    """The rates of one device: fp32 at the CPU's size too, for the comparison."""
+    """Measure one device: fp32 at the CPU's size too, for the comparison."""
     device = torch.device(shown.device)
     on_cpu = device.type == "cpu"
     rates = []

@@ -1,13 +1,11 @@
-"""What nodes measure, each of itself and together with others; every function runs on
-the node that it is about.
-"""
+"""Measure a node, alone and with others; every function runs on the node it is about."""
 
 import contextlib
 import platform
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,14 @@ from trainers.storage import Storage
 from trainers.versions import package_versions
 
 _POWER_CAP = 0x4  # one of NVML's reasons for lower clocks, which may be intended
-_SAMPLE_S = (
-    0.15  # long against a scheduler's time slice, so that one sample is no lucky moment
-)
+_SAMPLE_S = 0.15
+"""Long against a scheduler's time slice, so that one sample is no lucky moment."""
+_SHORT_SAMPLE_S = 0.02
+"""Below that, launches and clocks would show."""
+_SAMPLES = 7
+_BUDGET_S = 1.5
+"""Of one device and format."""
+_TRIES = 3
 # how late a file of another node may appear: NFS caches a directory for a few seconds
 _SEEN_WITHIN_S = 5.0
 
@@ -42,11 +45,9 @@ def nccl_version() -> str | None:
     """Return the version that torch brings; None of a build without NCCL."""
     import torch
 
-    return (
-        ".".join(map(str, torch.cuda.nccl.version()))
-        if torch.distributed.is_nccl_available()
-        else None
-    )
+    if not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def processor() -> str:
@@ -62,9 +63,7 @@ def processor() -> str:
 
 
 def device_name() -> str:
-    """Return the model of what the products run on: the GPUs, or the CPU where there is
-    none.
-    """
+    """Return the model of what the products run on: the GPUs, else the CPU."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else processor()
@@ -89,15 +88,13 @@ def opened_nvml() -> Iterator[Any | None]:
 def gpu_health() -> tuple[GpuHealth, ...] | None:
     """Examine all GPUs of the node by NVML; None where it does not answer."""
     with opened_nvml() as nvml:
-        return (
-            tuple(_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
-            if nvml
-            else None
-        )
+        if nvml is None:
+            return None
+        return tuple(_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
 
 
 def _health(nvml: Any, index: int) -> GpuHealth:
-    """One GPU; what its driver does not support counts as healthy."""
+    """Examine one GPU; what its driver does not support counts as healthy."""
     from trainers.devices.nvml import SLOWED
 
     try:
@@ -129,16 +126,13 @@ def matmul_rates() -> tuple[Rate, ...]:
     """
     import torch
 
-    from cluster.health.matmul import matmul_times
-
     threads = torch.get_num_threads()
     rates = []
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     torch.set_num_threads(1)  # the other cores may be at work
     try:
-        for device in [torch.device("cuda", index) for index in range(num_gpus)] or [
-            torch.device("cpu")
-        ]:
+        gpus = [torch.device("cuda", index) for index in range(num_gpus)]
+        for device in gpus or [torch.device("cpu")]:
             n, precision = (8192, "fp16") if num_gpus else (768, "fp32")
             if num_gpus and torch.cuda.get_device_capability(device) >= (8, 0):
                 precision = "bf16"
@@ -151,6 +145,58 @@ def matmul_rates() -> tuple[Rate, ...]:
     finally:
         torch.set_num_threads(threads)
     return tuple(rates)
+
+
+def matmul_times(
+    precision: str, device: Any, n: int, sample_s: float = _SHORT_SAMPLE_S
+) -> list[float]:
+    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples.
+
+    A CPU multiplies with torch's threads.
+    """
+    import torch
+
+    from trainers.devices.device import synchronize
+    from trainers.model.precision import TABLE, apply_matmul
+
+    spec = TABLE[precision]
+    apply_matmul(spec)
+    left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
+    out = torch.empty_like(left)
+    return measure(
+        lambda: torch.mm(left, right, out=out),
+        lambda: synchronize(device),
+        sample_s=sample_s,
+    )
+
+
+def measure(
+    run: Callable[[], object],
+    wait: Callable[[], None],
+    clock: Callable[[], float] = time.perf_counter,
+    sample_s: float = _SHORT_SAMPLE_S,
+) -> list[float]:
+    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples.
+
+    A few runs before them warm up.
+
+    A sample has as many runs as take `sample_s` where nothing disturbs them, and so
+    takes longer where something does.
+    """
+
+    def sample(runs: int) -> float:
+        wait()
+        began = clock()
+        for _ in range(runs):
+            run()
+        wait()
+        return (clock() - began) / runs
+
+    sample(1)
+    once_s = max(min(sample(1) for _ in range(_TRIES)), 1e-7)
+    runs = max(1, round(sample_s / once_s))
+    num_samples = max(3, int(_BUDGET_S / (runs * once_s)))
+    return [sample(runs) for _ in range(min(_SAMPLES, num_samples))]
 
 
 def free_port(address: str) -> int:
@@ -192,7 +238,7 @@ def all_reduce(
 
 
 def _summed(rank: int, world_size: int, device: Any) -> AllReduce:
-    """The best of three, after one that connects."""
+    """Return the best sum of three, after one that connects."""
     import torch
     import torch.distributed as dist
 

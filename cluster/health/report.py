@@ -1,6 +1,4 @@
-"""Pure: what a check has found, as a table, as JSON, or as the label selector that
-leaves bad nodes out.
-"""
+"""Show what a check has found: a table, JSON, or a selector without bad nodes. Pure."""
 
 import dataclasses
 import io
@@ -85,7 +83,7 @@ def _as_tree(
 def _lines(
     cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float
 ) -> list[str]:
-    """The table, a row for each node, and the findings below it."""
+    """Return the table, a row for each node, and the findings below it."""
     bad = bad_nodes(found)
     rows = [_row(node, node.node_id in bad, uri) for node in cluster.nodes]
     result = table_lines(_COLUMNS, rows)
@@ -100,11 +98,9 @@ def _lines(
         result.append(
             "note: storage was not looked at; give --storage_path or set PACELINE_STORAGE"
         )
-    whole = (
-        ", but not the cluster as a whole"
-        if any(not each.node_id for each in found)
-        else ""
-    )
+    whole = ""
+    if not all(each.node_id for each in found):
+        whole = ", but not the cluster as a whole"
     result.append(
         f"{len(rows) - len(bad)} of {len(rows)} nodes in order{whole}, in {seconds:.1f} s"
     )
@@ -114,8 +110,9 @@ def _lines(
 def table_lines(
     columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None
 ) -> list[str]:
-    """Render a table as plain text; the columns after the first `num_left` hold
-    figures, which end flush.
+    """Render a table as plain text.
+
+    The columns after the first `num_left` hold figures, which end flush.
     """
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
@@ -140,11 +137,9 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
         "-" if node.clock_offset_s is None else f"{node.clock_offset_s * 1e3:+.0f} ms"
     )
     storage = "not shared" if node.storage else "shared"
-    device = (
-        f"{node.num_gpus} x {node.device}"
-        if node.num_gpus and node.device
-        else node.device
-    )
+    device = node.device
+    if node.num_gpus and node.device:
+        device = f"{node.num_gpus} x {device}"
     verdict = "bad" if is_bad else "ok"
     if node.lost:
         verdict = "bad: lost"
@@ -163,7 +158,7 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
 
 
 def _rate(node: NodeFacts, kind: Kind) -> str:
-    """The lowest figure of a kind: with several GPUs the one that the others wait for."""
+    """Return a kind's lowest figure: of several GPUs the one that others wait for."""
     worst = min(
         (rate for rate in node.rates if rate.kind == kind),
         key=lambda rate: rate.value,

@@ -1,6 +1,4 @@
-"""Pure: what nodes have measured, and the verdict on each: a node far below the median
-of the others is slow.
-"""
+"""Judge what nodes have measured: far below the others' median is slow. Pure."""
 
 import statistics
 from collections import Counter
@@ -64,9 +62,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is known of one node that is alive, or has died unexpectedly and did not
-    come back.
-    """
+    """What is known of a node that is alive, or has died unexpectedly for good."""
 
     node_id: str
     host: str
@@ -129,17 +125,19 @@ class NodeFinding:
 
 
 def judge(cluster: ClusterFacts) -> list[NodeFinding]:
-    """Return all that is wrong, on each node first and then with the cluster as a
-    whole.
-    """
+    """Return all that is wrong: on each node first, then with the cluster as a whole."""
     answering = [node for node in cluster.nodes if node.answers]
-    found = [_on(node, finding) for node in cluster.nodes for finding in _alone(node)]
-    for name in dict.fromkeys(name for node in answering for name in node.versions):
+    found = []
+    names: dict[str, None] = {}
+    for node in cluster.nodes:
+        found += [_on(node, finding) for finding in _alone(node)]
+    for node in answering:
+        names.update(dict.fromkeys(node.versions))
+    for name in names:
         found += _versions(name, answering)
     found += slow(answering)
-    found += [
-        NodeFinding("", "cluster", finding) for finding in _together(cluster, answering)
-    ]
+    for finding in _together(cluster, answering):
+        found.append(NodeFinding("", "cluster", finding))
     return found
 
 
@@ -155,8 +153,9 @@ def label_selector(found: Sequence[NodeFinding]) -> dict[str, str]:
 
 
 def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the nodes that do not see the storage of more than half of them; `seen`:
-    whose markers each could read.
+    """Return the nodes that do not see the storage of more than half of them.
+
+    `seen`: whose markers each could read.
     """
     return [
         node_id
@@ -166,9 +165,7 @@ def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
-    """Find nodes that fall far behind the median of the others: in products of the same
-    device, and in their links.
-    """
+    """Find nodes far behind the others' median: products of one device, and links."""
     groups: dict[tuple[Kind, str], list[tuple[NodeFacts, Rate]]] = {}
     for node in nodes:
         for rate in node.rates:
@@ -186,8 +183,9 @@ def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
 
 
 def better(before: Sequence[Rate], now: Sequence[Rate]) -> tuple[Rate, ...]:
-    """Keep the higher one of each figure: what slows a measurement for a moment says
-    nothing of the node.
+    """Keep the higher one of each figure.
+
+    What slows a measurement for a moment says nothing of the node.
     """
     best = {rate.what: rate for rate in before}
     for rate in now:
@@ -201,7 +199,7 @@ def _on(node: NodeFacts, finding: Finding) -> NodeFinding:
 
 
 def _alone(node: NodeFacts) -> Iterator[Finding]:
-    """What one node's facts say by themselves."""
+    """Find what is wrong with one node by itself."""
     if node.lost is not None:
         fix = "look at the host and its cable; Ray takes it back when `ray start` runs there again"
         yield error("node", node.lost, "must be alive", fix)
@@ -273,7 +271,7 @@ def _gpu(gpu: GpuHealth) -> Iterator[Finding]:
 
 
 def _versions(name: str, nodes: Sequence[NodeFacts]) -> Iterator[NodeFinding]:
-    """Nodes that differ from the most; of equally many, from the first."""
+    """Find nodes that differ from the most; of equally many, from the first."""
     [(right, _)] = Counter(node.versions.get(name) for node in nodes).most_common(1)
     for node in nodes:
         version = node.versions.get(name)

@@ -1,1 +1,4 @@
-"""What makes a cluster file unsafe, slow or unable to start."""
+"""What makes a cluster file unsafe, slow or unable to start.
+
+The doors are `findings` (clusters.py) and `slurm_findings` (slurm.py).
+"""

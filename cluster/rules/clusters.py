@@ -1,5 +1,4 @@
-"""What Ray and KubeRay do not check in a cluster file: what is unsafe in it,
-contradicts itself, or would be lost.
+"""Find what Ray and KubeRay do not: what is unsafe, contradictory, or would be lost.
 
 Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local
 only).
@@ -26,7 +25,7 @@ from cluster.files.prices import load_prices
 from cluster.files.ray_up import HEAD, WORKER, google_scheduling_of, gpus_of
 from cluster.finding import Finding, error, warning
 from cluster.rules import common
-from trainers.errors import MISSING, did_you_mean
+from trainers.errors import MISSING
 
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
@@ -35,21 +34,6 @@ _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, 
 _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
 """The field of a `node_config` that lets a node write to a bucket, by cloud and kind of
 address.
-"""
-
-_SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
-_MACHINE_FIELDS = {
-    "aws": "InstanceType ImageId IamInstanceProfile BlockDeviceMappings MetadataOptions InstanceMarketOptions KeyName "
-    "SubnetId SubnetIds SecurityGroupIds SecurityGroups NetworkInterfaces UserData TagSpecifications Placement "
-    "CpuOptions CreditSpecification CapacityReservationSpecification EbsOptimized LaunchTemplate LicenseSpecifications "
-    "HibernationOptions EnclaveOptions PrivateDnsNameOptions MaintenanceOptions Monitoring Ipv6Addresses",
-    "gcp": "machineType disks guestAccelerators scheduling serviceAccounts metadata networkInterfaces labels tags "
-    "sourceMachineImage acceleratorType acceleratorConfig runtimeVersion minCpuPlatform shieldedInstanceConfig "
-    "networkConfig schedulingConfig advancedMachineFeatures confidentialInstanceConfig reservationAffinity params",
-    "azure": "azure_arm_parameters azure_arm_tags",
-}
-"""Fields of a `node_config` by cloud: EC2's RunInstances, Google's Instance and Node,
-Ray's own for Azure.
 """
 
 
@@ -65,7 +49,6 @@ def findings(
         *_ports(cluster),
         *common.key_findings(cluster.written),
         *_machines(cluster),
-        *_misspelt(cluster),
         *_versions(cluster),
         *_head_start(cluster),
         *common.environment_findings(starts),
@@ -75,32 +58,8 @@ def findings(
     ]
 
 
-def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
-    """Fields and sizes of machines that are almost one of the cloud's, which would
-    refuse the node, hours later.
-    """
-    known = _MACHINE_FIELDS.get(cluster.provider, "").split()
-    for name, node_type in cluster.config["available_node_types"].items():
-        for key in node_type["node_config"]:
-            fix = did_you_mean(key, known, "")
-            if key not in known and fix:
-                yield warning(
-                    f"available_node_types.{name}.node_config.{key}",
-                    MISSING,
-                    "is no field of it",
-                    fix,
-                )
-        machine = str(
-            node_type["node_config"].get("InstanceType") or ""
-        )  # of EC2's: family.size
-        size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
-        if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
-            field = f"available_node_types.{name}.node_config.InstanceType"
-            yield warning(field, machine, f"has {size}, which is no size of EC2's", fix)
-
-
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
-    """What is set where `ray start` runs: in that command, or in a profile by set-up.
+    """Return the variables where `ray start` runs: of the command, or a profile.
 
     Each command has a shell of its own, so an export in another start command does not
     count.
@@ -176,9 +135,7 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
-    """Resources that the machine does not have, GPUs left idle, training on the head,
-    GPUs that cannot start.
-    """
+    """Find resources that no machine has, idle GPUs, a head that trains."""
     known = load_prices(cluster.provider)
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
@@ -224,27 +181,26 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
     commands = dict(cluster.commands)
     for name, node_type in cluster.config["available_node_types"].items():
         for key in ("initialization_commands", "worker_setup_commands"):
-            commands[f"available_node_types.{name}.{key}"] = tuple(
-                node_type.get(key, ())
-            )
+            own = tuple(node_type.get(key, ()))
+            commands[f"available_node_types.{name}.{key}"] = own
     for field, lines in commands.items():
-        for line in lines:
-            for arguments in common.pip_arguments(line):
-                for package, version in common.installs(arguments):
-                    yield from common.version_finding(field, package, version)
-                for file in common.constraint_files(arguments):
-                    if "://" not in file and not _brings(cluster, file):
-                        rule = "must be brought to the nodes, which have no such file"
-                        yield error(
-                            field,
-                            file,
-                            rule,
-                            f"add `{file}: constraints.txt` to file_mounts",
-                        )
+        for arguments in common.pip_arguments("\n".join(lines)):
+            yield from _installed(cluster, field, arguments)
     docker = cluster.config.get("docker") or {}
     for key in ("image", "head_image", "worker_image"):
         if docker.get(key):
             yield from common.image_finding(f"docker.{key}", docker[key])
+
+
+def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Finding]:
+    """Find packages without a version, and files of versions that no node has."""
+    for package, version in common.installs(arguments):
+        yield from common.version_finding(field, package, version)
+    for file in common.constraint_files(arguments):
+        if "://" not in file and not _brings(cluster, file):
+            rule = "must be brought to the nodes, which have no such file"
+            fix = f"add `{file}: constraints.txt` to file_mounts"
+            yield error(field, file, rule, fix)
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
@@ -274,8 +230,9 @@ def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Findi
 
 
 def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Workers that may not write to `storage`; Ray gives its own account to the head
-    only.
+    """Find workers that may not write to `storage`.
+
+    Ray gives its own account to the head only.
     """
     scheme = storage.split("://")[0]
     if (
@@ -304,8 +261,9 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
 
 
 def _brings(cluster: ClusterFile, place: str) -> bool:
-    """Whether `file_mounts` brings a file to a place; $HOME, /home/ubuntu and /root are
-    what `~` means there.
+    """Whether `file_mounts` brings a file to a place.
+
+    There $HOME, /home/ubuntu and /root are what `~` means.
     """
     place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
     mounts: list[str] = list(cluster.config["file_mounts"])
@@ -321,7 +279,7 @@ def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]
 
 
 def _kuberay(cluster: ClusterFile) -> list[Finding]:
-    """What would be unsafe, contradictory or lost in a RayCluster or RayJob."""
+    """Find what is unsafe, contradictory or lost in a RayCluster or RayJob."""
     prefix = prefix_of(cluster.written)
     groups = groups_of(cluster.config, prefix)
     by_operator = (cluster.config.get("authOptions") or {}).get("mode") == "token"
@@ -345,9 +303,7 @@ def _kuberay(cluster: ClusterFile) -> list[Finding]:
 def _container_environment(
     group: Mapping[str, Any], by_operator: bool
 ) -> dict[str, str]:
-    """The variables of a group's Ray container; `$NAME` for what comes from elsewhere,
-    a Secret or so.
-    """
+    """Return the variables of a group's Ray container; `$NAME` for a Secret's value."""
     found = {"RAY_AUTH_MODE": "token"} if by_operator else {}
     for entry in container_of(group).get("env") or ():
         value = entry.get("value")

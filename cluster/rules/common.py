@@ -1,6 +1,4 @@
-"""What cluster files of every kind must say: a token, shared storage, no secret, equal
-versions, time to react.
-"""
+"""Find what is wrong in cluster files of every kind: token, storage, secrets, versions."""
 
 import functools
 import math
@@ -40,8 +38,9 @@ _RAYS_STOP_WAIT_S = 3.0
 def environment_findings(
     starts: Mapping[str, Mapping[str, str]], own_disk: re.Pattern[str] = _OWN_DISK
 ) -> Iterator[Finding]:
-    """Find unsafe and contradictory environments where Ray starts; `starts` has them by
-    field, the head's first.
+    """Find unsafe and contradictory environments where Ray starts.
+
+    `starts` has them by field, the head's first.
 
     `own_disk` matches directories that each node has for itself.
     """
@@ -82,9 +81,7 @@ def environment_findings(
 
 
 def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Judge how fast the head notices a dead node, and how long it lets a stopped job
-    write its checkpoint.
-    """
+    """Judge how fast the head notices a dead node, and how long a stopped job may take."""
     checks = {
         name: _number(environment.get(f"RAY_health_check_{name}"), default)
         for name, default in _HEALTH_CHECK.items()
@@ -118,8 +115,9 @@ def key_findings(written: object) -> Iterator[Finding]:
 
 
 def version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
-    """Compare what a file installs with what Paceline has here; `version` is "" where
-    it is not pinned.
+    """Compare what a file installs with what Paceline has here.
+
+    `version` is "" where it is not pinned.
     """
     right = expected_versions().get(package)
     fix = f"write {package}=={right}"
@@ -149,7 +147,9 @@ def image_finding(field: str, image: str | None) -> Iterator[Finding]:
         yield warning(
             field, image or MISSING, rule, "write a tag that names the versions in it"
         )
-    elif version := _RAY_IN_IMAGE.search(name):
+        return
+    version = _RAY_IN_IMAGE.search(name)
+    if version:
         yield from version_finding(field, "ray", version[1])
 
 
@@ -164,8 +164,9 @@ def constraint_files(arguments: str) -> list[str]:
 
 
 def installs(arguments: str) -> list[tuple[str, str]]:
-    """Return (package, version) of each package whose version matters; "" where it is
-    not pinned at all.
+    """Return (package, version) of each package whose version matters.
+
+    The version is "" where it is not pinned at all.
     """
     found = re.findall(
         r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments
@@ -179,17 +180,13 @@ def installs(arguments: str) -> list[tuple[str, str]]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Return the variables that shell commands set, without quotes; the last value of
-    each.
-    """
+    """Return the variables that shell commands set, without quotes; the last of each."""
     return {name: value.strip("'\"") for name, value in _ASSIGNMENT.findall(text)}
 
 
 @functools.cache
 def expected_versions() -> dict[str, str]:
-    """Return the versions for every node: as in constraints.txt, ray and torch else as
-    installed here.
-    """
+    """Return the versions for every node: of constraints.txt, else as installed here."""
     text = _CONSTRAINTS.read_text(encoding="utf-8") if _CONSTRAINTS.is_file() else ""
     return package_versions("ray", "torch") | dict(
         re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE)

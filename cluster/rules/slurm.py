@@ -1,5 +1,4 @@
-"""A Slurm batch script: read as sbatch reads it, and judged: what hangs, meets another
-job, or is lost.
+"""Read a Slurm batch script as sbatch does, and judge it: what hangs, or is lost.
 
 Nothing in a script is run.
 """
@@ -10,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.files.cluster_file import read_file
 from cluster.finding import Finding, Level, error, warning
 from cluster.rules import common
-from trainers.config.yaml import read_text
-from trainers.errors import MISSING, ConfigError, did_you_mean
+from trainers.errors import MISSING, ConfigError
 
 _SHORT = {
     "-N": "nodes",
@@ -67,40 +66,6 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
 another; of none it is a warning.
 """
 
-_COUNT = r"\d+"
-_MEMORY = r"\d+[KMGT]?B?"
-_GPUS = r"([\w.-]+:)?\d+(,[\w.-]+:\d+)*"
-_FORMS = {
-    "nodes": r"(\d+[km]?(-\d+[km]?(:\d+)?)?)(,\d+[km]?(-\d+[km]?(:\d+)?)?)*",
-    "ntasks": _COUNT,
-    "ntasks-per-node": _COUNT,
-    "cpus-per-task": _COUNT,
-    "time": r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited",
-    "mem": _MEMORY,
-    "mem-per-cpu": _MEMORY,
-    "mem-per-gpu": _MEMORY,
-    "gpus": _GPUS,
-    "gpus-per-node": _GPUS,
-    "gpus-per-task": _GPUS,
-    "gres": r"\w+(:[\w.-]+){0,2}(,\w+(:[\w.-]+){0,2})*",
-}
-"""What sbatch takes as the values of some options."""
-_KNOWN = """
-    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container
-    contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
-    distribution error exclude exclusive export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq
-    gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
-    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network
-    nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
-    ntasks-per-socket open-mode output overcommit oversubscribe parsable partition power prefer priority profile
-    propagate qos quiet reboot requeue reservation resv-ports segment signal sockets-per-node spread-job stepmgr
-    switches test-only thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes
-    verbose wait wait-all-nodes wckey wrap
-"""
-"""The long options of sbatch (Slurm 25.05), which takes the beginning of one, too,
-where it is that of one alone.
-"""
-
 _SYMMETRIC_RUN: tuple[tuple[str, Level, str, str], ...] = (
     (
         r"--min-nodes[=\s]+[\"']?\$\{?SLURM_(JOB_NUM_NODES|NNODES)",
@@ -148,14 +113,10 @@ class SlurmScript:
     commands: tuple[Command, ...]
 
     def where(self, option: str) -> str:
-        """Return an option's name for a message, with its line where it stands in the
-        file.
-        """
-        return (
-            f"line {self.lines[option]}, --{option}"
-            if option in self.lines
-            else f"--{option}"
-        )
+        """Return an option's name for a message, with its line in the file."""
+        if option not in self.lines:
+            return f"--{option}"
+        return f"line {self.lines[option]}, --{option}"
 
     def search(self, pattern: str) -> Command | None:
         """Return the first command in which a regular expression is found."""
@@ -166,12 +127,10 @@ class SlurmScript:
 
 
 def is_slurm(path: str | Path) -> bool:
-    """Return whether a file is a batch script of Slurm's: by its name, or by an
-    `#SBATCH` line.
-    """
+    """Return whether a file is a batch script of Slurm's, by its name or its content."""
     try:
-        text = read_text(Path(path), "")
-    except (ConfigError, FileNotFoundError):  # whoever reads it says so
+        text = read_file(path)
+    except ConfigError:  # whoever reads it says so
         text = ""
     return (
         str(path).endswith((".sbatch", ".slurm"))
@@ -182,24 +141,7 @@ def is_slurm(path: str | Path) -> bool:
 def load_slurm(path: str | Path) -> SlurmScript:
     """Read a batch script; ConfigError for what sbatch would refuse."""
     source = str(path)
-    try:
-        lines = read_text(Path(path), source).splitlines()
-    except FileNotFoundError as error:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "does not exist",
-            "give the path of a batch script",
-            source,
-        ) from error
-    if not lines or not lines[0].startswith("#!"):
-        raise ConfigError(
-            "line 1",
-            lines[0] if lines else MISSING,
-            "must name a shell",
-            "write #!/bin/bash",
-            source,
-        )
+    lines = read_file(path).splitlines()
     options: dict[str, str] = {}
     places: dict[str, int] = {}
     ignored: list[Command] = []
@@ -226,7 +168,6 @@ def slurm_findings(script: SlurmScript) -> list[Finding]:
     environment = common.assignments(text)
     return [
         *_ignored(script),
-        *_misspelt(script),
         *_options_findings(script),
         *(_step(script, step) if step else ()),
         *common.key_findings(text),
@@ -287,28 +228,6 @@ def _ignored(script: SlurmScript) -> Iterator[Finding]:
         )
 
 
-def _misspelt(script: SlurmScript) -> Iterator[Finding]:
-    """Options and values that sbatch does not know."""
-    known = _KNOWN.split()
-    for name, value in script.options.items():
-        if name not in known and sum(option.startswith(name) for option in known) != 1:
-            fix = did_you_mean(name, known, "`sbatch --help` lists them", "--{}".format)
-            yield error(
-                script.where(name),
-                value or MISSING,
-                "is no option of sbatch's, which refuses the script",
-                fix,
-            )
-        elif name in _FORMS and not re.fullmatch(_FORMS[name], value, re.IGNORECASE):
-            rule = "is no value that sbatch takes here"
-            yield error(
-                script.where(name),
-                value or MISSING,
-                rule,
-                "`man sbatch` says how it is written",
-            )
-
-
 def _options_findings(script: SlurmScript) -> Iterator[Finding]:
     options = dict(script.options)
     nodes = options.get("nodes", "1")
@@ -333,7 +252,7 @@ def _options_findings(script: SlurmScript) -> Iterator[Finding]:
 
 
 def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
-    """The `srun` that starts the training."""
+    """Judge the `srun` that starts the training."""
     where = f"line {step.line}, srun"
     own_options = re.split(
         r"\s(?:ray|python3?|torchrun|bash|sh|env)\s", step.text, maxsplit=1

@@ -1,1 +1,4 @@
-"""Spot machines: the notice of their end, and on-demand machines where spot is refused."""
+"""Spot machines: their notices, and another node type where the cloud refuses one.
+
+The doors are `watch` (watch.py) and `autoscale` (autoscaler.py).
+"""

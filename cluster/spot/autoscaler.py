@@ -1,5 +1,6 @@
-"""Ray's autoscaler, which here goes over to another node type where the cloud refuses
-one (Ray).
+"""Run Ray's autoscaler so that it takes another node type where the cloud refuses one.
+
+(Ray)
 
 Ray 2.60 ranks node types by whether they could be had of late before it looks at their
 `priority`: for ten minutes after a failure the other type is taken, and then the
@@ -23,9 +24,7 @@ MONITOR = "ray.autoscaler.v2.monitor"
 
 
 def heed_refusals() -> None:
-    """Let Ray's autoscaler in this process count machines that the cloud refuses among
-    those that never came up.
-    """
+    """Have Ray's autoscaler count machines that the cloud refuses as failed."""
     reconciler, subscriber, failed = autoscaler_parts()
     for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
         setattr(
@@ -45,8 +44,9 @@ def heed_refusals() -> None:
 
 
 def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any]:
-    """A step of Ray's that decides what becomes of a requested instance; a failure says
-    of which node type.
+    """Wrap a step of Ray's that decides on a requested instance.
+
+    A failure then says of which node type it is.
     """
 
     def named(instance: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,8 +59,7 @@ def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any
 
 
 def autoscale(config: str, node_id: str | None = None) -> int:
-    """Run Ray's autoscaler for the head on this machine, until Ray ends; raises
-    ClusterError where there is none.
+    """Run Ray's autoscaler for the head on this machine, until Ray ends.
 
     In the place of the one that `ray start --no-monitor` leaves out, with its log where
     that one has it.

@@ -1,5 +1,4 @@
-"""What the metadata services of EC2, Google Cloud and Azure say of the end of a spot
-machine.
+"""Ask the metadata services of EC2, Google Cloud and Azure for the end of a machine.
 
 The machine asks its own link-local address by plain HTTP: no credentials, and no proxy,
 whatever the environment says.
@@ -48,9 +47,7 @@ class MetadataService(ABC):
 
     @abstractmethod
     def notice(self) -> Notice | None:
-        """Return the notice that this machine is taken back, or None without one;
-        raises UnansweredError.
-        """
+        """Return the notice for this machine, if any; raises UnansweredError."""
 
     def _ask(
         self, path: str, headers: Mapping[str, str], method: str = "GET"
@@ -75,8 +72,9 @@ class MetadataService(ABC):
 
 
 class Ec2(MetadataService):
-    """EC2's instance metadata, version 2: a token by PUT, then two minutes' notice in
-    `spot/instance-action`.
+    """EC2's instance metadata, version 2: `spot/instance-action`, two minutes ahead.
+
+    A token comes first, by PUT.
 
     A rebalance recommendation is no notice: it names no time, and most of those
     machines stay.
@@ -110,9 +108,7 @@ class Ec2(MetadataService):
         )
 
     def _get(self, item: str) -> tuple[int, str]:
-        """Return status and text of an item of the metadata; a token that has expired
-        is replaced.
-        """
+        """Return status and text of an item; replace a token that has expired."""
         status = http.HTTPStatus.UNAUTHORIZED.value
         text = ""
         if self._token:
@@ -131,9 +127,7 @@ class Ec2(MetadataService):
 
 
 class Google(MetadataService):
-    """Google Cloud's `instance/preempted`: the machine is gone half a minute after it
-    has become TRUE.
-    """
+    """Google Cloud's `instance/preempted`: TRUE half a minute before the end."""
 
     every_s = 1.0
     _NOTICE_S = 30.0
@@ -184,9 +178,9 @@ class Azure(MetadataService):
         if not isinstance(events, list):
             raise UnansweredError("/metadata/scheduledevents: no list of events")
         evictions = [
-            one
-            for one in events
-            if isinstance(one, dict) and one.get("EventType") == "Preempt"
+            event
+            for event in events
+            if isinstance(event, dict) and event.get("EventType") == "Preempt"
         ]
         if not evictions:
             return None
@@ -217,8 +211,9 @@ def wait_for_notice(
     has_ended: Callable[[float], bool],
     say: Callable[[str], None],
 ) -> Notice | None:
-    """Wait until the machine is to be taken back; None where it is no spot machine, or
-    Ray has ended here before.
+    """Wait until the machine is to be taken back.
+
+    Returns None where it is no spot machine, or Ray has ended here before.
 
     `has_ended` waits so many seconds for Ray's end. A service that does not answer is
     asked again, and `say` told once.
@@ -231,7 +226,8 @@ def wait_for_notice(
         before = trouble
         trouble = ""
         try:
-            if (notice := service.notice()) is not None:
+            notice = service.notice()
+            if notice is not None:
                 return notice
             is_spot = is_spot or service.is_spot()
         except UnansweredError as error:
@@ -246,7 +242,7 @@ def wait_for_notice(
 
 
 def _require(path: str, status: int, text: str) -> str:
-    """The text of an answer with status 200."""
+    """Return the text of an answer with status 200; raises UnansweredError."""
     if status != http.HTTPStatus.OK or not text:
         raise UnansweredError(f"{path}: status {status}, {len(text)} characters")
     return text
@@ -264,15 +260,13 @@ def _as_json(text: str, path: str) -> dict[str, Any]:
 
 def _is_among(name: str, names: object) -> bool:
     """Whether Azure's name of a machine is listed; case does not count."""
-    return isinstance(names, list) and name.casefold() in (
-        str(one).casefold() for one in names
-    )
+    if not isinstance(names, list):
+        return False
+    return name.casefold() in [str(other).casefold() for other in names]
 
 
 def _unix_time(text: object, notice_s: float) -> float:
-    """A time in ISO 8601 or as HTTP writes it; one that is missing or cannot be read is
-    `notice_s` from now.
-    """
+    """Return a time in ISO 8601 or HTTP's form; without one `notice_s` from now."""
     for parse in (datetime.fromisoformat, email.utils.parsedate_to_datetime):
         try:
             moment = parse(str(text))

@@ -1,5 +1,4 @@
-"""The watcher of a cloud node: at a spot notice, Ray drains the node, and runs write a
-checkpoint before it goes (Ray).
+"""Drain a spot machine's Ray node at its notice: runs write a checkpoint (Ray).
 
 Needs Linux.
 """
@@ -38,8 +37,7 @@ class Raylet:
 
 
 def watch(cloud: str, address: str, node_id: str | None = None) -> int:
-    """Wait for a spot notice at the metadata service of this machine, and drain its Ray
-    node; return the exit code.
+    """Wait for this machine's spot notice, and drain its Ray node; return the exit code.
 
     Ends with Ray, and at once on a machine that is not spot. Raises ClusterError where
     there is no such node.
@@ -54,9 +52,7 @@ def watch(cloud: str, address: str, node_id: str | None = None) -> int:
 
 
 def find_raylet(node_id: str | None = None) -> Raylet:
-    """Return the raylet of this machine (of several, the one of `node_id`); raises
-    ClusterError.
-    """
+    """Return this machine's raylet, of several that of `node_id`; raises ClusterError."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended

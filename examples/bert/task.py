@@ -1,19 +1,17 @@
-"""BERT fine-tuned to classify texts, through transformers (`pip install
-'paceline[bert]'`).
-"""
+"""BERT fine-tuned to classify texts (`pip install 'paceline[bert]'`)."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from glob import glob
 from typing import Any
 
+import pyarrow.dataset
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from examples.synthetic import MaySynthesize
-from trainers.arrow import ArrowDataset
 from trainers.errors import MISSING, ConfigError
 
 GEOMETRIES: dict[str, dict[str, int]] = {
@@ -41,50 +39,26 @@ _PRETRAINED = {
     "base": "google-bert/bert-base-uncased",
     "large": "google-bert/bert-large-uncased",
 }
+_CLASSES = 2
 _VOCABULARY = 30_522
 _PADDING = 0
 _FIRST_WORD = 1000  # BERT's tokens below are special or unused
 
 
-class Tokens:
-    """Texts as token ids [B, length], padded and cut; each process loads the tokenizer
-    once.
-    """
-
-    def __init__(self, name: str, length: int) -> None:
-        self.name = name
-        self.length = length
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "length": self.length}
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.name)
-
-    def __call__(self, texts: list[str]) -> Tensor:
-        """int64 [B, length]."""
-        found = self._tokenizer(
-            texts,
-            padding="max_length",
-            truncation=True,
-            max_length=self.length,
-            return_tensors="pt",
-        )
-        ids: Tensor = found["input_ids"]
-        return ids
-
-
 class Bert(MaySynthesize):
     """Classify B texts [B, length] (token ids, padded with 0).
 
-    `train`, `val`: Parquet or Arrow files with the columns `text` and `label`.
-    `geometry`: base, large, or tiny. `pretrained`: a name on the Hugging Face hub or a
-    directory (default: Google's of that geometry). With `synthetic` nothing is
-    downloaded: the model has the geometry and random weights, and there are `samples`
-    texts of random words.
+    With `synthetic` nothing is downloaded: the model has the geometry and random
+    weights, and there are `samples` texts of random words.
+
+    Args:
+        train: Parquet files (a path or a glob) with texts and a column `label`, 0 or 1.
+        val: The same, for validation.
+        text: The column of texts.
+        length: Tokens of a text, after padding and cutting.
+        geometry: base, large, or tiny.
+        pretrained: A name on the Hugging Face hub or a directory. None: Google's weights
+            of that geometry.
     """
 
     def __init__(
@@ -92,8 +66,6 @@ class Bert(MaySynthesize):
         train: str | None = None,
         val: str | None = None,
         text: str = "text",
-        label: str = "label",
-        classes: int = 2,
         length: int = 128,
         geometry: str = "base",
         pretrained: str | None = None,
@@ -109,8 +81,7 @@ class Bert(MaySynthesize):
                 f"choose one of {', '.join(GEOMETRIES)}",
             )
         self.files = {"train": train, "val": val}
-        self.columns = [text, label]
-        self.classes = classes
+        self.text = text
         self.length = length
         self.geometry = geometry
         self.samples = samples
@@ -139,7 +110,7 @@ class Bert(MaySynthesize):
             return
         try:
             self.model()
-            Tokens(self.pretrained or "", self.length)(["a text"])
+            self._tokens(["a text"])
         except OSError as error:
             raise ConfigError(
                 "task_args.pretrained",
@@ -149,23 +120,36 @@ class Bert(MaySynthesize):
             ) from error
 
     def dataset(self, split: str) -> Dataset[Any]:
-        """Token ids [length] and label of each text."""
-        if not self.synthetic:
-            columns = self.columns
-            decode = {columns[0]: Tokens(self.pretrained or "", self.length)}
-            return ArrowDataset(self.files[split] or "", columns, decode=decode)
-        return TensorDataset(*self._synthetic_texts(1 + (split == "val")))
+        """Return token ids [length] and the label of each text."""
+        if self.synthetic:
+            return TensorDataset(*self._synthetic_texts(1 + (split == "val")))
+        files = sorted(glob(self.files[split] or ""))  # noqa: PTH207 (may be absolute)
+        table = pyarrow.dataset.dataset(files).to_table([self.text, "label"])
+        labels = torch.tensor(table["label"].to_pylist())
+        return TensorDataset(self._tokens(table[self.text].to_pylist()), labels)
+
+    def _tokens(self, texts: list[str]) -> Tensor:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self.pretrained)
+        found = tokenizer(
+            texts,
+            padding="max_length",
+            truncation=True,
+            max_length=self.length,
+            return_tensors="pt",
+        )
+        ids: Tensor = found["input_ids"]
+        return ids
 
     def _synthetic_texts(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Texts of every length; a class prefers words of its own share of the
-        vocabulary.
-        """
+        """Return texts of every length; a class prefers words of its own share."""
         generator = torch.Generator().manual_seed(seed)
-        labels = torch.randint(self.classes, (self.samples,), generator=generator)
+        labels = torch.randint(_CLASSES, (self.samples,), generator=generator)
         words = torch.randint(
             _FIRST_WORD, _VOCABULARY, (self.samples, self.length), generator=generator
         )
-        share = (_VOCABULARY - _FIRST_WORD) // self.classes
+        share = (_VOCABULARY - _FIRST_WORD) // _CLASSES
         own = _FIRST_WORD + labels.unsqueeze(1) * share + (words - _FIRST_WORD) % share
         ids = torch.where(
             torch.rand(words.shape, generator=generator) < 0.5, own, words
@@ -181,13 +165,13 @@ class Bert(MaySynthesize):
 
         if not self.synthetic:
             found: nn.Module = BertForSequenceClassification.from_pretrained(
-                self.pretrained, num_labels=self.classes, dtype=torch.float32
+                self.pretrained, num_labels=_CLASSES, dtype=torch.float32
             )
             return found
         config = BertConfig(
             vocab_size=_VOCABULARY,
             max_position_embeddings=max(512, self.length),
-            num_labels=self.classes,
+            num_labels=_CLASSES,
             **GEOMETRIES[self.geometry],
         )
         made: nn.Module = BertForSequenceClassification(config)

@@ -1,5 +1,6 @@
-"""CIFAR-10 with a ResNet-9 designed for 94 % in 24 epochs; the data is resident and
-augmented on the device.
+"""CIFAR-10 with a ResNet-9 designed for 94 % in 24 epochs.
+
+The data is resident and augmented on the device.
 
 Network, schedule and augmentation follow David Page's "How to train your ResNet" (2018)
 with label smoothing: crops out of a reflecting border of four pixels, mirroring, and a
@@ -84,8 +85,9 @@ class Cifar10(SmallImages):
         )
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Normalised floats; in training cropped, mirrored and with a blank square,
-        each image by its own draw.
+        """Return normalised floats; in training cropped, mirrored and partly blank.
+
+        Each image has its own draw.
         """
         images, labels = batch
         if training:
@@ -113,8 +115,9 @@ class Cifar10(SmallImages):
 
 
 def crop_and_mirror(images: Tensor) -> Tensor:
-    """[B, C, H, W]: each image moved by up to four pixels, reflected at its border, and
-    every other one mirrored.
+    """Return each image [B, C, H, W] moved by up to four pixels, half of them mirrored.
+
+    An image is reflected at its border.
 
     One gather from the images as they are: no padded copy, and nothing waits for the
     device.
@@ -138,9 +141,7 @@ def _reflected(places: Tensor, size: int) -> Tensor:
 
 
 def blank_squares(images: Tensor) -> Tensor:
-    """The same normalised images, each with a square of 8 x 8 set to the mean; written
-    in place.
-    """
+    """Set a square of 8 x 8 of each normalised image to the mean, in place."""
     count, _, height, width = images.shape
     corner = torch.randint(height - _BLANK + 1, (count, 1), device=images.device)
     inside_rows = _within(corner, height)

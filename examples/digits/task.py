@@ -1,5 +1,6 @@
-"""Handwritten digits: 1,797 real 8 x 8 images (UCI ML repository, shipped with
-scikit-learn) and a small CNN.
+"""Handwritten digits and a small CNN.
+
+1,797 real 8 x 8 images (UCI ML repository, shipped with scikit-learn).
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Digits(Task):
         )
 
     def dataset(self, split: str) -> TensorDataset:
-        """1,438 training or 359 validation images with labels; the same split every
-        time.
+        """Return 1,438 training or 359 validation images with labels.
+
+        The split is the same every time.
         """
         from sklearn.datasets import load_digits
 

@@ -13,8 +13,9 @@ from examples.mnist.task import Mnist
 
 
 class FashionMnist(Mnist):
-    """Classify B images of clothing [B, 1, 28, 28] (uint8); training images are
-    mirrored at random.
+    """Classify B images of clothing [B, 1, 28, 28] (uint8).
+
+    Training images are mirrored at random.
     """
 
     source = "FashionMNIST"

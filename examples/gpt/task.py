@@ -1,5 +1,6 @@
-"""A character language model in plain PyTorch: lines of text as bytes, a small GPT, a
-mean over tokens as its loss.
+"""A character language model in plain PyTorch.
+
+Lines of text as bytes, a small GPT, a mean over tokens as its loss.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Logits [B, T, 256] of the byte that follows each of [B, T]; input and output
-    share their embedding.
+    """Logits [B, T, 256] of the byte that follows each of [B, T].
+
+    Input and output share their embedding.
     """
 
     def __init__(self, context: int, width: int, heads: int, layers: int) -> None:
@@ -69,8 +71,9 @@ class Gpt(nn.Module):
 
 
 class CharacterModel(Task):
-    """Predict every byte of a line of text, the newline at its end included, from those
-    before it.
+    """Predict every byte of a line of text from those before it.
+
+    The newline at its end is one of them.
 
     `text`: a file on every node, whose last tenth validates (default: `lines` lines
     made by examples/gpt/text.py). Longer lines are cut into pieces of `context` bytes.
@@ -101,9 +104,10 @@ class CharacterModel(Task):
         return Gpt(self.context, self.width, self.heads, self.layers)
 
     def dataset(self, split: str) -> TensorDataset:
-        """uint8 [N, context + 1]: a newline, a line, a newline, and padding; packed:
-        nothing but text, and a row begins with the byte that the one before it ended
-        with.
+        """Return rows uint8 [N, context + 1]: a newline, a line, a newline, and padding.
+
+        Packed, a row is nothing but text, and begins with the byte that the row before
+        it ended with.
         """
         held_out = max(1, int(self.lines * _VALIDATION_SHARE))
         if self.text is None:
@@ -168,8 +172,10 @@ class CharacterModel(Task):
         )  # a batch of empty lines has no token
 
     def weight(self, batch: Any) -> Tensor:
-        """Tokens: lines differ in length, and microbatches and workers must not weigh
-        alike for that.
+        """Return the number of tokens.
+
+        Lines differ in length, and microbatches and workers must not weigh alike for
+        that.
         """
         return (batch[1] != _PADDING).sum()
 

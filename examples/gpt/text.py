@@ -1,5 +1,6 @@
-"""Text of our own making whose entropy is known: how well a language model can do on it
-is a number, not a guess.
+"""Text of our own making whose entropy is known.
+
+How well a language model can do on it is a number, not a guess.
 
 Every line is drawn evenly from all combinations of the words below, so no model can
 spend less than `nats_of_a_line` on one; to reach that it must copy name, thing and

@@ -1,116 +1,69 @@
-"""Class folders of images as shards that a whole batch is read from.
+"""Convert class folders of images to squares of pixels that are mapped into memory.
 
-Run as: python -m examples.imagenet.convert FOLDER OUT [--format parquet|arrow]
-[--stored 256] [--shard 4096] FOLDER holds `train` and `val`, each with a folder for
-each class (torchvision's ImageFolder). `parquet`: the files as they are, decoded by
-loader processes; for object stores. `arrow`: squares of `stored` pixels, mapped from a
-local disk and never decoded again (0.2 MB an image: 252 GB for all of ImageNet). A
-shard that is there is not written again, so a conversion that was cut off goes on with
-the same command.
+Run as: python -m examples.imagenet.convert FOLDER OUT [--stored 256]
+
+FOLDER holds `train` and `val`, each with a folder for each class (torchvision's
+ImageFolder). OUT gets, for each, `pixels.npy` and `labels.npy` (0.2 MB an image: 252 GB
+for all of ImageNet). A split that is there is not written again.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from examples.imagenet.pictures import Square
 
 SPLITS = ("train", "val")
 
 
-def read_bytes(path: str) -> bytes:
-    """A file as it is."""
-    return Path(path).read_bytes()
-
-
 def read_pixels(path: str, stored: int) -> np.ndarray:
-    """uint8 [3, stored, stored]."""
+    """Return one image as uint8 [3, stored, stored]."""
     return Square(stored)(path).numpy()
 
 
-def table_of(
-    samples: list[tuple[str, int]], kind: str, stored: int, pool: Executor
-) -> pa.Table:
-    """One shard: `encoded` or `pixels`, and `label`."""
-    paths = [path for path, _ in samples]
-    labels = pa.array([label for _, label in samples], pa.int64())
-    if kind == "parquet":
-        return pa.table(
-            {
-                "encoded": pa.array(
-                    pool.map(read_bytes, paths, chunksize=64), pa.binary()
-                ),
-                "label": labels,
-            }
-        )
-    read: Callable[[str], np.ndarray] = partial(read_pixels, stored=stored)
-    pixels = np.stack(list(pool.map(read, paths, chunksize=64)))
-    return pa.table(
-        {"pixels": pa.FixedShapeTensorArray.from_numpy_ndarray(pixels), "label": labels}
-    )
-
-
-def convert(
-    folder: Path, out: Path, kind: str, stored: int, shard: int, workers: int
-) -> list[Path]:
-    """Write every shard that is not there; returns all of them."""
+def convert(folder: Path, out: Path, stored: int, workers: int) -> None:
+    """Write every split that is not there."""
     from torchvision.datasets import ImageFolder
 
-    written = []
     with ProcessPoolExecutor(workers) as pool:
         for split in SPLITS:
+            target = out / split
+            if target.exists():
+                continue
             samples = ImageFolder(folder / split).samples
-            parts = [
-                samples[first : first + shard]
-                for first in range(0, len(samples), shard)
-            ]
-            (out / split).mkdir(parents=True, exist_ok=True)
-            for number, part in enumerate(parts):
-                target = out / split / f"{number:05d}-of-{len(parts):05d}.{kind}"
-                written.append(target)
-                if target.exists():
-                    continue
-                table = table_of(part, kind, stored, pool)
-                aside = target.with_name(f".{target.name}.tmp")
-                if kind == "parquet":
-                    pq.write_table(
-                        table, aside, compression="none"
-                    )  # the images are compressed already
-                else:
-                    with pa.ipc.new_file(str(aside), table.schema) as writer:
-                        writer.write_table(table)
-                aside.replace(target)
-                print(
-                    f"{target}  {len(part):,} images  {target.stat().st_size / 1e6:,.0f} MB",
-                    flush=True,
-                )
-    return written
+            aside = out / f"{split}.tmp"
+            aside.mkdir(parents=True, exist_ok=True)
+            np.save(aside / "labels.npy", [label for _, label in samples])
+            pixels = np.lib.format.open_memmap(
+                aside / "pixels.npy",
+                mode="w+",
+                dtype=np.uint8,
+                shape=(len(samples), 3, stored, stored),
+            )
+            paths = [path for path, _ in samples]
+            read = partial(read_pixels, stored=stored)
+            for number, image in enumerate(pool.map(read, paths, chunksize=64)):
+                pixels[number] = image
+            pixels.flush()
+            aside.rename(target)
+            print(f"{target}  {len(samples):,} images", flush=True)
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=("parquet", "arrow"), default="parquet")
     parser.add_argument("--stored", type=int, default=256)
-    parser.add_argument("--shard", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
-    convert(
-        given.folder, given.out, given.format, given.stored, given.shard, given.workers
-    )
+    convert(given.folder, given.out, given.stored, given.workers)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Image files as squares of uint8 pixels, and random crops of whole batches on the
-device.
-"""
+"""Image files as squares of uint8 pixels; random crops of whole batches."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -16,15 +12,16 @@ from torch.nn import functional as F
 
 
 class Square:
-    """Reads an image file, its shorter side scaled to `stored` pixels and its middle
-    cut out: uint8 [3, S, S].
+    """Reads an image file as uint8 [3, S, S], where S is `stored`.
+
+    The shorter side is scaled to S pixels, and the middle is cut out.
     """
 
     def __init__(self, stored: int) -> None:
         self.stored = stored
 
-    def __call__(self, file: str | Path | BinaryIO) -> Tensor:
-        """The pixels of one file."""
+    def __call__(self, file: str | Path) -> Tensor:
+        """Return the pixels of one file."""
         from PIL import Image
 
         with Image.open(file) as opened:
@@ -41,17 +38,15 @@ class Square:
         )
         return torch.from_numpy(np.array(middle).transpose(2, 0, 1).copy())
 
-    def batch(self, encoded: list[bytes]) -> Tensor:
-        """uint8 [B, 3, S, S] of B encoded images."""
-        return torch.stack([self(io.BytesIO(one)) for one in encoded])
-
 
 def crop_at_random(images: Tensor, size: int, smallest_area: float) -> Tensor:
-    """Floats [B, C, size, size]: of each image a random part, of an area from
-    `smallest_area` to all of it and sides from 3:4 to 4:3, scaled and mirrored at
-    random (Szegedy et al. 2014).
+    """Return a random part of each image, scaled and mirrored at random.
 
-    Nothing waits for the device.
+    A part has `smallest_area` to all of the area, and sides from 3:4 to 4:3 (Szegedy et
+    al. 2014). Nothing waits for the device.
+
+    Returns:
+        Floats [B, C, size, size].
     """
     count = len(images)
     device = images.device
@@ -79,7 +74,7 @@ def crop_at_random(images: Tensor, size: int, smallest_area: float) -> Tensor:
 
 
 def crop_middle(images: Tensor, size: int) -> Tensor:
-    """Floats [B, C, size, size]: the middle of each image."""
+    """Return the middle of each image: floats [B, C, size, size]."""
     top = (images.shape[2] - size) // 2
     left = (images.shape[3] - size) // 2
     return images[:, :, top : top + size, left : left + size].float()

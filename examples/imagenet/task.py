@@ -1,12 +1,11 @@
-"""ImageNet with torchvision's ResNet-50, from class folders, from Parquet shards or
-from mapped pixels.
-"""
+"""ImageNet with torchvision's ResNet-50, from class folders or from mapped pixels."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,23 +13,29 @@ from torch.utils.data import Dataset, TensorDataset
 
 from examples.imagenet.pictures import Square, crop_at_random, crop_middle
 from examples.synthetic import MaySynthesize, synthetic_images
-from trainers.arrow import ArrowDataset
-from trainers.data.arrow_files import column_names, find_files
 from trainers.errors import MISSING, ConfigError
 
 _SYNTHETIC_CLASSES = 32
+_LABEL_SMOOTHING = 0.1
 _MEAN = (123.675, 116.28, 103.53)
 _DEVIATION = (58.395, 57.12, 57.375)
 
 
 class ImageNet(MaySynthesize):
-    """Classify B images of a thousand classes; squares [B, 3, stored, stored] (uint8)
-    reach the device.
+    """Classify B images.
 
-    `data`: a directory or URI that holds `train` and `val`, each with class folders
-    (torchvision's ImageFolder) or with the shards that examples/imagenet/convert.py
-    writes. `cache`: where shards that cannot be mapped are converted to. `samples`: how
-    many synthetic images each split has.
+    Squares [B, 3, S, S] (uint8) reach the device.
+
+    Args:
+        data: A directory that holds `train` and `val`, each with class folders
+            (torchvision's ImageFolder) or with what examples/imagenet/convert.py writes.
+        synthetic: Random images in place of data.
+        samples: How many synthetic images each split has.
+        architecture: One of torchvision's models.
+        classes: How many there are.
+        stored: The side S of a square.
+        size: The side of what is cut out of it for the model.
+        smallest_area: The smallest share of a square that a random crop takes.
     """
 
     def __init__(
@@ -43,8 +48,6 @@ class ImageNet(MaySynthesize):
         stored: int = 256,
         size: int = 224,
         smallest_area: float = 0.08,
-        label_smoothing: float = 0.1,
-        cache: str | None = None,
     ) -> None:
         super().__init__(synthetic)
         if data is None and not synthetic:
@@ -54,17 +57,13 @@ class ImageNet(MaySynthesize):
                 "is needed",
                 "name the directory of train and val, or set `synthetic: true`",
             )
-        self.data = (
-            data if data is None or "://" in data else str(Path(data).expanduser())
-        )
+        self.data = Path(data or "").expanduser()
         self.samples = samples
         self.architecture = architecture
         self.classes = classes
         self.stored = stored
         self.size = size
         self.smallest_area = smallest_area
-        self.label_smoothing = label_smoothing
-        self.cache = cache
         self._statistics: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def model(self) -> nn.Module:
@@ -81,41 +80,34 @@ class ImageNet(MaySynthesize):
         if self.synthetic:
             shape = (3, self.stored, self.stored)
             few = min(self.classes, _SYNTHETIC_CLASSES)
-            return TensorDataset(
-                *synthetic_images(self.samples, shape, few, seed=1 + (split == "val"))
+            images, labels = synthetic_images(
+                self.samples, shape, few, seed=1 + (split == "val")
             )
-        where = f"{self.data}/{split}"
-        if "://" not in where and not Path(where).is_dir():
-            raise ConfigError(
-                "task_args.data",
-                self.data,
-                f"holds no directory {split}",
-                "name one with train and val",
-            )
-        if "://" not in where and not any(Path(where).glob("*.*")):
+            return TensorDataset(images, labels)
+        where = self.data / split
+        if not where.is_dir():
+            rule = f"holds no directory {split}"
+            fix = "name one with train and val"
+            raise ConfigError("task_args.data", str(self.data), rule, fix)
+        if not (where / "pixels.npy").exists():
             from torchvision.datasets import ImageFolder
 
             return ImageFolder(where, loader=Square(self.stored))
-        names = column_names(find_files(where)[0])
-        if "pixels" in names:
-            return ArrowDataset(where, ["pixels", "label"], cache=self.cache)
-        return ArrowDataset(
-            where,
-            ["encoded", "label"],
-            decode={"encoded": Square(self.stored).batch},
-            cache=self.cache,
-        )
+        # Mapped: read when a batch is made, and never written ("c" keeps torch content).
+        files = [where / "pixels.npy", where / "labels.npy"]
+        arrays = [np.load(file, mmap_mode="c") for file in files]
+        return TensorDataset(*map(torch.from_numpy, arrays))
 
     def transform(self, batch: Any, training: bool) -> Any:
-        """Normalised floats [B, 3, size, size]: random crops in training, the middle in
-        validation.
+        """Return normalised floats [B, 3, size, size].
+
+        They are random crops in training, and the middle in validation.
         """
         images, labels = batch
-        cut = (
-            crop_at_random(images, self.size, self.smallest_area)
-            if training
-            else crop_middle(images, self.size)
-        )
+        if training:
+            cut = crop_at_random(images, self.size, self.smallest_area)
+        else:
+            cut = crop_middle(images, self.size)
         if images.device not in self._statistics:
             self._statistics[images.device] = (
                 torch.tensor(_MEAN, device=images.device).view(3, 1, 1),
@@ -126,13 +118,12 @@ class ImageNet(MaySynthesize):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         """Cross entropy with smoothed labels, in validation too."""
-        return F.cross_entropy(outputs, batch[1], label_smoothing=self.label_smoothing)
+        return F.cross_entropy(outputs, batch[1], label_smoothing=_LABEL_SMOOTHING)
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         """Accuracy of the first guess and of the first five, one value a sample."""
-        right = outputs.topk(min(5, self.classes), dim=1).indices == batch[1].unsqueeze(
-            1
-        )
+        guesses = outputs.topk(min(5, self.classes), dim=1).indices
+        right = guesses == batch[1].unsqueeze(1)
         return {
             "accuracy": right[:, 0],
             "top5_accuracy": right.any(1),

@@ -1,5 +1,6 @@
-"""MNIST (60,000 grey images of 28 x 28, torchvision) and the CNN that PyTorch's guides
-train on it.
+"""MNIST and the CNN that PyTorch's guides train on it.
+
+60,000 grey images of 28 x 28, from torchvision.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class Mnist(SmallImages):
     mean, deviation = 0.1307, 0.3081  # of the training pixels
 
     def model(self) -> nn.Module:
-        """Two convolutions, two linear layers, dropout: 1.2 million parameters, logits
-        [B, 10].
+        """Return two convolutions and two linear layers: logits [B, 10].
+
+        It has dropout and 1.2 million parameters.
         """
         return nn.Sequential(
             nn.Conv2d(1, 32, 3),

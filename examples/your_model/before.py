@@ -1,5 +1,6 @@
-"""A training script as people have them: model, data, loop, evaluation, and a file for
-the weights.
+"""A training script as people have them.
+
+It has model, data, loop, evaluation, and a file for the weights.
 
 Run as: python examples/your_model/before.py
 """

@@ -1,5 +1,6 @@
-"""The same training as a task: what before.py says of model, data and loss, and nothing
-of the loop.
+"""The same training as a task.
+
+What before.py says of model, data and loss, and nothing of the loop.
 """
 
 import torch

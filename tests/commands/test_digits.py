@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import REPOSITORY, Command, Done
+from tests.conftest import REPOSITORY
 
 SWEEP = "examples/digits/sweep.yaml"
 
 
-def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Command) -> None:
+def test_train_yaml_reaches_97_percent(tmp_path, command):
     # From another directory, by the local launcher.
     train = str(REPOSITORY / "examples/digits/train.yaml")
     done = command(
@@ -32,7 +32,7 @@ def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Command) -> None
 
 
 @pytest.mark.full
-def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None:
+def test_interrupted_and_resumed_sweep(tmp_path, command):
     environment = {
         key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"
     }
@@ -52,7 +52,7 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None
     sweep.wait()
     assert sweep.returncode == 130
     assert "trials are kept; go on with" in rest
-    assert f"-m tune resume {tmp_path}/digits-sweep" in rest
+    assert f"-m tune {tmp_path}/digits-sweep" in rest
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
 
@@ -84,7 +84,7 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None
     assert not (tmp_path / "ray").exists(), "no cluster was started for it"
 
 
-def check_answer(sweep: Path, done: Done, command: Command, tmp_path: Path) -> None:
+def check_answer(sweep, done, command, tmp_path):
     """The table, the files of the contract, and a best.yaml that keeps the report's
     promise.
     """

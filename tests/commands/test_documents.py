@@ -4,13 +4,10 @@ with the output that it shows.
 
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import Command
-from tests.documents import Block, blocks, pages
+from tests.documents import blocks, pages
 from tests.specs import REPOSITORY
 
 pytestmark = pytest.mark.full
@@ -22,7 +19,7 @@ RUN = [
 ]
 
 
-def script(page: str) -> Iterator[str]:
+def script(page):
     """The page as a shell script: its files, and those commands that it does not leave
     out, each after its own text.
     """
@@ -34,7 +31,7 @@ def script(page: str) -> Iterator[str]:
                 yield f"cat <<'END OF {number}'\n$ {command}\nEND OF {number}\n{command} 2>&1"
 
 
-def pattern(output: str) -> str:
+def pattern(output):
     """Lines as a page shows them, for any figures, columns of any width, and any lines
     in place of `...`.
     """
@@ -48,13 +45,13 @@ def pattern(output: str) -> str:
     return "".join(lines)
 
 
-def shown(block: Block) -> Iterator[tuple[str, str]]:
+def shown(block):
     """Each command of a block with the output below it."""
     parts = re.split(r"^\$ (.*)\n?", block.text + "\n", flags=re.MULTILINE)
     yield from zip(parts[1::2], parts[2::2], strict=True)
 
 
-def test_output_is_compared_but_for_its_figures() -> None:
+def test_output_is_compared_but_for_its_figures():
     seen = "step 1 of 20: 0.31\nmore\nand more\ndone: 20 steps\n"
     assert re.fullmatch(pattern("step 9 of 9:  7\n...\ndone: 1 steps"), seen)
     assert not re.fullmatch(pattern("step 9 of 9:  7\ndone: 1 steps"), seen)
@@ -62,7 +59,7 @@ def test_output_is_compared_but_for_its_figures() -> None:
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_a_page_runs(page: str, tmp_path: Path, command: Command) -> None:
+def test_a_page_runs(page, tmp_path, command):
     for folder in ("examples", "cluster"):
         shutil.copytree(
             REPOSITORY / folder,

@@ -5,12 +5,9 @@ One process without torch and Ray is given all commands in turn.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import Command
 from tests.specs import BASE
 from trainers.config.yaml import dump_yaml
 
@@ -76,7 +73,7 @@ print(json.dumps(said))
 """
 
 
-def check(code: int, out: str, err: str, words: list[str]) -> None:
+def check(code, out, err, words):
     """It is one sentence, which has all words."""
     assert code == 2, err
     [line] = [line for line in err.splitlines() if line]
@@ -85,7 +82,7 @@ def check(code: int, out: str, err: str, words: list[str]) -> None:
     assert all(word in line for word in words), line
 
 
-def test_without_torch_and_ray(command: Command) -> None:
+def test_without_torch_and_ray(command):
     done = command(
         "-c",
         ALL_IN_TURN,
@@ -104,9 +101,7 @@ def test_without_torch_and_ray(command: Command) -> None:
         ({"precision": "tf32", "device": "cpu"}, '`precision` is "tf32"'),
     ],
 )
-def test_what_torch_has_to_say(
-    changes: dict[str, Any], words: str, tmp_path: Path, command: Command
-) -> None:
+def test_what_torch_has_to_say(changes, words, tmp_path, command):
     file = tmp_path / "train.yaml"
     file.write_text(
         dump_yaml({**BASE, "storage_path": str(tmp_path / "runs"), **changes})

@@ -6,8 +6,6 @@ import importlib
 import json
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import RunSpec
-from trainers.measure.result import RunResult
 from tune.sweeps.spec import read_sweep
 
 EXAMPLES = REPOSITORY / "examples"
@@ -68,7 +64,7 @@ SHORT = {
 }
 
 
-def spec_of(example: str, tmp_path: Path, /, **changes: Any) -> RunSpec:
+def spec_of(example, tmp_path, /, **changes):
     base = {
         "launcher": "local",
         "storage_path": str(tmp_path / "runs"),
@@ -79,16 +75,16 @@ def spec_of(example: str, tmp_path: Path, /, **changes: Any) -> RunSpec:
     return read_spec(str(EXAMPLES / example / "train.yaml"), base | changes)
 
 
-def train(spec: RunSpec) -> RunResult:
+def train(spec):
     return spec.execute(LocalContext(spec.storage, "local"))
 
 
-def test_every_example_is_here() -> None:
+def test_every_example_is_here():
     assert {*SHORT, "digits", "fashion_mnist", "tabular", "your_model"} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_files_of_an_example(name: str) -> None:
+def test_the_files_of_an_example(name):
     """What users start with: a run and a sweep that are valid as they stand, and a
     README that names them.
     """
@@ -108,9 +104,7 @@ def test_the_files_of_an_example(name: str) -> None:
         for name in SHORT
     ],
 )
-def test_an_example_learns(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_example_learns(name, tmp_path, caplog):
     spec = spec_of(name, tmp_path)
     result = train(spec)
     curve = losses(spec)
@@ -126,7 +120,7 @@ def test_an_example_learns(
 
 
 @pytest.mark.full
-def test_tabular_reaches_its_accuracy(tmp_path: Path) -> None:
+def test_tabular_reaches_its_accuracy(tmp_path):
     spec = spec_of("tabular", tmp_path, **{"task_args.root": str(tmp_path)})
     result = train(spec)
     assert result.metrics["val_accuracy"] >= 0.97
@@ -144,9 +138,7 @@ def test_tabular_reaches_its_accuracy(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_your_model_trains_as_the_script_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_your_model_trains_as_the_script_before_it(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "task", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
     threads = torch.get_num_threads()
@@ -170,7 +162,7 @@ def test_your_model_trains_as_the_script_before_it(
     assert (EXAMPLES / "your_model/before.py").read_text().count("def spirals") == 1
 
 
-def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_sentence(tmp_path):
     with pytest.raises(ConfigError) as met:
         train(spec_of("gpt", tmp_path, task_args={"text": str(tmp_path / "nothing")}))
     assert met.value.field == "task_args.text"
@@ -178,7 +170,7 @@ def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
         train(spec_of("imagenet", tmp_path, task_args={"data": str(tmp_path)}))
 
 
-def notebook_cells(kind: str) -> list[str]:
+def notebook_cells(kind):
     notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
     return [
         "".join(cell["source"])
@@ -187,7 +179,7 @@ def notebook_cells(kind: str) -> list[str]:
     ]
 
 
-def test_the_notebooks_commands_are_valid(tmp_path: Path) -> None:
+def test_the_notebooks_commands_are_valid(tmp_path):
     """Its Python compiles, and its training command is read by the same code as on a
     terminal.
     """

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, Command
+from tests.conftest import REPOSITORY
 
 USER_TASK = """
 import torch
@@ -33,7 +32,7 @@ SWEEP = "name: s\ntrain: train.yaml\nspace: {global_batch_size: [16, 32]}\nobjec
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     """Paceline's wheel, unpacked to a directory of its own."""
     directory = tmp_path_factory.mktemp("wheel")
     # fmt: off
@@ -47,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def user_repository(tmp_path: Path) -> Path:
+def user_repository(tmp_path):
     repository = tmp_path / "theirs"
     (repository / "configs").mkdir(parents=True)
     (repository / "configs/train.yaml").write_text(TRAIN)
@@ -58,7 +57,7 @@ def user_repository(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_wheel_has_what_it_needs(wheel: Path) -> None:
+def test_wheel_has_what_it_needs(wheel):
     for name in (
         "trainers/py.typed",
         "tune/report/report.html",
@@ -71,9 +70,7 @@ def test_wheel_has_what_it_needs(wheel: Path) -> None:
 
 
 @pytest.mark.full
-def test_from_a_repository_of_the_users_own(
-    wheel: Path, user_repository: Path, tmp_path: Path, command: Command
-) -> None:
+def test_from_a_repository_of_the_users_own(wheel, user_repository, tmp_path, command):
     installed = {
         "PYTHONPATH": str(wheel),
         "PACELINE_STORAGE": str(tmp_path / "storage"),

@@ -6,22 +6,21 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from tests import migrations
-from tests.conftest import Command, Done, free_port
+from tests.conftest import free_port
 from tune.sweeps.spec import read_sweep
 
 
-def val_loss(directory: Path) -> float:
+def val_loss(directory):
     """The last evaluation of the one run below a directory."""
     [result] = directory.glob("results/*/result.json")
     return float(json.loads(result.read_text())["metrics"]["val_loss"])
 
 
-def test_every_script_has_its_diff(tmp_path: Path) -> None:
+def test_every_script_has_its_diff(tmp_path):
     found = [
         diff for section in migrations.sections() for diff in migrations.diffs(section)
     ]
@@ -33,7 +32,7 @@ def test_every_script_has_its_diff(tmp_path: Path) -> None:
         migrations.after(section, tmp_path)
 
 
-def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
+def test_a_diff_applies_as_it_is_or_not_at_all():
     assert (
         migrations.patched("one\n\ntwo\n", "@@\n one\n\n-two\n+2\n@@\n-one\n")
         == "\n2\n"
@@ -50,13 +49,13 @@ def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
 
 
 @pytest.mark.full
-def test_plain_ddp(tmp_path: Path, command: Command) -> None:
-    def run(module: str, *arguments: str) -> Done:
+def test_plain_ddp(tmp_path, command):
+    def run(module, *arguments):
         """Two ranks, as torchrun starts them; what the first says."""
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
         world = sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-        def rank(number: int) -> Done:
+        def rank(number):
             own = {
                 "RANK": str(number),
                 "LOCAL_RANK": str(number),
@@ -79,9 +78,7 @@ def test_plain_ddp(tmp_path: Path, command: Command) -> None:
     assert val_loss(tmp_path) == pytest.approx(float(losses[-1]), rel=1e-5)
 
 
-def test_a_sweep_of_wandbs_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_of_wandbs_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for section in ("Plain DDP", "W&B sweeps"):
         migrations.after(section, tmp_path)
@@ -91,7 +88,7 @@ def test_a_sweep_of_wandbs_is_read(
 
 @pytest.mark.full
 @pytest.mark.parametrize("section", ["Lightning", "transformers' Trainer"])
-def test_a_trainer(section: str, tmp_path: Path, command: Command) -> None:
+def test_a_trainer(section, tmp_path, command):
     migrations.after(section, tmp_path)
     modules = (
         [migrations.before(section, tmp_path).removesuffix(".py")],

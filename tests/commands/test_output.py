@@ -14,12 +14,9 @@ import subprocess
 import sys
 import termios
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import Command, Done
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
 from tests.waits import until
@@ -34,18 +31,18 @@ HIDE = "\x1b[?25l"
 class Talking(Blobs):
     """Prints in every evaluation, and fails there where it is told to."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails=False):
         super().__init__(pause_s=0.02)
         self.fails = fails
 
-    def on_evaluate(self, figures: dict[str, float], step: int) -> None:
+    def on_evaluate(self, figures, step):
         print(f"own words at step {step}: " + "x" * 150)
         print(f"own warning at step {step}", file=sys.stderr)
         if self.fails:
             raise ValueError("the user's own")
 
 
-def write(directory: Path, **changes: Any) -> str:
+def write(directory, **changes):
     task = {
         "task": "tests.commands.test_output:Talking",
         "max_steps": 60,
@@ -70,7 +67,7 @@ class Seen:
     text: str
 
     @property
-    def lines(self) -> list[str]:
+    def lines(self):
         """What stays on the screen, or has been scrolled away, row by row."""
         rows = [""]
         for piece in re.split(
@@ -88,11 +85,11 @@ class Seen:
 
 
 def on_terminal(
-    *args: str,
-    number: signal.Signals | None = None,
-    at: str = "",
-    ray_address: str | None = None,
-) -> Seen:
+    *args,
+    number=None,
+    at="",
+    ray_address=None,
+):
     """Run `python ARGS` on a terminal of its own; send it a signal once it has said
     `at`.
     """
@@ -111,7 +108,7 @@ def on_terminal(
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     text = b""
 
-    def has_ended() -> bool:
+    def has_ended():
         nonlocal text, number
         if not select.select([terminal], [], [], 1)[0]:
             return False
@@ -129,7 +126,7 @@ def on_terminal(
     return Seen(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode())
 
 
-def is_clean(seen: Seen) -> None:
+def is_clean(seen):
     """The region is gone, and the cursor is there."""
     assert not [
         line for line in seen.lines if DRAWN.search(line) or "starting" in line
@@ -138,8 +135,8 @@ def is_clean(seen: Seen) -> None:
 
 
 def test_on_a_terminal_a_line_is_drawn_and_all_else_goes_above_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = write(tmp_path, launcher="spawn", scaling={"num_workers": 2})
     seen = on_terminal("-m", "trainers", file)
     assert seen.code == 0, seen.text
@@ -160,7 +157,7 @@ def test_on_a_terminal_a_line_is_drawn_and_all_else_goes_above_it(
 
 
 @pytest.mark.full
-def test_interrupted_it_leaves_the_terminal_in_order(tmp_path: Path) -> None:
+def test_interrupted_it_leaves_the_terminal_in_order(tmp_path):
     seen = on_terminal(
         "-m",
         "trainers",
@@ -173,9 +170,7 @@ def test_interrupted_it_leaves_the_terminal_in_order(tmp_path: Path) -> None:
     is_clean(seen)
 
 
-def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(
-    tmp_path: Path, command: Command
-) -> None:
+def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path, command):
     done = command(
         "-m", "trainers", write(tmp_path), forked=True, env={"FORCE_COLOR": "1"}
     )
@@ -185,7 +180,7 @@ def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(
     assert sum(line.startswith("step ") for line in done.out.splitlines()) == 60
 
 
-def test_quiet_says_the_result_in_a_line(tmp_path: Path, command: Command) -> None:
+def test_quiet_says_the_result_in_a_line(tmp_path, command):
     file = write(tmp_path, task="tests.tasks:Blobs")
     done = command("-m", "trainers", file, "--quiet", forked=True)
     assert done.code == 0, done.err
@@ -199,20 +194,18 @@ def test_quiet_says_the_result_in_a_line(tmp_path: Path, command: Command) -> No
     assert (failed.code, failed.out, len(failed.err.splitlines())) == (2, "", 1)
 
 
-def records_of(done: Done) -> list[dict[str, Any]]:
+def records_of(done):
     """What came on standard output, of which each line must be an object of JSON's own
     grammar.
     """
 
-    def refuse(constant: str) -> float:
+    def refuse(constant):
         raise ValueError(constant)
 
     return [json.loads(line, parse_constant=refuse) for line in done.out.splitlines()]
 
 
-def test_json_is_all_that_comes_on_standard_output(
-    tmp_path: Path, command: Command
-) -> None:
+def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
     file = write(tmp_path, launcher="spawn", scaling={"num_workers": 2})
     done = command("-m", "trainers", file, "--json", forked=True)
     assert done.code == 0, done.err
@@ -255,7 +248,7 @@ def test_json_is_all_that_comes_on_standard_output(
     )
 
 
-def test_a_failure_is_a_record_too(tmp_path: Path, command: Command) -> None:
+def test_a_failure_is_a_record_too(tmp_path, command):
     done = command(
         "-m",
         "trainers",
@@ -271,7 +264,7 @@ def test_a_failure_is_a_record_too(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.full
-def test_a_run_goes_on_when_nobody_reads_its_records(tmp_path: Path) -> None:
+def test_a_run_goes_on_when_nobody_reads_its_records(tmp_path):
     read, written = os.pipe()
     os.close(read)
     with (tmp_path / "err").open("w") as err:

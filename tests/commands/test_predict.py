@@ -4,12 +4,11 @@ from two.
 
 import json
 import re
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import REPOSITORY, Command
+from tests.conftest import REPOSITORY
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
@@ -17,7 +16,7 @@ SPAWN = ("--scaling.num_workers", "2", "--launcher", "spawn")
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
+def digits(tmp_path_factory, command):
     directory = tmp_path_factory.mktemp("digits")
     train = str(REPOSITORY / "examples/digits/train.yaml")
     # fmt: off
@@ -28,14 +27,14 @@ def digits(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
     return directory / "digits"
 
 
-def said(command: Command, *args: str) -> str:
+def said(command, *args):
     """What `python -m trainers ARGS` prints."""
     done = command("-m", "trainers", *args, forked=True)
     assert done.code == 0, done.err
     return done.out
 
 
-def test_evaluate_says_what_training_said(digits: Path, command: Command) -> None:
+def test_evaluate_says_what_training_said(digits, command):
     last = [
         record for record in read_log(Storage(str(digits))) if "val_loss" in record
     ][-1]
@@ -52,9 +51,7 @@ def test_evaluate_says_what_training_said(digits: Path, command: Command) -> Non
 
 
 @pytest.mark.full
-def test_predict_writes_the_same_bytes(
-    digits: Path, tmp_path: Path, command: Command
-) -> None:
+def test_predict_writes_the_same_bytes(digits, tmp_path, command):
     files = [tmp_path / "1.parquet", tmp_path / "2.parquet"]
     for file, launcher in zip(files, ((), SPAWN), strict=True):
         assert str(file) in said(

@@ -7,17 +7,14 @@ Environment read: PACELINE_S3_SEEDS, of the connection, as 1,2,3 (default 1).
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import pytest
 from pyarrow import fs
 from torch import nn
 
-from tests.conftest import Command
 from tests.faults import s3
 from tests.lane_tasks import Signed
 from tests.specs import BASE, REPOSITORY, whole_state
@@ -56,7 +53,7 @@ RUN = {
 class Wide(Signed):
     """With checkpoints that go up in parts: each of two ranks writes 15 MB of rows."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.sign()
         return nn.Sequential(
             nn.Linear(self.features, WIDTH),
@@ -74,7 +71,7 @@ class Place:
     noisy: str
     direct: str
 
-    def spoiled(self) -> dict[str, int]:
+    def spoiled(self):
         """How many requests were spoiled, by kind."""
         found = dict.fromkeys(s3.KINDS, 0)
         for (kind, _), count in self.proxy.spoiled.items():
@@ -83,9 +80,7 @@ class Place:
 
 
 @pytest.fixture(params=SEEDS)
-def place(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
+def place(request, monkeypatch):
     for key, value in KEYS.items():
         monkeypatch.setenv(key, value)
     with s3.bucket(s3.noise(request.param, SHARE)) as (proxy, noisy, direct):
@@ -96,7 +91,7 @@ def place(
 
 
 @contextmanager
-def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
+def killed(*args, once):
     """Run `python ARGS` until something is so, and kill it then."""
     settings = {
         key: value
@@ -124,7 +119,7 @@ def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
     yield
 
 
-def train_killed(location: str, place: Place, tmp_path: Path, command: Command) -> None:
+def train_killed(location, place, tmp_path, command):
     """Train what a file says on S3, killed once, and on this machine without a fault:
     both are the same to the bit.
     """
@@ -133,7 +128,7 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
     reference = Storage(str(tmp_path / "unbroken" / "trained"))
     args = "-m", "trainers", location, *options
 
-    def is_amid() -> bool:
+    def is_amid():
         archive = Archive(run)
         return sum(archive.is_complete(name) for name in archive.names()) >= 2
 
@@ -145,7 +140,7 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
     unbroken = command(*args, "--storage_path", str(tmp_path / "unbroken"), forked=True)
     assert unbroken.code == 0, unbroken.out + unbroken.err
 
-    def curve(of: Storage) -> list[tuple[int, float]]:
+    def curve(of):
         return [
             (one["step"], one["train_loss"])
             for one in read_log(of)
@@ -170,9 +165,7 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
 
 @pytest.mark.campaign
 @pytest.mark.ray
-def test_a_killed_sweep_and_the_run_of_its_answer_go_on(
-    place: Place, tmp_path: Path, command: Command
-) -> None:
+def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place, tmp_path, command):
     ran = tmp_path / "ran"
     file = tmp_path / "sweep.yaml"
     keys = {
@@ -196,7 +189,7 @@ def test_a_killed_sweep_and_the_run_of_its_answer_go_on(
     sweep = Storage(place.direct).child("sweep")
     noisy = Storage(place.noisy).child("sweep")
 
-    def texts() -> dict[str, bytes]:
+    def texts():
         return {
             name: sweep.read(f"trials/{name}")
             for name in sweep.names("trials")

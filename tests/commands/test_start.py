@@ -1,9 +1,6 @@
 """What a start may not import."""
 
 import json
-from pathlib import Path
-
-from tests.conftest import Command
 
 # What takes long to import and no small run needs: 1 to 8 s each.
 # fmt: off
@@ -20,9 +17,7 @@ raise SystemExit(code)
 """
 
 
-def test_a_local_run_imports_nothing_heavy_but_torch(
-    tmp_path: Path, command: Command
-) -> None:
+def test_a_local_run_imports_nothing_heavy_but_torch(tmp_path, command):
     # fmt: off
     done = command(
         "-c", SAY, str(tmp_path / "modules"), "examples/your_model/train.yaml", "--max_steps", "1", "--device", "cpu",

@@ -4,9 +4,7 @@ they leave behind.
 
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -17,13 +15,13 @@ Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     hang_up = signal.signal(
         signal.SIGHUP, signal.SIG_DFL
     )  # under nohup a command would inherit that it is ignored
     commands = []
 
-    def begin(launcher: str, *options: str, **changes: Any) -> Command:
+    def begin(launcher, *options, **changes):
         commands.append(Command(tmp_path, launcher, *options, **changes))
         return commands[-1]
 
@@ -33,14 +31,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     signal.signal(signal.SIGHUP, hang_up)
 
 
-def nothing_is_left(command: Command) -> None:
+def nothing_is_left(command):
     assert not (command.run / "lease.json").exists()
     assert not [
         path for path in command.temporary.iterdir() if path.name.startswith("paceline")
     ]
 
 
-def stopped(command: Command, *signals: signal.Signals) -> None:
+def stopped(command, *signals):
     """Told to stop, as by `docker stop` or `kill`, the process that was started keeps
     what it has.
     """
@@ -56,12 +54,12 @@ def stopped(command: Command, *signals: signal.Signals) -> None:
 
 
 @pytest.mark.full
-def test_told_to_stop_under_torchrun(start: Start) -> None:
+def test_told_to_stop_under_torchrun(start):
     stopped(start("torchrun").trains(), signal.SIGTERM)
 
 
 @pytest.mark.full
-def test_a_second_interrupt_leaves_at_once(start: Start) -> None:
+def test_a_second_interrupt_leaves_at_once(start):
     command = start("spawn").trains()
     command.tell(signal.SIGINT)
     command.until(lambda: "asked to stop" in command.said)
@@ -71,7 +69,7 @@ def test_a_second_interrupt_leaves_at_once(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_told_while_its_workers_start_it_leaves_nothing(start: Start) -> None:
+def test_told_while_its_workers_start_it_leaves_nothing(start):
     command = start("spawn")
     command.until(
         lambda: len(psutil.Process(command.process.pid).children()) >= 2
@@ -84,9 +82,7 @@ def test_told_while_its_workers_start_it_leaves_nothing(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_workers_end_with_the_process_that_has_started_them(
-    start: Start, tmp_path: Path
-) -> None:
+def test_workers_end_with_the_process_that_has_started_them(start, tmp_path):
     """Also one that waits in a collective, where no handler of Python's runs; and the
     next start need not wait.
     """
@@ -103,7 +99,7 @@ def test_workers_end_with_the_process_that_has_started_them(
     stopped(start("spawn").trains(), signal.SIGTERM)
 
 
-def test_a_second_start_is_refused_and_the_first_goes_on(start: Start) -> None:
+def test_a_second_start_is_refused_and_the_first_goes_on(start):
     first = start("local").trains()
     second = start("local")
     assert second.ends() == 2
@@ -112,7 +108,7 @@ def test_a_second_start_is_refused_and_the_first_goes_on(start: Start) -> None:
 
 
 @pytest.mark.full
-def test_a_run_whose_directory_is_deleted_says_so(start: Start) -> None:
+def test_a_run_whose_directory_is_deleted_says_so(start):
     command = start("spawn").trains()
     shutil.rmtree(command.run)
     assert command.ends() not in (0, 2)

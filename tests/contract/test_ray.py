@@ -11,18 +11,14 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import Command
 from tests.rooms import source_files
 
 
-def found_in_ray(dotted: str) -> Any:
+def found_in_ray(dotted):
     """What a dotted name is in this Ray; raises ImportError or AttributeError."""
     module = dotted
     rest = []
@@ -40,18 +36,18 @@ def found_in_ray(dotted: str) -> Any:
             rest.insert(0, last)
 
 
-def required(tree: ast.AST) -> Iterator[ast.AST]:
+def required(tree):
     """All nodes but those of a `try` that does without what it tries to import."""
     yield tree
     is_optional = isinstance(tree, ast.Try) and any(
         "ImportError" in ast.unparse(one) for one in tree.handlers
     )
     for child in ast.iter_child_nodes(tree):
-        if not (is_optional and child in tree.body):  # type: ignore[attr-defined]
+        if not (is_optional and child in tree.body):
             yield from required(child)
 
 
-def names_of_ray(tree: ast.AST) -> dict[str, str]:
+def names_of_ray(tree):
     """The names that a file's imports give to something of Ray's, and what that is
     called in Ray.
     """
@@ -72,7 +68,7 @@ def names_of_ray(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-def breaches(path: Path) -> list[str]:
+def breaches(path):
     """What a file imports, reads or calls of Ray that this Ray does not have, or not
     with these arguments.
     """
@@ -80,7 +76,7 @@ def breaches(path: Path) -> list[str]:
     names = names_of_ray(tree)
     missing = []
 
-    def of_ray(node: ast.AST) -> str | None:
+    def of_ray(node):
         first, *rest = ast.unparse(node).split(".")
         is_path = isinstance(node, ast.Name | ast.Attribute) and all(
             map(str.isidentifier, rest)
@@ -95,7 +91,7 @@ def breaches(path: Path) -> list[str]:
             found = found_in_ray(dotted)
             if called is not None and not any(
                 isinstance(one, ast.Starred) for one in node.args
-            ):  # type: ignore[attr-defined]
+            ):
                 assert isinstance(node, ast.Call)
                 given = {
                     keyword.arg: None
@@ -110,8 +106,8 @@ def breaches(path: Path) -> list[str]:
 
 
 def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     assert [breach for path in source_files() for breach in breaches(path)] == []
     probe = tmp_path / "probe.py"
     probe.write_text(
@@ -121,7 +117,7 @@ def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(
 
 
 @pytest.mark.campaign
-def test_a_sweep(tmp_path: Path, command: Command) -> None:
+def test_a_sweep(tmp_path, command):
     options = [
         "--search",
         "random",
@@ -141,7 +137,7 @@ def test_a_sweep(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.campaign
-def test_a_training_on_ray(tmp_path: Path, command: Command) -> None:
+def test_a_training_on_ray(tmp_path, command):
     options = [
         "--launcher",
         "ray",
@@ -162,6 +158,6 @@ def test_a_training_on_ray(tmp_path: Path, command: Command) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("how", ["ours-first", "no-init"])
-def test_a_sweep_by_the_drop_in(how: str, command: Command) -> None:
+def test_a_sweep_by_the_drop_in(how, command):
     done = command("-m", "tests.on_ray.first_script", how)
     assert "DOUBLES [2, 4] []" in done.out, done.err[-3000:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 import tests.drawn  # noqa: F401
@@ -11,7 +9,7 @@ from tests.distributed.processes import forked_launcher
 
 
 @pytest.fixture(autouse=True)
-def forked() -> Iterator[None]:
+def forked():
     """The launcher `spawn` forks."""
     with forked_launcher():
         yield

@@ -6,7 +6,6 @@ import hashlib
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from tests.distributed.test_resume import run_killed, spec
 from tests.specs import evaluations, losses
 from tests.unit.test_checkpoint import edit_manifest
 from tests.waits import HANG_S
-from trainers.checkpoint.checkpoints import Checkpoints, Loaded
+from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
@@ -28,23 +27,21 @@ CPU = torch.device("cpu")
 STATE = {"model": {"weight": torch.ones(1000)}, "position": {"step": 1}}
 
 
-def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]:
+def write_beside_collectives(rank, world_size, path):
     """Collectives go on while files are written, rank 1's not before six of them; then
     rank 1's disk is full.
     """
     write = Archive.write
     met = threading.Event()
 
-    def slow(
-        archive: Archive, name: str, file: str, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    def slow(archive, name, file, state):
         if rank == 1:
             assert met.wait(HANG_S)
             if name.endswith("2"):
                 raise StorageError("injected: rank 1 has no room")
         return write(archive, name, file, state)
 
-    Archive.write = slow  # type: ignore[method-assign]
+    Archive.write = slow
     group = Group(rank, world_size, CPU)
     checkpoints = Checkpoints(Storage(path), group, 2)
     steps = 0
@@ -67,8 +64,8 @@ def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]
 
 
 def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     answers = run_processes(
         2, write_beside_collectives, tmp_path, str(tmp_path / "run")
     )
@@ -84,7 +81,7 @@ def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(
     assert not (tmp_path / "run/checkpoints/step-000000000002/manifest.json").exists()
 
 
-def lookup(rank: int, world_size: int, path: str) -> list[Any]:
+def lookup(rank, world_size, path):
     checkpoints = Checkpoints(
         Storage(path),
         Group(rank, world_size, CPU),
@@ -99,8 +96,8 @@ def lookup(rank: int, world_size: int, path: str) -> list[Any]:
 
 
 def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     settings = {
         "checkpoint__async": True,
         "checkpoint__best": "val_accuracy",
@@ -135,10 +132,10 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(
     assert found == [["step-000000000040", False, True]] * 2
 
 
-def take(rank: int, world_size: int, path: str) -> list[Any]:
+def take(rank, world_size, path):
     """What a rank loads; rank 1's use of a state refuses that of step 3."""
 
-    def use(loaded: Loaded) -> None:
+    def use(loaded):
         if rank == 1 and loaded.name.endswith("3"):
             raise CheckpointError("injected: rank 1 cannot take it")
 
@@ -158,7 +155,7 @@ def take(rank: int, world_size: int, path: str) -> list[Any]:
     return [loaded.name, loaded.rank_state]
 
 
-def test_what_one_rank_cannot_take_none_takes(tmp_path: Path) -> None:
+def test_what_one_rank_cannot_take_none_takes(tmp_path):
     found = run_processes(2, take, tmp_path, str(tmp_path / "run"))
     assert found == [["step-000000000002", {"rank": rank}] for rank in (0, 1)]
     assert run_processes(1, take, tmp_path, str(tmp_path / "run")) == [

@@ -4,13 +4,10 @@ throw-away pass waits for another.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.specs import BASE
@@ -21,7 +18,6 @@ from trainers.config.overrides import override
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure.result import RunResult
 
 COLLECTIVES = ("gather", "reduce", "objects", "group", "broadcast")
 
@@ -31,13 +27,13 @@ class Gathers(Blobs):
     do not fit on the last rank.
     """
 
-    def __init__(self, how: str, fits: int = 99, in_forward: bool = False) -> None:
+    def __init__(self, how, fits=99, in_forward=False):
         super().__init__(samples=96, dtype="float64")
         self.how = how
         self.fits_here = fits
         self.in_forward = in_forward
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         if (
             model.training
             and len(batch[0]) > self.fits_here
@@ -47,12 +43,12 @@ class Gathers(Blobs):
         outputs = super().forward(model, batch)
         return outputs + self.meet(outputs) if self.in_forward else outputs
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return super().loss(outputs, batch) + (
             0.0 if self.in_forward else self.meet(outputs)
         )
 
-    def meet(self, outputs: Tensor) -> Tensor:
+    def meet(self, outputs):
         """Zero, which takes all ranks to know."""
         size = dist.get_world_size()
         mine = outputs.detach().mean(0)
@@ -75,7 +71,7 @@ class Gathers(Blobs):
         return 0.0 * mine.nan_to_num().sum()
 
 
-def run(task: Blobs, rank: int, world_size: int, **changes: Any) -> RunResult:
+def run(task, rank, world_size, **changes):
     dotted = {
         "global_batch_size": 24,
         "max_steps": 7,
@@ -88,7 +84,7 @@ def run(task: Blobs, rank: int, world_size: int, **changes: Any) -> RunResult:
     )
 
 
-def train_all(rank: int, world_size: int) -> list[Any]:
+def train_all(rank, world_size):
     """The plain loss; then each collective's: evaluated in uneven batches, trained in
     several microbatches.
     """
@@ -112,9 +108,7 @@ def train_all(rank: int, world_size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_a_collective_in_the_task_trains_and_evaluates(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_a_collective_in_the_task_trains_and_evaluates(world_size, tmp_path):
     plain, *others, size, wanted, uneven = run_processes(
         world_size, train_all, tmp_path
     )[0]
@@ -126,13 +120,13 @@ def test_a_collective_in_the_task_trains_and_evaluates(
 class Net(nn.Sequential):
     """A layer that is left out from some call on."""
 
-    def __init__(self, layers: nn.Module, uses: int) -> None:
+    def __init__(self, layers, uses):
         super().__init__(*layers.children())
         self.spare = nn.Linear(4, 4, dtype=torch.float64)
         self.uses = uses
         self.calls = 0
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.calls += self.training
         outputs = self[2](self[1](self[0](inputs)))
         return self.spare(outputs) if self.calls <= self.uses else outputs
@@ -141,21 +135,21 @@ class Net(nn.Sequential):
 class Spare(Blobs):
     """Trains such a model."""
 
-    def __init__(self, uses: int) -> None:
+    def __init__(self, uses):
         super().__init__(samples=96, dtype="float64")
         self.uses = uses
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Net(super().model(), self.uses)
 
 
-def unused(rank: int, world_size: int) -> str:
+def unused(rank, world_size):
     with pytest.raises(ConfigError) as raised:
         run(Spare(uses=3), rank, world_size)
     return str(raised.value)
 
 
-def test_a_parameter_that_ends_to_have_a_gradient_is_named(tmp_path: Path) -> None:
+def test_a_parameter_that_ends_to_have_a_gradient_is_named(tmp_path):
     for said in run_processes(2, unused, tmp_path):
         assert "`spare.weight`, `spare.bias`" in said
 
@@ -163,11 +157,11 @@ def test_a_parameter_that_ends_to_have_a_gradient_is_named(tmp_path: Path) -> No
 class Noisy(Blobs):
     """Draws in evaluation."""
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return batch[0] + torch.randn_like(batch[0]), batch[1]
 
 
-def evaluated(rank: int, world_size: int) -> float:
+def evaluated(rank, world_size):
     """Of weights that do not move: training's own draws differ between ranks."""
     changes = {"max_steps": 1, "optimizer.lr": 1e-300, "evaluate.microbatch_size": 10}
     return run(Noisy(samples=96, dtype="float64"), rank, world_size, **changes).metrics[
@@ -176,8 +170,8 @@ def evaluated(rank: int, world_size: int) -> float:
 
 
 def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(
         evaluated(0, 1), rel=1e-12
     )
@@ -186,20 +180,20 @@ def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(
 class Told(Blobs):
     """Its hooks are told the same on every rank, and may meet the others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(samples=96, dtype="float64")
         self.told = []
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         total = torch.tensor(float(step))
         dist.all_reduce(total)
         self.told.append((step, float(total)))
 
-    def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
+    def on_evaluate(self, metrics, step):
         self.told.append((step, metrics))
 
 
-def hear(rank: int, world_size: int) -> list[Any]:
+def hear(rank, world_size):
     task = Told()
     result = run(
         task, rank, world_size, **{"microbatch_size": 5, "evaluate.every_steps": 7}
@@ -211,7 +205,7 @@ def hear(rank: int, world_size: int) -> list[Any]:
     return task.told
 
 
-def test_every_rank_is_told_the_same(tmp_path: Path) -> None:
+def test_every_rank_is_told_the_same(tmp_path):
     first, second = run_processes(2, hear, tmp_path)
     assert first == second
     assert first[:-1] == [(step, 2.0 * step) for step in range(1, 8)]

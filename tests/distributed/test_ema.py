@@ -2,12 +2,8 @@
 one worker, and resume.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.specs import BASE, whole_state
@@ -25,21 +21,21 @@ STEPS = 12
 class Based(Blobs):
     """The first layer is a frozen base."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
-        model[0].requires_grad_(False)  # type: ignore[index]
+        model[0].requires_grad_(False)
         return model
 
 
 def run(
-    rank: int,
-    world_size: int,
-    path: Path,
-    strategy: str,
-    steps: int = STEPS,
-    task: type[Blobs] = Blobs,
-    **dotted: Any,
-) -> dict[str, float]:
+    rank,
+    world_size,
+    path,
+    strategy,
+    steps=STEPS,
+    task=Blobs,
+    **dotted,
+):
     dotted |= {
         "global_batch_size": 24,
         "max_steps": steps,
@@ -54,7 +50,7 @@ def run(
     return fit(task(samples=96, dtype="float64"), config, context).metrics
 
 
-def train_all(rank: int, world_size: int, path: Path) -> list[dict[str, float]]:
+def train_all(rank, world_size, path):
     found = []
     for strategy in ("ddp", "fsdp"):
         run(rank, world_size, path / f"cut-{strategy}", strategy, steps=7)
@@ -72,14 +68,14 @@ def train_all(rank: int, world_size: int, path: Path) -> list[dict[str, float]]:
     return found
 
 
-def state(path: Path) -> dict[str, Tensor]:
+def state(path):
     """The averages, and the model's own weights as `own.<name>`."""
     read = whole_state(Storage(str(path)), STEPS)
     model = read["model"]
     return model | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
 
 
-def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path: Path) -> None:
+def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path):
     alone = run(0, 1, tmp_path / "alone", "ddp")
     expected = state(tmp_path / "alone")
     assert not any(

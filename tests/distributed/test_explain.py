@@ -2,11 +2,8 @@
 
 import time
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.specs import make
 from tests.tasks import Blobs
@@ -20,7 +17,7 @@ WAIT_S = 0.15
 class SlowRank(Blobs):
     """Rank 1 takes longer for each step."""
 
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         """The task's, late on rank 1."""
         if dist.get_rank() == 1:
             time.sleep(WAIT_S)
@@ -28,8 +25,8 @@ class SlowRank(Blobs):
 
 
 def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     task = "tests.distributed.test_explain:SlowRank"
     spec = make(tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2})
     found = run_spawn(ProfileJob(**asdict(spec), seconds=0.1))

@@ -4,9 +4,6 @@ refused on both.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.distributed.processes import run_processes
@@ -33,7 +30,7 @@ TASKS = {
 }
 
 
-def train(rank: int, world_size: int) -> dict[str, Any]:
+def train(rank, world_size):
     found = {}
     changes = {
         "log_every_steps": 4,
@@ -42,14 +39,14 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
     }
     for name, task in TASKS.items():
         try:
-            metrics = run(task, rank, world_size, **changes).metrics  # type: ignore[arg-type]
+            metrics = run(task, rank, world_size, **changes).metrics
             found[name] = metrics["train_loss"], metrics["val_loss"]
         except ConfigError as error:
             found[name] = error.field
     return found
 
 
-def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path: Path) -> None:
+def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path):
     [alone] = run_processes(1, train, tmp_path)
     for found in run_processes(2, train, tmp_path):
         for name in ("random_split", "constructor"):
@@ -61,11 +58,11 @@ def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path: Path) -> None:
 class Stops(LocalContext):
     """Asks for an end whenever it may."""
 
-    def should_stop(self, elapsed_s: float) -> bool:
+    def should_stop(self, elapsed_s):
         return True
 
 
-def part(rank: int, world_size: int, path: Path, stops: bool) -> str:
+def part(rank, world_size, path, stops):
     tree = override(
         TrainConfig,
         BASE,
@@ -76,7 +73,7 @@ def part(rank: int, world_size: int, path: Path, stops: bool) -> str:
     return fit(Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context).status
 
 
-def test_a_window_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_window_goes_on_with_another_number_of_ranks(tmp_path):
     assert run_processes(2, part, tmp_path, tmp_path / "moved", True) == ["stopped"] * 2
     for name in ("moved", "whole"):
         assert run_processes(1, part, tmp_path, tmp_path / name, False) == ["done"]

@@ -4,13 +4,9 @@ microbatches.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor
 
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
@@ -42,22 +38,22 @@ SPLITS = [
 class Tokens(Blobs):
     """Weighs samples unevenly, as token counts do."""
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return (batch[1] + 1).sum().to(self.dtype)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         losses = torch.nn.functional.cross_entropy(outputs, batch[1], reduction="none")
         weights = (batch[1] + 1).to(self.dtype)
         return (losses * weights).sum() / weights.sum()
 
 
 def gradient(
-    task: Blobs,
-    rank: int,
-    world_size: int,
-    split: tuple[int, int, int],
-    strategy: str = "ddp",
-) -> tuple[list[Tensor], float]:
+    task,
+    rank,
+    world_size,
+    split,
+    strategy="ddp",
+):
     """Gradient and loss of one step, before any update; of a sharded model whole, on
     rank 0.
     """
@@ -86,7 +82,7 @@ def gradient(
     ][0]
 
 
-def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:
+def all_gradients(rank, world_size):
     tasks = [
         cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")
     ]
@@ -100,7 +96,7 @@ def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> None:
+def test_every_factoring_gives_one_gradient(world_size, tmp_path):
     alone = all_gradients(0, 1)
     ranks = run_processes(world_size, all_gradients, tmp_path)
     for ours, theirs in zip(ranks[0], ranks[-1], strict=True):
@@ -120,7 +116,7 @@ class Measured(Tokens):
     batches; names of some batches.
     """
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+    def metrics(self, outputs, batch):
         made = {
             "accuracy": torchmetrics.classification.MulticlassAccuracy(4),
             "auroc": torchmetrics.classification.MulticlassAUROC(4),
@@ -138,7 +134,7 @@ class Measured(Tokens):
         return {some: outputs[:, 0], **made, **super().metrics(outputs, batch)}
 
 
-def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
+def all_evaluations(rank, world_size):
     torch.set_num_threads(1)
     found = []
     for task in (
@@ -163,9 +159,7 @@ def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_evaluation_is_one_figure_for_any_number_of_workers(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_evaluation_is_one_figure_for_any_number_of_workers(world_size, tmp_path):
     alone = all_evaluations(0, 1)
     assert alone[-1].keys() >= {
         "val_auroc",

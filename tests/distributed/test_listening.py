@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +20,7 @@ from tests.distributed import processes
 NODE = "127.0.0.2"
 
 
-def listening() -> list[str]:
+def listening():
     """The addresses on which this process accepts connections."""
     sockets = psutil.Process().net_connections("inet")
     addresses = {
@@ -32,7 +31,7 @@ def listening() -> list[str]:
     return sorted(addresses)
 
 
-def _member(rank: int, directory: str, local_world_size: int, node: str) -> None:
+def _member(rank, directory, local_world_size, node):
     """One worker as Ray Train has it, but for Ray: its place in the group and its
     node's address are given.
     """
@@ -50,7 +49,7 @@ def _member(rank: int, directory: str, local_world_size: int, node: str) -> None
             for name, n in {**numbers, "node_rank": 0}.items()
         }
     )
-    process_group.ray = SimpleNamespace(  # type: ignore[assignment]
+    process_group.ray = SimpleNamespace(
         train=SimpleNamespace(get_context=lambda: context),
         util=SimpleNamespace(get_node_ip_address=lambda: node),
     )
@@ -75,9 +74,7 @@ def _member(rank: int, directory: str, local_world_size: int, node: str) -> None
     process_group._leave()
 
 
-def group(
-    directory: Path, local_world_size: int, node: str = NODE
-) -> list[dict[str, Any]]:
+def group(directory, local_world_size, node=NODE):
     """What both members of a group found."""
     processes._fork(_member, (str(directory), local_world_size, node), nprocs=2)
     found = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
@@ -85,7 +82,7 @@ def group(
     return found
 
 
-def test_a_group_on_one_node_listens_on_the_loopback(tmp_path: Path) -> None:
+def test_a_group_on_one_node_listens_on_the_loopback(tmp_path):
     found = group(tmp_path, local_world_size=2)
     assert {address for one in found for address in one["listening"]} == {"127.0.0.1"}
     assert {one["gloo"] for one in found} == {
@@ -95,8 +92,8 @@ def test_a_group_on_one_node_listens_on_the_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux")
 def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     found = group(tmp_path, local_world_size=1)
     assert NODE in found[0]["listening"]
     assert not {"0.0.0.0", "::"} & {  # noqa: S104

@@ -9,14 +9,12 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import nn
+from torch.optim import AdamW
 
 from tests.distributed.processes import run_processes
 from tests.specs import BASE, REPOSITORY, losses, tree
@@ -26,7 +24,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.launch.local import LocalContext, run_local, run_spawn
-from trainers.launch.spec import RunSpec, make_spec
+from trainers.launch.spec import make_spec
 from trainers.loop.fit import fit
 
 PHASES = ("forward", "backward", "optimizer")
@@ -35,11 +33,11 @@ BATCH = 50  # shares of 25 with two workers, of 17 and 16 with three
 
 class _Fails(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, inputs: Tensor) -> Tensor:
+    def forward(context, inputs):
         return inputs.clone()
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
+    def backward(context, *gradients):
         raise torch.OutOfMemoryError("injected: in the backward pass")
 
 
@@ -48,18 +46,18 @@ class Limited(Blobs):
     None) on all.
     """
 
-    def __init__(self, phase: str, limit: int, rank: int | None) -> None:
+    def __init__(self, phase, limit, rank):
         super().__init__(samples=170, dtype="float64")
         self.phase = phase
         self.limit = limit
         self.only = rank
         self.largest = 0
 
-    def too_many(self) -> bool:
+    def too_many(self):
         rank = dist.get_rank() if dist.is_initialized() else 0
         return self.largest > self.limit and self.only in (None, rank)
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         if model.training:
             self.largest = len(batch[0])
             if self.phase == "forward" and self.too_many():
@@ -71,11 +69,11 @@ class Limited(Blobs):
             else outputs
         )
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         task = self
 
         class Checked(AdamW):
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            def step(self, closure=None):
                 if task.phase == "optimizer" and task.too_many():
                     raise torch.OutOfMemoryError("injected: in the optimizer")
                 super().step(closure)
@@ -83,7 +81,7 @@ class Limited(Blobs):
         return Checked(model.parameters(), lr=0.01, fused=True)
 
 
-def largest_part(share: int, limit: int) -> int:
+def largest_part(share, limit):
     """The size that `auto` must find."""
     return next(
         -(-share // parts)
@@ -92,13 +90,13 @@ def largest_part(share: int, limit: int) -> int:
     )
 
 
-def cases(world_size: int) -> list[tuple[str, int, int | None]]:
+def cases(world_size):
     """(phase, limit, rank): with two and three workers 54 of them."""
     ranks = [None, 0, world_size - 1]
     return list(itertools.product(PHASES, (1, 9, 13), ranks))
 
 
-def train(task: Blobs, rank: int, world_size: int) -> tuple[int, float, float]:
+def train(task, rank, world_size):
     """Microbatch size, final training loss, and a checksum of where the weights have
     come to.
     """
@@ -118,7 +116,7 @@ def train(task: Blobs, rank: int, world_size: int) -> tuple[int, float, float]:
     )
 
 
-def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
+def train_all(rank, world_size):
     plain = train(Limited("none", 0, None), rank, world_size)
     return [
         plain,
@@ -126,7 +124,8 @@ def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
     ]
 
 
-def test_no_hang_the_largest_size_and_the_same_result(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_no_hang_the_largest_size_and_the_same_result(tmp_path):
     world_size = 3
     plain, *found = run_processes(world_size, train_all, tmp_path)[0]
     share = -(-BATCH // world_size)
@@ -145,14 +144,14 @@ class Later(Blobs):
     until the microbatch is small.
     """
 
-    def __init__(self, phase: str, step: int, rank: int, limit: int) -> None:
+    def __init__(self, phase, step, rank, limit):
         super().__init__(samples=170, dtype="float64")
         self.phase = phase
         self.at = step
         self.only = rank
         self.limit = limit
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         outputs = super().forward(model, batch)
         rank = dist.get_rank() if dist.is_initialized() else 0
         if (
@@ -167,7 +166,7 @@ class Later(Blobs):
         raise torch.OutOfMemoryError("injected: in mid-training")
 
 
-def mid_training(tmp_path: Path, name: str, workers: int, **task_args: Any) -> RunSpec:
+def mid_training(tmp_path, name, workers, **task_args):
     changes = {
         "name": name,
         "max_steps": 20,
@@ -187,9 +186,7 @@ def mid_training(tmp_path: Path, name: str, workers: int, **task_args: Any) -> R
 
 
 @pytest.mark.parametrize(("workers", "phase"), [(1, "forward"), (3, "backward")])
-def test_in_mid_training_the_next_smaller_microbatch_goes_on(
-    workers: int, phase: str, tmp_path: Path
-) -> None:
+def test_in_mid_training_the_next_smaller_microbatch_goes_on(workers, phase, tmp_path):
     spec = mid_training(
         tmp_path, "hurt", workers, phase=phase, step=9, rank=workers - 1, limit=9
     )
@@ -235,16 +232,16 @@ class Wide(Blobs):
     activations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(samples=4096, dtype="float64")
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(
             nn.Linear(12, 4096), nn.Tanh(), nn.Linear(4096, 4)
         ).double()
 
 
-def run_real(how: str) -> tuple[str, int, float]:
+def run_real(how):
     done = subprocess.run(
         [sys.executable, "-c", REAL, how],
         cwd=REPOSITORY,
@@ -263,7 +260,7 @@ def run_real(how: str) -> tuple[str, int, float]:
 
 
 @pytest.mark.full
-def test_real_memory_ends_the_same_way() -> None:
+def test_real_memory_ends_the_same_way():
     """Under a hard limit of its address space the process takes a smaller microbatch,
     and learns the same.
     """

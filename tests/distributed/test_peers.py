@@ -3,7 +3,6 @@ every rank, before training.
 """
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -15,9 +14,7 @@ from trainers.errors import ConfigError
 from trainers.storage import Storage
 
 
-def outcome(
-    rank: int, world_size: int, directories: list[str], torch_versions: list[str]
-) -> tuple[str, int]:
+def outcome(rank, world_size, directories, torch_versions):
     """(error, how often it waited for storage) of a rank with this storage and this
     torch, in two checks.
     """
@@ -38,7 +35,7 @@ def outcome(
     return "", len(naps)
 
 
-def test_what_ranks_must_have_in_common(tmp_path: Path) -> None:
+def test_what_ranks_must_have_in_common(tmp_path):
     shared = str(tmp_path / "shared")
     own = str(tmp_path / "own")
     same = ["2.15.0"] * 3

@@ -4,12 +4,9 @@ moved (curves: test_recipes.py).
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from tests.distributed.curves import losses
@@ -22,10 +19,10 @@ pytestmark = pytest.mark.full
 class Weighed(Wasserstein):
     """By another weight than samples, which the ranks add up in each phase."""
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return batch[3].sum()
 
-    def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+    def training_step(self, model, batch, phase):
         real, noise, other_noise, share = batch
         if phase == "generator":
             each = F.softplus(-model.critic(model.generator(other_noise)))
@@ -39,16 +36,16 @@ class Weighed(Wasserstein):
 class Turned(Adversarial):
     """Spectral normalisation: its vectors are buffers, and turn with every forward."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         gan = Gan()
-        nn.utils.parametrizations.spectral_norm(gan.critic[0])  # type: ignore[arg-type]
+        nn.utils.parametrizations.spectral_norm(gan.critic[0])
         return gan
 
 
 class Chosen(Adversarial):
     """The critic's loss of some samples depends on another part of the model."""
 
-    def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+    def training_step(self, model, batch, phase):
         rows = range(len(batch[0]))
         return torch.stack(
             [
@@ -57,16 +54,14 @@ class Chosen(Adversarial):
             ]
         ).mean()
 
-    def of_sample(self, model: Any, batch: Any, phase: str) -> Tensor:
+    def of_sample(self, model, batch, phase):
         if phase == "critic" and batch[2][0, 0] > 0:
             return model.critic[2](batch[2].repeat(1, 6)[:, :16]).mean()
         return super().training_step(model, batch, phase)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_other_ranks(
-    before: int, after: int, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_with_other_ranks(before, after, tmp_path):
     """After step 7, the third of five of the critic, in the second epoch."""
     changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
     whole = run_processes(before, losses, tmp_path, Wasserstein(), changes)[0]
@@ -80,17 +75,17 @@ def test_a_run_goes_on_with_other_ranks(
     assert first + last == pytest.approx(whole, rel=1e-12)
 
 
-def buffers(rank: int, world_size: int) -> list[Tensor]:
+def buffers(rank, world_size):
     """What each step began with."""
     seen = []
     begun = []
 
     class Kept(Turned):
-        def after_step(self, model: nn.Module, step: int) -> None:
+        def after_step(self, model, step):
             seen.extend(begun)
             begun.clear()
 
-        def training_step(self, model: nn.Module, batch: Any, phase: str) -> Tensor:
+        def training_step(self, model, batch, phase):
             if not begun:
                 begun.extend(buffer.clone() for buffer in model.buffers())
             return super().training_step(model, batch, phase)
@@ -99,7 +94,7 @@ def buffers(rank: int, world_size: int) -> list[Tensor]:
     return seen
 
 
-def test_buffers_are_rank_0s_when_a_step_begins(tmp_path: Path) -> None:
+def test_buffers_are_rank_0s_when_a_step_begins(tmp_path):
     """The last step of an epoch has three samples: one rank has a microbatch more, and
     turns them further.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.plain_loop import (
@@ -44,7 +44,7 @@ CASES = st.builds(
 EXAMPLES = settings.default.max_examples // 25
 
 
-def train_kinds(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor]]:
+def train_kinds(rank, world_size, path):
     for end in (6, STEPS):
         config = configured(max_steps=end, microbatch_size=2)
         found = [
@@ -55,9 +55,7 @@ def train_kinds(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_every_kind_is_trained_as_by_a_plain_loop(
-    world_size: int, tmp_path: Path
-) -> None:
+def test_every_kind_is_trained_as_by_a_plain_loop(world_size, tmp_path):
     ranks = run_processes(world_size, train_kinds, tmp_path, tmp_path)
     for number, (kind, make) in enumerate(KINDS.items()):
         expected = in_a_plain_loop(make(), configured())
@@ -68,9 +66,7 @@ def test_every_kind_is_trained_as_by_a_plain_loop(
             )
 
 
-def train_cases(
-    rank: int, world_size: int, path: Path, cases: list[Case]
-) -> list[dict[str, Tensor]]:
+def train_cases(rank, world_size, path, cases):
     places = enumerate(cases)
     return [
         in_the_loop(Drawn(case), case.config(), path / str(place), rank, world_size)
@@ -80,9 +76,7 @@ def train_cases(
 
 @settings(max_examples=EXAMPLES)
 @given(st.integers(1, 3), st.lists(CASES, min_size=5, max_size=5))
-def test_any_small_model_is_trained_as_by_a_plain_loop(
-    world_size: int, cases: list[Case]
-) -> None:
+def test_any_small_model_is_trained_as_by_a_plain_loop(world_size, cases):
     with tempfile.TemporaryDirectory() as directory:
         ranks = run_processes(
             world_size, train_cases, Path(directory), Path(directory), cases
@@ -100,34 +94,34 @@ def test_any_small_model_is_trained_as_by_a_plain_loop(
 class Apart(Plain):
     """Each rank changes a weight by itself."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         if step == 3:
-            model[2].bias += 0.01 * dist.get_rank()  # type: ignore[index, operator]
+            model[2].bias += 0.01 * dist.get_rank()
 
 
 class LeftOut(Plain):
     """From a step on, no batch uses the second layer."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Halves()
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        model.whole = step < 4  # type: ignore[assignment]
+    def after_step(self, model, step):
+        model.whole = step < 4
 
 
 class Halves(nn.Module):
     whole = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 2).double()
         self.second = nn.Linear(6, 2).double()
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.first(inputs) + (self.second(inputs) if self.whole else 0)  # type: ignore[no-any-return]
+    def forward(self, inputs):
+        return self.first(inputs) + (self.second(inputs) if self.whole else 0)
 
 
-def refused(rank: int, world_size: int, path: Path) -> list[str]:
+def refused(rank, world_size, path):
     rules = []
     for task in (Apart(), LeftOut()):
         with pytest.raises(ConfigError) as error:
@@ -138,7 +132,7 @@ def refused(rank: int, world_size: int, path: Path) -> list[str]:
     return rules
 
 
-def test_what_ranks_cannot_do_together_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_ranks_cannot_do_together_is_refused_by_name(tmp_path):
     for apart, left_out in run_processes(2, refused, tmp_path, tmp_path):
         assert "`2.bias`" in apart
         assert "`second.weight`, `second.bias`" in left_out

@@ -2,9 +2,6 @@
 is bit-equal.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.distributed.curves import losses
@@ -29,13 +26,11 @@ SINGLE = [SingleAdversarial(), SingleWasserstein(), SingleDistilled()]
 OTHERS = [pytest.param(task, marks=pytest.mark.campaign) for task in SINGLE[1:]]
 
 
-def named(task: Any) -> str:
+def named(task):
     return type(task).__name__ if isinstance(task, Task) else ""
 
 
-def curves(
-    rank: int, world_size: int, task: Task, sizes: list[int]
-) -> list[list[float]]:
+def curves(rank, world_size, task, sizes):
     """With each size of a microbatch."""
     return [losses(rank, world_size, task, {"microbatch_size": size}) for size in sizes]
 
@@ -51,8 +46,8 @@ def curves(
     ids=named,
 )
 def test_the_curve_is_that_of_one_rank_and_one_microbatch(
-    task: Task, tolerance: float, world_size: int, tmp_path: Path
-) -> None:
+    task, tolerance, world_size, tmp_path
+):
     """Steps of six and, the last of an epoch, of three samples: one of four ranks then
     has none.
     """
@@ -72,7 +67,7 @@ def test_the_curve_is_that_of_one_rank_and_one_microbatch(
         assert found == pytest.approx(alone, rel=tolerance, abs=slack)
 
 
-def resumed(rank: int, world_size: int, task: Task, path: Path) -> None:
+def resumed(rank, world_size, task, path):
     """A run of one start, and one of three: the second begins in the first epoch and
     the third in the second.
     """
@@ -84,6 +79,6 @@ def resumed(rank: int, world_size: int, task: Task, path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("task", [SINGLE[0], *OTHERS], ids=named)
-def test_a_resume_on_two_ranks_is_bit_equal(task: Task, tmp_path: Path) -> None:
+def test_a_resume_on_two_ranks_is_bit_equal(task, tmp_path):
     run_processes(2, resumed, tmp_path, task, tmp_path)
     assert_same_training(tmp_path / "cut", tmp_path / "whole")

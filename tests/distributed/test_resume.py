@@ -2,21 +2,17 @@
 same samples, the same curve.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.specs import REPOSITORY, losses, tree
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
-from trainers.launch.spec import RunSpec, make_spec
+from trainers.launch.spec import make_spec
 
 
-def spec(
-    tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any
-) -> RunSpec:
+def spec(tmp_path, name, workers, kill_at=(), **changes):
     args = {"dtype": "float64"}
     if kill_at:
         args |= {
@@ -37,14 +33,14 @@ def spec(
     )  # three workers on two cores will do
 
 
-def run_killed(killed: RunSpec, marker: str) -> None:
+def run_killed(killed, marker):
     with pytest.raises(RunFailedError) as met:
         run_spawn(killed)
     assert met.value.status == "node_lost"
     assert Path(killed.config.task_args["marker"]).with_name(marker).exists()
 
 
-def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path: Path) -> None:
+def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path):
     changes = {
         "batch_schedule": [
             {"until_samples": 130, "size": 12},

@@ -7,8 +7,6 @@ import inspect
 import os
 import unittest
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.utils.data import DistributedSampler, WeightedRandomSampler
@@ -20,7 +18,7 @@ from trainers.data.sampler import StepSampler
 from trainers.errors import ConfigError
 
 
-def torchs_own_test(rank: int, world_size: int) -> list[str]:
+def torchs_own_test(rank, world_size):
     """Runs it on the CPU; gives back which samplers it made."""
     os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(world_size), "TEMP_DIR": "."}
     with warnings.catch_warnings():
@@ -30,15 +28,15 @@ def torchs_own_test(rank: int, world_size: int) -> list[str]:
     made = []
 
     class Ours(StepSampler):
-        __init__ = functools.partialmethod(StepSampler.__init__, global_batch_size=8)  # type: ignore[assignment]
+        __init__ = functools.partialmethod(StepSampler.__init__, global_batch_size=8)
 
-        def __iter__(self):  # type: ignore[no-untyped-def]
+        def __iter__(self):
             made.append(f"{len(self)} of {self.total_size}")
             return super().__iter__()
 
-    distributed_test.DistributedSampler = Ours  # type: ignore[attr-defined]
+    distributed_test.DistributedSampler = Ours
     case = unittest.TestCase()
-    case.rank = "cpu"  # type: ignore[attr-defined] # it moves tensors to the device of this index
+    case.rank = "cpu"  # it moves tensors to the device of this index
     # Without the decorators that ask for as many GPUs as ranks.
     inspect.unwrap(
         distributed_test.DistributedTest._DistTestBase.test_DistributedSampler_padding
@@ -47,7 +45,7 @@ def torchs_own_test(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
-def test_torchs_own_test_passes(world_size: int, tmp_path: Path) -> None:
+def test_torchs_own_test_passes(world_size, tmp_path):
     for made in run_processes(world_size, torchs_own_test, tmp_path):
         assert len(made) == 3
 
@@ -57,17 +55,17 @@ class Drawn(Blobs):
     each rank.
     """
 
-    def __init__(self, by_rank: bool) -> None:
+    def __init__(self, by_rank):
         super().__init__(samples=96, dtype="float64")
         self.by_rank = by_rank
 
-    def sampler(self, dataset: Any, config: Any) -> Any:
+    def sampler(self, dataset, config):
         if self.by_rank:
             return DistributedSampler(dataset)
         return WeightedRandomSampler([1.0 + index % 7 for index in range(96)], 50)
 
 
-def train(rank: int, world_size: int, by_rank: bool) -> float | str:
+def train(rank, world_size, by_rank):
     try:
         return run(Drawn(by_rank), rank, world_size, max_steps=11).metrics["train_loss"]
     except ConfigError as error:
@@ -75,8 +73,8 @@ def train(rank: int, world_size: int, by_rank: bool) -> float | str:
 
 
 def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     [alone] = run_processes(1, train, tmp_path, False)
     assert (
         run_processes(3, train, tmp_path, False)
@@ -84,7 +82,7 @@ def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(
     )
 
 
-def test_a_sampler_that_splits_by_rank_is_refused(tmp_path: Path) -> None:
+def test_a_sampler_that_splits_by_rank_is_refused(tmp_path):
     for said in run_processes(2, train, tmp_path, True):
         assert "sampler" in said
         assert "gives each rank another order" in said

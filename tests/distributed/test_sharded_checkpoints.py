@@ -1,20 +1,15 @@
 """Checkpoints that all ranks write at once: resharded to any number of ranks to the
-bit, and killed at every write.
+bit, and killed at every kind of write.
 """
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
-from torch.optim import Optimizer
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_strategies import Averaged
@@ -32,9 +27,7 @@ KILLED_STEP = 4
 NAME = f"step-{KILLED_STEP:012d}"
 FILES = [
     (0, "state.pt"),
-    (0, "rank-00000.pt"),
     (1, "rank-00001.pt"),
-    (0, "shard-00000.safetensors"),
     (1, "shard-00001.safetensors"),
     (0, "manifest.json"),
 ]
@@ -43,11 +36,11 @@ FILES = [
 class Uneven(Averaged):
     """Its optimizer holds more on rank 1 than on rank 0."""
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         optimizer = super().optimizer(model, config)
         first = next(model.parameters())
 
-        def add(*_: Any) -> None:
+        def add(*_):
             if dist.get_rank() == 1:
                 optimizer.state[first]["error"] = torch.zeros_like(first)
 
@@ -56,14 +49,14 @@ class Uneven(Averaged):
 
 
 def train(
-    rank: int,
-    world_size: int,
-    path: Path,
-    name: str,
-    source: str | None = None,
-    task: type[Averaged] = Averaged,
-    **dotted: Any,
-) -> None:
+    rank,
+    world_size,
+    path,
+    name,
+    source=None,
+    task=Averaged,
+    **dotted,
+):
     """A run of `STEPS` steps; with `source` one that begins, and ends, where that one
     did.
     """
@@ -84,14 +77,14 @@ def train(
 
 
 def train_all_sharded(
-    rank: int,
-    world_size: int,
-    path: Path,
-    name: str,
-    source: str | None,
-    strategy: str,
-    task: type[Averaged] = Averaged,
-) -> None:
+    rank,
+    world_size,
+    path,
+    name,
+    source,
+    strategy,
+    task=Averaged,
+):
     """As `train`; replicas, too, write together, however small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainers.checkpoint.run_state._SHARD_BYTES", 0)
@@ -99,7 +92,7 @@ def train_all_sharded(
         train(rank, world_size, path, name, source, task, strategy=strategy)
 
 
-def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
+def kept(path, step=STEPS):
     """All that a run's checkpoint holds but the time that it took."""
     state = whole_state(Storage(str(path)), step)
     state["position"].pop("train_time_s")
@@ -107,7 +100,7 @@ def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
 
 
 @pytest.mark.campaign
-def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -> None:
+def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path):
     before = None
     for number, (world_size, strategy) in enumerate(
         [
@@ -143,7 +136,7 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -
         before = name
 
 
-def test_ranks_that_hold_other_tensors_leave_all_to_rank_0(tmp_path: Path) -> None:
+def test_ranks_that_hold_other_tensors_leave_all_to_rank_0(tmp_path):
     run_processes(
         2, train_all_sharded, tmp_path, tmp_path, "uneven", None, "ddp", Uneven
     )
@@ -157,21 +150,21 @@ def test_ranks_that_hold_other_tensors_leave_all_to_rank_0(tmp_path: Path) -> No
 
 
 def train_killed(
-    rank: int,
-    world_size: int,
-    path: Path,
-    victim: int,
-    file: str,
-    after: bool,
-    later: bool,
-) -> None:
+    rank,
+    world_size,
+    path,
+    victim,
+    file,
+    after,
+    later,
+):
     """The process of rank `victim` is killed in the middle of writing a file of a
     checkpoint, or right after it.
     """
     write = Storage.writer
 
     @contextlib.contextmanager
-    def writer(storage: Storage, name: str) -> Iterator[BinaryIO]:
+    def writer(storage, name):
         # The archive's paths begin with the checkpoint's name.
         strikes = rank == victim and name == f"{NAME}/{file}"
         with write(storage, name) as stream:
@@ -192,7 +185,7 @@ def train_killed(
 
 
 @pytest.mark.full
-def test_killed_at_every_write_and_resumed_to_the_bit(tmp_path: Path) -> None:
+def test_killed_at_every_kind_of_write_and_resumed_to_the_bit(tmp_path):
     # Right after a write is right before the next one, but for the last.
     cases = [*((*file, False) for file in FILES), (*FILES[-1], True)]
     for number, (victim, file, after) in enumerate(cases):
@@ -218,7 +211,7 @@ def test_killed_at_every_write_and_resumed_to_the_bit(tmp_path: Path) -> None:
     same(*(kept(tmp_path / name) for name in ("killed", "unbroken")))
 
 
-def finish(rank: int, world_size: int, path: Path, name: str) -> None:
+def finish(rank, world_size, path, name):
     train(
         rank, world_size, path, name, strategy="fsdp", **{"checkpoint.every_steps": 2}
     )

@@ -4,27 +4,22 @@ checkpoints, in real processes.
 
 import functools
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
-from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import LocalContext, run_spawn
-from trainers.launch.spec import RunSpec, make_spec
-from trainers.measure.result import RunResult
+from trainers.launch.spec import make_spec
 from trainers.model.precision import TABLE
 from trainers.model.sharding import local, whole
 from trainers.model.strategy import compile_model, place_model, share_buffers
@@ -39,7 +34,7 @@ CPU = torch.device("cpu")
 class Normed(Blobs):
     """Statistics that differ between ranks while training, and a module that is frozen."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         frozen = nn.Linear(16, 16).requires_grad_(False)
         layers = nn.Sequential(
             nn.Linear(self.features, 16),
@@ -56,10 +51,10 @@ class Poisoned(Blobs):
     0's.
     """
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(self.features, 4, bias=False)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return outputs[:, 1:].square().mean() + (outputs[:, 0] * 0.0).sqrt().mean()
 
 
@@ -68,7 +63,7 @@ class Averaged(Blobs):
     the model is sharded.
     """
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         optimizer = super().optimizer(model, config)
         live = [parameter.detach() for parameter in model.parameters()]
         self.kept = [torch.zeros_like(parameter) for parameter in live]
@@ -77,10 +72,10 @@ class Averaged(Blobs):
         )
         return optimizer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"kept": getattr(self, "kept", [])}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         for ours, theirs in zip(getattr(self, "kept", []), state["kept"], strict=False):
             ours.copy_(theirs)
 
@@ -88,7 +83,7 @@ class Averaged(Blobs):
 class Deep(Blobs):
     """Residual blocks that repeat, with BatchNorm and dropout."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         blocks = [
             _Residual(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2))
             for _ in range(3)
@@ -99,14 +94,14 @@ class Deep(Blobs):
 
 
 class _Residual(nn.Sequential):
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return rows + super().forward(rows)
 
 
 class Greedy(Blobs):
     """Rank 1 has room for so many samples as `fits`, and another rank for any number."""
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         room = self.fits
         self.fits = None
         try:
@@ -123,13 +118,13 @@ class Greedy(Blobs):
 
 
 def spec(
-    tmp_path: Path,
-    name: str,
-    workers: int,
-    strategy: str,
-    task: str = "Blobs",
-    **changes: Any,
-) -> RunSpec:
+    tmp_path,
+    name,
+    workers,
+    strategy,
+    task="Blobs",
+    **changes,
+):
     args = {"dtype": "float64", **changes.pop("args", {})}
     where = "tests.tasks" if task == "Blobs" else "tests.distributed.test_strategies"
     changes = {"max_steps": 20, "microbatch_size": 5, "clip_grad_norm": 0.5, **changes}
@@ -149,7 +144,7 @@ def spec(
     )  # three workers on two cores will do
 
 
-def execute(rank: int, world_size: int, specs: list[RunSpec]) -> list[RunResult | str]:
+def execute(rank, world_size, specs):
     """One run after another in one process group; a ConfigError as its words."""
     results = []
     for each in specs:
@@ -166,7 +161,7 @@ def execute(rank: int, world_size: int, specs: list[RunSpec]) -> list[RunResult 
     return results
 
 
-def run(tmp_path: Path, *specs: RunSpec) -> list[RunResult | str]:
+def run(tmp_path, *specs):
     """The specs, all for one number of workers: in one group of new processes, or in
     this process.
     """
@@ -181,7 +176,7 @@ def run(tmp_path: Path, *specs: RunSpec) -> list[RunResult | str]:
     return run_processes(workers, execute, directory, list(specs))[0]
 
 
-def same_curve(one: RunSpec, other: RunSpec, rel: float = 1e-10) -> None:
+def same_curve(one, other, rel=1e-10):
     ours = losses(one)
     theirs = losses(other)
     assert len(ours) == one.config.max_steps
@@ -194,7 +189,7 @@ def same_curve(one: RunSpec, other: RunSpec, rel: float = 1e-10) -> None:
 # --- gradients and figures
 
 
-def figures(rank: int, world_size: int) -> list[dict[str, float]]:
+def figures(rank, world_size):
     group = Group(rank, world_size, CPU)
     found = []
     for samples in (1, 7, 64, 1797):  # 1, 1, 2 and 57 batches
@@ -211,7 +206,7 @@ def figures(rank: int, world_size: int) -> list[dict[str, float]]:
     return found
 
 
-def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+def steps_taken(rank, world_size):
     """Whether a step is called bad, and whether it moved this rank's part, for a sound
     and for a poisoned gradient.
     """
@@ -241,9 +236,7 @@ def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
     return found
 
 
-def measure(
-    rank: int, world_size: int
-) -> tuple[list[Any], list[dict[str, float]], list[tuple[bool, bool]]]:
+def measure(rank, world_size):
     tasks = [
         cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")
     ]
@@ -257,8 +250,8 @@ def measure(
 
 @pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(
-    world_size: int, tmp_path: Path
-) -> None:
+    world_size, tmp_path
+):
     torch.set_num_threads(1)
     alone, alone_figures, _ = measure(0, 1)
     ranks = run_processes(world_size, measure, tmp_path)
@@ -276,7 +269,7 @@ def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(
 # --- curves
 
 
-def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None:
+def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path):
     kinds = [
         {},
         {"microbatch_size": "auto", "global_batch_size": 2},
@@ -323,7 +316,7 @@ CHAINS = {
 }
 
 
-def outline(value: Any) -> Any:
+def outline(value):
     """Names, shapes and formats of a nested state, without the values."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
@@ -336,13 +329,15 @@ def outline(value: Any) -> Any:
     )
 
 
-def kept_state(each: RunSpec) -> dict[str, Any]:
+def kept_state(each):
     loaded = Checkpoints(each.storage, Group(0, 1, CPU), 1).load()
     return loaded.state
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("adamw", marks=pytest.mark.full), "sgd"]
+)
+def test_a_run_moves_from_strategy_to_strategy(optimizer, tmp_path):
     chosen = (
         {"name": "adamw", "lr": 0.01}
         if optimizer == "adamw"
@@ -379,7 +374,7 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -
         ), section
 
 
-def tensors(value: Any) -> list[Tensor]:
+def tensors(value):
     if isinstance(value, Tensor):
         return [value]
     nested = (
@@ -396,8 +391,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def test_a_rank_without_room_for_its_shard_starts_the_group_again(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     adaptive = spec(
         tmp_path,
         "adaptive",
@@ -427,7 +422,7 @@ def test_a_rank_without_room_for_its_shard_starts_the_group_again(
     assert met.value.status == "out_of_memory"
 
 
-def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
+def compiled(rank, world_size, backend):
     """Gradients of a sharded model, eager and compiled without a graph break."""
     found = []
     torch.compile = functools.partial(torch.compile, backend=backend)
@@ -451,21 +446,21 @@ def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)]
 )
-def test_a_sharded_model_compiles_without_a_graph_break(
-    backend: str, tmp_path: Path
-) -> None:
+def test_a_sharded_model_compiles_without_a_graph_break(backend, tmp_path):
     eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_activations_that_are_computed_again_are_those_that_were(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """On both ranks, below DDP and inside FSDP's units, with microbatches that
     accumulate.
     """

@@ -5,7 +5,6 @@ server; what ranks split.
 import dataclasses
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +19,11 @@ from trainers.errors import ConfigError
 from trainers.inference.passes import Inference, infer
 from trainers.launch.local import LocalContext, run_local
 from trainers.launch.run_directory import prepare_storage
-from trainers.launch.spec import RunSpec
 
 pytestmark = pytest.mark.full
 
 
-def train(rank: int, world_size: int, kind: str) -> float | str:
+def train(rank, world_size, kind):
     try:
         return run(Streamed(kind), rank, world_size, max_steps=17).metrics["train_loss"]
     except ConfigError as error:
@@ -33,9 +31,7 @@ def train(rank: int, world_size: int, kind: str) -> float | str:
 
 
 @pytest.mark.parametrize("kind", ["numbered", "stateful", "by rank"])
-def test_any_number_of_ranks_trains_on_the_same_samples(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_ranks_trains_on_the_same_samples(tmp_path, kind, monkeypatch):
     if kind == "by rank":  # of a launcher around all of it
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -46,14 +42,12 @@ def test_any_number_of_ranks_trains_on_the_same_samples(
 
 
 @pytest.mark.parametrize("kind", ["own share", "own share later", "own share of val"])
-def test_a_stream_that_is_split_by_rank_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_stream_that_is_split_by_rank_is_refused(tmp_path, kind):
     for said in run_processes(2, train, tmp_path, kind):
         assert "gives each rank other samples" in said
 
 
-def use(
-    rank: int, world_size: int, kind: str, spec: RunSpec, out: str | None
-) -> tuple[int, dict[str, float]] | str:
+def use(rank, world_size, kind, spec, out):
     job = Inference(**dataclasses.asdict(spec), split="val", which="newest", out=out)
     context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
     try:
@@ -64,7 +58,7 @@ def use(
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+def trained(tmp_path_factory):
     task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
     spec = make(tmp_path_factory.mktemp("trained"), **task, max_steps=4)
     prepare_storage(spec, fresh=False)
@@ -73,9 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
 
 
 @pytest.mark.parametrize("predicts", [False, True])
-def test_what_was_trained_is_used_by_any_number_of_ranks(
-    tmp_path: Path, trained: RunSpec, predicts: bool
-) -> None:
+def test_what_was_trained_is_used_by_any_number_of_ranks(tmp_path, trained, predicts):
     outs = [
         str(tmp_path / f"{world_size}.parquet") if predicts else None
         for world_size in (1, 2)
@@ -89,7 +81,7 @@ def test_what_was_trained_is_used_by_any_number_of_ranks(
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def killed(tmp_path_factory):
     if not installed():
         pytest.skip("moto is not installed")
     return printed_by(
@@ -99,8 +91,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the_same(
-    killed: Any, kind: str
-) -> None:
+    killed, kind
+):
     found = killed[kind]
     for name, of in found.items():
         *before, last = of["ends"]

@@ -2,13 +2,10 @@
 to one worker.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,10 +22,10 @@ ON = {"ddp.sync_batchnorm": True}
 class Normed(Blobs):
     """The clusters, with BatchNorm."""
 
-    def __init__(self, samples: int = 96) -> None:
+    def __init__(self, samples=96):
         super().__init__(samples=samples, dtype="float64")
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(
             nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)
         ).to(self.dtype)
@@ -36,19 +33,19 @@ class Normed(Blobs):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, value: Tensor) -> Tensor:
+    def forward(context, value):
         total = value.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(context, gradient):
         total = gradient.clone()
         dist.all_reduce(total)
         return total
 
 
-def forward_on_cpu(layer: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
+def forward_on_cpu(layer, inputs):
     """What torch's layer does on a GPU, by sums over ranks."""
     assert layer.momentum is not None
     if not layer.training:
@@ -74,7 +71,7 @@ def forward_on_cpu(layer: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
     return (inputs - mean) / (variance + layer.eps).sqrt() * layer.weight + layer.bias
 
 
-def train_all(rank: int, world_size: int) -> list[Any]:
+def train_all(rank, world_size):
     """Refused as it is; then with a layer and a device check that let it be."""
     with pytest.raises(ConfigError) as raised:
         run(Normed(), rank, world_size, **ON)
@@ -104,7 +101,7 @@ def train_all(rank: int, world_size: int) -> list[Any]:
     return [str(raised.value), whole.metrics, uneven.steps]
 
 
-def test_two_workers_normalise_as_one_does(tmp_path: Path) -> None:
+def test_two_workers_normalise_as_one_does(tmp_path):
     alone = run(Normed(), 0, 1, microbatch_size=24, **ON).metrics
     for said, metrics, steps in run_processes(2, train_all, tmp_path):
         assert said.startswith("`ddp.sync_batchnorm` is true")

@@ -2,9 +2,6 @@
 with the first cause.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.distributed.processes import run_module
@@ -13,11 +10,11 @@ from tests.waits import HANG_S
 from trainers.config.yaml import dump_yaml
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_spawn
-from trainers.launch.spec import RunSpec, make_spec
+from trainers.launch.spec import make_spec
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 
 
-def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
+def stuck(tmp_path, place, workers=1, **changes):
     args = {
         "place": place,
         "failure": "sleep",
@@ -31,7 +28,7 @@ def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSp
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 
 
-def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path: Path) -> None:
+def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path):
     """Rank 1 waits in a collective for rank 0, which downloads for ever."""
     with pytest.raises(RunFailedError) as met:
         run_spawn(stuck(tmp_path, "setup", 2, launcher="spawn"))
@@ -42,7 +39,7 @@ def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path: Path) ->
     assert " s in the barrier after setup, waiting for other ranks (at " in waits
 
 
-def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
+def failed(tmp_path, failure, **changes):
     """The end of a run of two ranks, of which rank 1 fails in training."""
     args = {"failure": failure, "on_rank": 1, "marker": str(tmp_path / "failed")}
     with pytest.raises(RunFailedError) as met:
@@ -64,16 +61,14 @@ def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
         ),
     ],
 )
-def test_the_first_cause_is_what_the_run_ends_with(
-    tmp_path: Path, failure: str, status: str, words: str
-) -> None:
+def test_the_first_cause_is_what_the_run_ends_with(tmp_path, failure, status, words):
     """The other rank's broken collective follows from it."""
     found = failed(tmp_path, failure, failure__hang_timeout_s=60.0)
     assert found.status == status
     assert found.message.startswith(words)
 
 
-def hung(tmp_path: Path, spec: RunSpec) -> str:
+def hung(tmp_path, spec):
     """What `python -m trainers` says that ends as hung."""
     config = tmp_path / "train.yaml"
     out = tmp_path / "out"
@@ -92,7 +87,7 @@ def hung(tmp_path: Path, spec: RunSpec) -> str:
     return said
 
 
-def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
+def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path):
     """Exit code 74 alone would say nothing; and what is said fits this launcher."""
     spec = stuck(tmp_path, "checkpoint")
     said = hung(tmp_path, spec)
@@ -103,7 +98,7 @@ def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
     assert "cluster" not in said
 
 
-def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) -> None:
+def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path):
     """Before any worker is there."""
     short = "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
     (tmp_path / "endless.py").write_text(f"import time; {short}\n\ntime.sleep(3600)\n")

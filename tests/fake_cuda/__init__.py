@@ -1,5 +1,4 @@
-"""A CUDA that needs no GPU: torch's real CUDA build, whose runtime and kernels are on
-the CPU.
+"""A CUDA that needs no GPU: torch's real CUDA build, with runtime and kernels on the CPU.
 
 Run as: python -m tests.fake_cuda -m pytest tests/gpu      (any arguments of Python;
 builds the libraries first: g++)
@@ -8,10 +7,10 @@ torch then sees one H100 whose memory is host memory. Allocator, limits, streams
 events, captures with what they refuse, replays, Philox offsets, mixed devices and the
 sync debug mode are torch's own code:
 
-    runtime.cpp    libcudart and libcuda, preloaded: memory, streams, events, captures;
-    absent.cpp what they cannot do kernels.cpp    torch's CUDA operators, computed by
-    its CPU kernels on the same bytes graph.h        a captured graph: the calls that a
-    launch makes again
+    runtime.cpp    libcudart and libcuda, preloaded: memory, streams, events, captures
+    absent.cpp     what they cannot do
+    kernels.cpp    torch's CUDA operators, computed by its CPU kernels on the same bytes
+    graph.h        a captured graph: the calls that a launch makes again
 
 A kernel of CUDA that nothing computes is an error. What else cannot be seen here is
 CANNOT, and a test that needs it is marked `real_gpu`.

@@ -63,7 +63,7 @@ MARKS = {name: [pytest.mark.campaign] for name in CASES if name != "torchrun wor
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES]
 )
-def test_it_holds(name: str) -> None:
+def test_it_holds(name):
     row = run_case(
         Case("short", SCENARIOS[name.partition(" ")[0]], CASES[name]), WORKSPACE
     )
@@ -71,13 +71,13 @@ def test_it_holds(name: str) -> None:
     assert row.held, "\n".join(row.violations)
 
 
-def test_a_case_is_its_seed_and_number() -> None:
+def test_a_case_is_its_seed_and_number():
     assert draw(1, 37) == draw(1, 37)
     assert len({draw(1, number).faults for number in range(1, 60)}) > 40
     assert draw(1, 5, only="spawn").scenario.name == "spawn"
 
 
-def test_every_role_and_signal_is_drawn() -> None:
+def test_every_role_and_signal_is_drawn():
     drawn = [draw(seed, number) for seed in (1, 2, 3) for number in range(1, 501)]
     hit = {
         (case.scenario.name, fault.target)

@@ -8,7 +8,6 @@ pyarrow; Ray is not needed. Without a GPU: python -m tests.fake_cuda -m pytest t
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ if fake_cuda.IS_ON:
     fake_cuda.compile_without_kernels()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """A test of the GPU is skipped where there is none; the same test on a CPU runs
     anywhere.
     """
@@ -43,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """One line a test: executed or not, and where."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     if fake_cuda.IS_ON:
@@ -77,7 +76,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind():
     """The suite's own, for a machine that has no more than torch: loader processes are
     all that is started here.
     """
@@ -86,7 +85,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def switches_come_back() -> Iterator[None]:
+def switches_come_back():
     """What a test has set for the whole process, and the memory that it has left."""
     threads = torch.get_num_threads()
     yield
@@ -108,7 +107,7 @@ CPU_AND_GPU = [
 
 
 @pytest.fixture(params=CPU_AND_GPU)
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request):
     """Both: the same test body on the CPU, where it can be tried anywhere, and on the
     GPU.
     """

@@ -2,10 +2,7 @@
 gpu`, which it may spoil.
 """
 
-from typing import Any
-
 import pytest
-from torch import Tensor
 
 from tests.gpu.runs import CUDA, train
 from tests.tasks import Blobs
@@ -17,12 +14,12 @@ pytestmark = pytest.mark.gpu
 class Waits(Blobs):
     """Reads its loss on the host."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
         return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
 
 
-def test_a_step_that_waits_is_an_error_that_says_so() -> None:
+def test_a_step_that_waits_is_an_error_that_says_so():
     with pytest.raises(ConfigError) as raised:
         train(CUDA, task=Waits(), cuda_graphs=True)
     text = str(raised.value)

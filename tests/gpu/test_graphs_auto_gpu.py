@@ -5,16 +5,13 @@ given up where those differ.
 from __future__ import annotations
 
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.gpu.runs import CUDA, Images, curve, train
 from tests.tasks import Blobs
-from trainers.measure.result import RunResult
 from trainers.step import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
@@ -28,66 +25,66 @@ class Points(Blobs):
 
     factor = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(samples=24 * 10)
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         return model(batch[0])
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return super().loss(outputs, batch) * self.scale()
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.factor
 
 
 class CountsItself(Points):
     calls = 0
 
-    def scale(self) -> float:
+    def scale(self):
         self.calls += 1
         return 1.0 / self.calls
 
 
 class CountsInModule(Points):
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        model[1].calls = getattr(model[1], "calls", 0) + 1  # type: ignore[index]
-        return model(batch[0]) if model[1].calls < 20 else 0.5 * model(batch[0])  # type: ignore[index]
+    def forward(self, model, batch):
+        model[1].calls = getattr(model[1], "calls", 0) + 1
+        return model(batch[0]) if model[1].calls < 20 else 0.5 * model(batch[0])
 
 
 class CountsInGlobal(Points):
-    def scale(self) -> float:
+    def scale(self):
         CALLS["all"] += 1
         return 1.0 if CALLS["all"] < 20 else 0.5
 
 
 class Draws(Points):
-    def scale(self) -> float:
+    def scale(self):
         return random.random()
 
 
 class SetBetweenSteps(Points):
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         self.factor = 1.0 / step
 
 
 class Rebinds(Points):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mean = torch.ones((), device="cuda")
 
-    def scale(self) -> Tensor:
+    def scale(self):
         self.mean = 0.5 * self.mean + 0.25
         return self.mean
 
 
 class SetLate(Points):
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         self.factor = 0.5 if step >= 50 else 1.0
 
 
 class Reads(Points):
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
         return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
 
@@ -95,7 +92,7 @@ class Reads(Points):
 class Wide(Points):
     """A step holds 200 MB for a while."""
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         outputs = model(batch[0])
         held = (
             torch.zeros(len(outputs), 2_000_000, device=outputs.device)
@@ -105,9 +102,7 @@ class Wide(Points):
         return outputs + held[:, :1] * 0
 
 
-def as_they_are(
-    task: Points | Images, monkeypatch: pytest.MonkeyPatch, **options: Any
-) -> RunResult:
+def as_they_are(task, monkeypatch, **options):
     """The run of the same steps, of which none is captured."""
     CALLS["all"] = 0
     with monkeypatch.context() as patch:
@@ -116,7 +111,7 @@ def as_they_are(
 
 
 @pytest.fixture
-def worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def worthwhile(monkeypatch):
     """Whatever it brings: no clock decides."""
     monkeypatch.setattr(graphs, "LEAST_GAIN", 0.0)
     monkeypatch.setattr(graphs, "_HOST_SHARE", 0.0)
@@ -125,9 +120,7 @@ def worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_steps_are_captured_and_proved(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_captured_and_proved(precision, tmp_path, monkeypatch):
     """Dropout, BatchNorm, clipping and a loss scaler among what is proved; the curve is
     that of the plain steps.
     """
@@ -157,8 +150,8 @@ PLANTED = {
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("kind", PLANTED)
 def test_python_that_a_replay_leaves_out_is_found_before_it_has_trained(
-    kind: type[Points], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, monkeypatch
+):
     result = train(CUDA, task=kind(), **OPTIONS)
     assert result.cuda_graphs.startswith("not captured: ")
     eager = as_they_are(kind(), monkeypatch)
@@ -168,8 +161,8 @@ def test_python_that_a_replay_leaves_out_is_found_before_it_has_trained(
 
 @pytest.mark.usefixtures("worthwhile")
 def test_what_changes_late_is_found_at_the_next_proof_and_steps_go_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     result = train(CUDA, task=SetLate(), **OPTIONS | {"max_steps": 120})
     assert result.status == "done"
     assert result.cuda_graphs.startswith("not captured: after 100 replays `")
@@ -187,13 +180,11 @@ def test_what_changes_late_is_found_at_the_next_proof_and_steps_go_on(
 
 @pytest.mark.usefixtures("worthwhile")
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}], ids=["auto", "asked"])
-def test_a_graph_that_leaves_something_else_is_given_up(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_leaves_something_else_is_given_up(options, monkeypatch):
     """As a capture that missed an operation would: also where it was asked for."""
     record = graphs.CudaCapture.record
 
-    def spoilt(self: graphs.CudaCapture, work: Any) -> Any:
+    def spoilt(self, work):
         record(self, work)
         return lambda: None
 
@@ -204,7 +195,7 @@ def test_a_graph_that_leaves_something_else_is_given_up(
 
 
 @pytest.mark.usefixtures("worthwhile")
-def test_without_room_steps_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_steps_run_as_they_are(monkeypatch):
     total = torch.cuda.get_device_properties(CUDA).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(
@@ -218,12 +209,12 @@ def test_without_room_steps_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("worthwhile")
 def test_a_step_that_cannot_be_captured_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """With dropout after it: random numbers go on."""
 
     class Both(Reads):
-        def model(self) -> nn.Module:
+        def model(self):
             return nn.Sequential(nn.Dropout(0.2), super().model())
 
     result = train(CUDA, task=Both(), **OPTIONS)
@@ -239,9 +230,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(
         ("_HOST_SHARE", 2.0, "the device is busy"),
     ],
 )
-def test_what_brings_little_is_not_captured(
-    limit: str, value: float, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_brings_little_is_not_captured(limit, value, said, monkeypatch):
     monkeypatch.setattr(graphs, "_HOST_SHARE", 0.0)
     monkeypatch.setattr(graphs, limit, value)
     result = train(CUDA, task=Points(), **OPTIONS)

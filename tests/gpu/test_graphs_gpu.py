@@ -2,9 +2,6 @@
 bit, from one launch.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -29,17 +26,17 @@ class Uncaptured(graphs.CudaCapture):
     kernel at a time.
     """
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work):
         return lambda: self.run(work)
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def replays(monkeypatch):
     """One entry for every graph that was replayed to train, not to prove it."""
     seen = []
     replay = torch.cuda.CUDAGraph.replay
 
-    def counted(self: torch.cuda.CUDAGraph) -> None:
+    def counted(self):
         seen.append(1)
         replay(self)
 
@@ -72,8 +69,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_captured_steps_have_the_curve_of_the_same_steps_uncaptured(
-    way: str, replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    way, replays, tmp_path, monkeypatch
+):
     """Dropout, BatchNorm and a random transform among them: random numbers go on as if
     nothing was captured.
     """
@@ -90,9 +87,7 @@ def test_captured_steps_have_the_curve_of_the_same_steps_uncaptured(
     assert captured.metrics["val_loss"] == uncaptured.metrics["val_loss"]
 
 
-def test_each_size_of_a_schedule_is_captured(
-    replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_size_of_a_schedule_is_captured(replays, tmp_path, monkeypatch):
     sizes = [{"until_samples": 300, "size": 24}, {"size": 30}]
     options = OPTIONS | {
         "global_batch_size": None,
@@ -109,9 +104,7 @@ def test_each_size_of_a_schedule_is_captured(
 
 
 @pytest.mark.parametrize("way", ["adamw", "sgd", "fp16"])
-def test_captured_steps_train_as_plain_ones(
-    way: str, replays: list[int], tmp_path: Path
-) -> None:
+def test_captured_steps_train_as_plain_ones(way, replays, tmp_path):
     """Close, not equal: the learning rate of a captured step is a float32."""
     options = OPTIONS | WAYS[way]
     train(CUDA, tmp_path / "captured", Images(samples=123, random=False), **options)
@@ -127,9 +120,7 @@ def test_captured_steps_train_as_plain_ones(
     )
 
 
-def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(
-    replays: list[int], tmp_path: Path
-) -> None:
+def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(replays, tmp_path):
     options = OPTIONS | {"checkpoint__every_steps": 10}
     train(CUDA, tmp_path / "whole", Images(samples=123), **options)
     unbroken = len(replays)
@@ -144,7 +135,7 @@ def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
 
 
-def test_a_compiled_model_is_captured(replays: list[int], tmp_path: Path) -> None:
+def test_a_compiled_model_is_captured(replays, tmp_path):
     pytest.importorskip("triton")
     options = OPTIONS | {"deterministic": False, "max_steps": 16}
     train(CUDA, tmp_path / "eager", Blobs(), **options)
@@ -156,7 +147,7 @@ def test_a_compiled_model_is_captured(replays: list[int], tmp_path: Path) -> Non
     )
 
 
-def test_a_gradient_that_is_not_finite_is_seen_in_a_replay() -> None:
+def test_a_gradient_that_is_not_finite_is_seen_in_a_replay():
     parts, config = make(CUDA, Blobs(samples=24 * 12), cuda_graphs=True)
     step = stepper(parts, config, 12)
     for _ in range(8):

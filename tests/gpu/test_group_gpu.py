@@ -1,7 +1,5 @@
 """A process group of one rank: the collectives of a run on one GPU."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +15,7 @@ from trainers.model.strategy import Replicated
 @pytest.mark.parametrize(
     "backend", ["gloo", pytest.param("nccl", marks=pytest.mark.real_gpu("nccl"))]
 )
-def test_a_group_of_one_rank_trains_as_no_group(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_of_one_rank_trains_as_no_group(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     train(CUDA, tmp_path / "alone", Images(), deterministic=True)

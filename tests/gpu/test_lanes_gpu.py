@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests.conftest import REPOSITORY, SCRATCH
@@ -20,8 +18,9 @@ TOO_LARGE = 1 << 50
 
 
 @pytest.mark.full
+@pytest.mark.gpu
 @pytest.mark.real_gpu("nvml")  # by which a zygote counts GPUs
-def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
+def test_a_sweep_in_lanes(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: lanes were not seen")
     precisions = ["fp32", "bf16", "fp16"]
     fits = {"bytes_per_sample": 4}
@@ -32,7 +31,7 @@ def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
             **BASE,
             "task": "tests.gpu.runs:Hungry",
             "task_args": fits,
-            "device": device.type,
+            "device": "cuda",
         },
         "space": {
             "precision": precisions,
@@ -41,7 +40,7 @@ def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
         "objective": {"metric": "val_loss"},
         "lanes": 1,
     }
-    del tree["train"]["launcher"], tree["train"]["checkpoint"]  # type: ignore[attr-defined]
+    del tree["train"]["launcher"], tree["train"]["checkpoint"]
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump(tree))
     settings = {

@@ -5,16 +5,15 @@ microbatch, and nothing stays behind.
 import gc
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.gpu.runs import CUDA, Hungry, Images, curve, train
 from tests.waits import HANG_S
 from trainers.causes import classify
+from trainers.step.microbatch import Probe
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +22,7 @@ LIMIT_BYTES = 1024 * MB
 
 
 @pytest.fixture
-def limited() -> None:
+def limited():
     """A GPU of one gigabyte, as far as torch is concerned (the context is not counted)."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -39,7 +38,7 @@ OPTIONS = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size"
 
 
 @pytest.mark.usefixtures("limited")
-def test_auto_lands_on_a_microbatch_that_trains(tmp_path: Path) -> None:
+def test_auto_lands_on_a_microbatch_that_trains(tmp_path):
     result = train(CUDA, tmp_path / "auto", Hungry(**TASK), **OPTIONS)
     print(
         f"microbatch {result.microbatch_size}, peak {result.peak_memory_bytes / MB:.0f} MB"
@@ -58,8 +57,8 @@ def test_auto_lands_on_a_microbatch_that_trains(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("limited")
 def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """From its 30th forward on the task takes four times as much, so that no microbatch
     above 15 fits any more.
     """
@@ -74,8 +73,50 @@ def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(
     assert result.peak_memory_bytes < LIMIT_BYTES
 
 
+@pytest.fixture
+def probed(monkeypatch):
+    """The sizes that are probed."""
+    sizes: list[int] = []
+    run = Probe.run
+
+    def noted(probe, size, *how, **more):
+        sizes.append(size)
+        return run(probe, size, *how, **more)
+
+    monkeypatch.setattr(Probe, "run", noted)
+    return sizes
+
+
 @pytest.mark.usefixtures("limited")
-def test_what_never_fits_ends_as_out_of_memory() -> None:
+def test_memory_is_probed_only_where_it_could_be_short(probed):
+    ample = Hungry(bytes_per_sample=MB, samples=128)
+    assert train(CUDA, task=ample, **OPTIONS).microbatch_size == 128
+    assert probed == []
+    short = Hungry(bytes_per_sample=5 * MB, samples=128)
+    assert train(CUDA, task=short, **OPTIONS).microbatch_size == 128
+    assert probed == [128]
+
+
+class Pairs(Hungry):
+    """Forward takes memory for each pair of samples: of a few almost none."""
+
+    def forward(self, model, batch):
+        outputs = super().forward(model, batch)
+        pairs = len(outputs) * len(outputs)
+        torch.empty(pairs * MB // 8, dtype=torch.uint8, device=outputs.device)
+        return outputs
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_first_step_that_was_forecast_to_fit_and_does_not(probed):
+    """128 samples take two gigabytes, and the forecast says 128 MB."""
+    result = train(CUDA, task=Pairs(bytes_per_sample=4, samples=128), **OPTIONS)
+    assert (result.status, result.steps, result.microbatch_size) == ("done", 8, 64)
+    assert probed == []
+
+
+@pytest.mark.usefixtures("limited")
+def test_what_never_fits_ends_as_out_of_memory():
     with pytest.raises(RuntimeError) as raised:
         train(CUDA, task=Hungry(bytes_per_sample=4096 * MB, samples=128), **OPTIONS)
     assert classify(raised.value) == "out_of_memory"
@@ -85,10 +126,10 @@ def test_what_never_fits_ends_as_out_of_memory() -> None:
     "options",
     [{}, {"cuda_graphs": True}, {"precision": "fp16", "data__resident": False}],
 )
-def test_a_run_leaves_no_memory_behind(options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_leaves_no_memory_behind(options, tmp_path):
     """Equal to the byte after the first run, which leaves cuBLAS its workspaces."""
 
-    def left(number: int) -> int:
+    def left(number):
         train(CUDA, tmp_path / str(number), Images(), **options)
         gc.collect()
         torch.cuda.synchronize()
@@ -101,11 +142,11 @@ def test_a_run_leaves_no_memory_behind(options: dict[str, Any], tmp_path: Path) 
     assert [left(2), left(3)] == [floor, floor]
 
 
-def test_peak_memory_is_the_runs_own() -> None:
+def test_peak_memory_is_the_runs_own():
     """It counts what was freed again, and starts anew with every run."""
     options = OPTIONS | {"microbatch_size": 32}
 
-    def peak(bytes_per_sample: int) -> int:
+    def peak(bytes_per_sample):
         return train(
             CUDA, task=Hungry(bytes_per_sample=bytes_per_sample, samples=128), **options
         ).peak_memory_bytes
@@ -123,7 +164,7 @@ def test_peak_memory_is_the_runs_own() -> None:
 class Wide(Hungry):
     """Evaluation takes as much memory a sample as training."""
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         outputs = super().forward(model, batch)
         if model.training:
             return outputs
@@ -134,7 +175,7 @@ class Wide(Hungry):
 
 
 @pytest.mark.usefixtures("limited")
-def test_an_evaluation_that_does_not_fit_is_taken_in_halves() -> None:
+def test_an_evaluation_that_does_not_fit_is_taken_in_halves():
     options = OPTIONS | {"microbatch_size": 16}
     halved = train(
         CUDA, task=Wide(**TASK), **options | {"evaluate__microbatch_size": 128}
@@ -149,10 +190,10 @@ def test_an_evaluation_that_does_not_fit_is_taken_in_halves() -> None:
 class Stacked(Images):
     """Blocks that repeat, whose activations are most of the memory."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(samples=64, size=64, channels=32, random=False)
 
-    def model(self) -> nn.Module:
+    def model(self):
         wide = self.channels
         blocks = [
             _Residual(
@@ -165,11 +206,11 @@ class Stacked(Images):
 
 
 class _Residual(nn.Sequential):
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return images + super().forward(images)
 
 
-def test_activations_that_are_computed_again_take_less_memory(tmp_path: Path) -> None:
+def test_activations_that_are_computed_again_take_less_memory(tmp_path):
     options = {
         "global_batch_size": 32,
         "max_steps": 4,
@@ -192,7 +233,7 @@ def test_activations_that_are_computed_again_take_less_memory(tmp_path: Path) ->
     assert peaks["full"] < 0.6 * peaks["none"]
 
 
-def test_the_segments_of_a_lane_grow() -> None:
+def test_the_segments_of_a_lane_grow():
     """In a process of its own: what was allocated before stays as it was."""
     script = """
 import torch

@@ -37,20 +37,20 @@ class Sample:
 class Rows(Dataset[Any]):
     """One sample at a time, each of its own values."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return ROWS
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index):
         return torch.full((WIDTH,), float(index)), torch.tensor(index)
 
 
 class Nested(Task):
-    def collate(self, samples: list[Any]) -> Any:
+    def collate(self, samples):
         inputs, labels = super().collate(samples)
         return {"pair": Sample(inputs, labels), "more": [inputs[:, :10].clone()]}
 
 
-def order() -> list[Tensor]:
+def order():
     return list(
         torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(BATCH)
     )
@@ -68,16 +68,14 @@ WAYS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("task", [Task(), Nested()], ids=["tuple", "nested"])
-def test_batches_are_right_though_the_device_is_late(
-    task: Task, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_are_right_though_the_device_is_late(task, way, monkeypatch):
     """The computing stream is held up, so that a copy which did not wait, or memory
     freed too soon, shows.
     """
     pinned = []
     begin = moves.Copies.begin
 
-    def spy(self: Any, batch: Any) -> Any:
+    def spy(self, batch):
         pinned.extend(tensor.is_pinned() for tensor in tensors_of(batch))
         return begin(self, batch)
 
@@ -99,9 +97,7 @@ def test_batches_are_right_though_the_device_is_late(
     assert all(pinned) is way.startswith("pinned")
 
 
-def test_resident_and_loaded_runs_have_one_loss_curve(
-    device: torch.device, tmp_path: Any
-) -> None:
+def test_resident_and_loaded_runs_have_one_loss_curve(device, tmp_path):
     ways = {
         "resident": {},
         "loaded": {"data__resident": False},
@@ -115,12 +111,12 @@ def test_resident_and_loaded_runs_have_one_loss_curve(
     assert curves[0] == curves[1] == curves[2]
 
 
-def layouts(parts: Any) -> list[Tensor]:
+def layouts(parts):
     return [parameter for parameter in parts.model.parameters() if parameter.ndim == 4]
 
 
 @pytest.mark.gpu
-def test_convolutions_train_channels_last_by_default() -> None:
+def test_convolutions_train_channels_last_by_default():
     parts, _ = make(CUDA, Images())
     assert parts.spec.channels_last
     assert all(
@@ -145,9 +141,7 @@ def test_convolutions_train_channels_last_by_default() -> None:
     parts.close()
 
 
-def test_a_run_goes_on_in_another_memory_format(
-    device: torch.device, tmp_path: Any
-) -> None:
+def test_a_run_goes_on_in_another_memory_format(device, tmp_path):
     """Weights and moments of a checkpoint keep their own format; a fused step would mix
     up elements of two.
     """
@@ -170,16 +164,16 @@ def test_a_run_goes_on_in_another_memory_format(
 class Left(Blobs):
     """Its weights of the loss stay on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.classes = torch.ones(4)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1], weight=self.classes)
 
 
 @pytest.mark.gpu
-def test_a_tensor_left_on_the_cpu_is_named() -> None:
+def test_a_tensor_left_on_the_cpu_is_named():
     with pytest.raises(
         DeviceMismatchError,
         match=r"`Left\.classes` on cpu cannot meet the rest on cuda:0",

@@ -2,11 +2,9 @@
 them trains.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.gpu.runs import CUDA, train
 from tests.tasks import Blobs
@@ -26,11 +24,11 @@ ERRORS = {
 }
 
 
-def error(found: Tensor, exact: Tensor) -> float:
+def error(found, exact):
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def linear_error(name: str) -> float:
+def linear_error(name):
     spec = resolve_precision(name, CUDA)
     apply_matmul(spec)
     torch.manual_seed(0)
@@ -42,7 +40,7 @@ def linear_error(name: str) -> float:
         return error(model(spec.convert_batch(inputs)), exact)
 
 
-def convolution_error(name: str) -> float:
+def convolution_error(name):
     spec = resolve_precision(name, CUDA)
     apply_matmul(spec)
     torch.manual_seed(0)
@@ -54,7 +52,7 @@ def convolution_error(name: str) -> float:
         return error(model(spec.convert_batch(inputs)), exact)
 
 
-def _names(*names: str) -> list[Any]:
+def _names(*names):
     return [
         pytest.param(
             name, marks=pytest.mark.real_gpu("arithmetic") if name == "tf32" else ()
@@ -65,7 +63,7 @@ def _names(*names: str) -> list[Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", _names(*ERRORS))
-def test_products_have_the_precisions_own_error(name: str) -> None:
+def test_products_have_the_precisions_own_error(name):
     low, high = ERRORS[name]
     found = linear_error(name)
     print(f"{name}: relative error of a product {found:.2e}")
@@ -74,7 +72,7 @@ def test_products_have_the_precisions_own_error(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu("arithmetic")
-def test_convolutions_follow_the_same_switch() -> None:
+def test_convolutions_follow_the_same_switch():
     set_flags(CUDA, threads=1, deterministic=False)
     errors = {name: convolution_error(name) for name in ("tf32", "fp32", "bf16")}
     print(f"relative errors of a convolution: {errors}")
@@ -82,9 +80,7 @@ def test_convolutions_follow_the_same_switch() -> None:
 
 
 @pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"])
-def test_every_precision_trains_to_the_loss_of_fp32(
-    name: str, device: torch.device
-) -> None:
+def test_every_precision_trains_to_the_loss_of_fp32(name, device):
     if device.type not in TABLE[name].devices:
         pytest.skip(f"{name} is not something that a {device.type} can do")
     options = {
@@ -105,10 +101,10 @@ def test_every_precision_trains_to_the_loss_of_fp32(
 class Wide(Blobs):
     """Sizes that float8 products take."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(features=32)
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(
             nn.Linear(32, 128),
             nn.Tanh(),
@@ -120,7 +116,7 @@ class Wide(Blobs):
 
 @pytest.mark.gpu
 @pytest.mark.real_gpu("arithmetic")
-def test_float8_multiplies_with_its_own_error_and_trains_to_the_loss_of_bf16() -> None:
+def test_float8_multiplies_with_its_own_error_and_trains_to_the_loss_of_bf16():
     """e4m3 has a unit roundoff of 2^-4.
 
     The last step of an epoch has 11 rows, which are padded to 16.

@@ -2,12 +2,9 @@
 bad step changes nothing.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from tests.gpu.runs import CUDA, Images, make, stepper, train
 from tests.tasks import Blobs
@@ -16,7 +13,6 @@ from trainers.devices.group import Group
 from trainers.errors import DivergedError
 from trainers.model.precision import resolve_precision
 from trainers.step.forward import ForwardPass
-from trainers.step.replica import Replica
 from trainers.step.train_step import TrainStep
 
 WARM = 24
@@ -36,7 +32,7 @@ KINDS = {
 }
 
 
-def prepared(kind: str, steps: int) -> tuple[Replica, Callable[[], None]]:
+def prepared(kind, steps):
     """The parts of a run, and its step.
 
     All steps are one epoch's: an epoch's order is copied to the device once, at its
@@ -49,7 +45,7 @@ def prepared(kind: str, steps: int) -> tuple[Replica, Callable[[], None]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_host_never_waits_in_a_step(kind: str) -> None:
+def test_the_host_never_waits_in_a_step(kind):
     parts, step = prepared(kind, WARM + MEASURED)
     for _ in range(WARM):
         step()
@@ -67,11 +63,11 @@ def test_the_host_never_waits_in_a_step(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_new_is_allocated_after_the_warm_up(kind: str) -> None:
+def test_nothing_new_is_allocated_after_the_warm_up(kind):
     """Segments are what torch takes from CUDA: the blocks in them go round."""
     parts, step = prepared(kind, 4 * WARM)
 
-    def some() -> dict[str, int]:
+    def some():
         for number in range(WARM):
             step()
             if number % 10 == 9:  # as the loop looks at the device
@@ -91,7 +87,7 @@ def test_nothing_new_is_allocated_after_the_warm_up(kind: str) -> None:
     parts.close()
 
 
-def optimizers(parameters: Any) -> dict[str, Optimizer]:
+def optimizers(parameters):
     return {
         "sgd": SGD(parameters, lr=0.1, momentum=0.9, fused=True),
         "adamw": AdamW(parameters, lr=0.1, fused=True),
@@ -100,9 +96,7 @@ def optimizers(parameters: Any) -> dict[str, Optimizer]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_step_that_is_not_finite_changes_nothing(
-    kind: str, precision: str, device: torch.device
-) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(kind, precision, device):
     task = Blobs()
     spec = resolve_precision(precision, device)
     model = spec.convert_model(task.model().to(device))
@@ -136,6 +130,6 @@ def test_a_step_that_is_not_finite_changes_nothing(
     )
 
 
-def test_a_diverged_run_ends_within_ten_steps(device: torch.device) -> None:
+def test_a_diverged_run_ends_within_ten_steps(device):
     with pytest.raises(DivergedError, match="between steps 10 and 20"):
         train(device, task=Blobs(failure="nan", fail_at=14), microbatch_size=24)

@@ -2,12 +2,9 @@
 what a run says of its GPU.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.gpu.runs import CUDA, Images, curve, train
 from tests.tasks import Blobs
@@ -16,9 +13,7 @@ OPTIONS = {"deterministic": True, "checkpoint__every_steps": 10}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_deterministic_runs_repeat_to_the_last_bit(
-    precision: str, device: torch.device, tmp_path: Path
-) -> None:
+def test_deterministic_runs_repeat_to_the_last_bit(precision, device, tmp_path):
     """Dropout and a random transform on the device among them; another seed is another
     run.
     """
@@ -42,9 +37,7 @@ def test_deterministic_runs_repeat_to_the_last_bit(
     ],
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_a_resumed_run_is_the_unbroken_one(
-    options: dict[str, Any], device: torch.device, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_the_unbroken_one(options, device, tmp_path):
     """The device's random state among what is kept: dropout goes on where it was."""
     chosen = OPTIONS | options
     whole = train(device, tmp_path / "whole", Images(), **chosen)
@@ -65,17 +58,17 @@ class Attention(Blobs):
     reads.
     """
 
-    def model(self) -> nn.Module:
+    def model(self):
         return _Attention(self.features)
 
 
 class _Attention(nn.Module):
-    def __init__(self, features: int) -> None:
+    def __init__(self, features):
         super().__init__()
         self.mix = nn.Conv1d(1, 16, 3, padding=1)
         self.head = nn.Linear(16 * features, 4)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         rows = self.mix(inputs.unsqueeze(1)).transpose(1, 2)
         weights = torch.bmm(rows, rows.transpose(1, 2)).softmax(-1)
         return self.head(torch.bmm(weights, rows).flatten(1))
@@ -92,9 +85,7 @@ class _Attention(nn.Module):
         ("max-autotune", "tf32"),
     ],
 )
-def test_a_compiled_model_trains_the_same(
-    mode: str, precision: str, tmp_path: Path
-) -> None:
+def test_a_compiled_model_trains_the_same(mode, precision, tmp_path):
     pytest.importorskip("triton")
     options = {
         "precision": precision,
@@ -111,7 +102,7 @@ def test_a_compiled_model_trains_the_same(
 
 
 @pytest.mark.gpu
-def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
+def test_the_gpu_trains_as_the_cpu_does(tmp_path):
     for name, device in (("gpu", CUDA), ("cpu", torch.device("cpu"))):
         train(
             device,
@@ -124,7 +115,7 @@ def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_run_goes_on_on_another_device(tmp_path: Path) -> None:
+def test_a_run_goes_on_on_another_device(tmp_path):
     """A checkpoint of the GPU on the CPU, and back."""
     task = Images(random=False)
     options = OPTIONS | {"max_steps": 30}

@@ -2,11 +2,8 @@
 shapes of some hundred steps.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, train
 from tests.tasks import Blobs
@@ -19,7 +16,7 @@ TUNED: list[tuple[int, bool]] = []
 class Notes(Blobs):
     """Notes, of each pass in which cuDNN would tune, its samples and whether it trains."""
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         if torch.backends.cudnn.benchmark:
             TUNED.append((len(batch[0]), model.training))
         return model(batch[0])
@@ -29,9 +26,7 @@ class Notes(Blobs):
     ("steps", "deterministic", "passes"),
     [(310, False, 248), (290, False, 0), (310, True, 0)],
 )
-def test_only_full_steps_of_long_runs_are_tuned(
-    steps: int, deterministic: bool, passes: int
-) -> None:
+def test_only_full_steps_of_long_runs_are_tuned(steps, deterministic, passes):
     """Not in the probe, the looks at the loss and at FLOPs, evaluations, and the short
     step of an epoch of five.
     """

@@ -6,15 +6,13 @@ Needs root, and no network.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import fs
 
-from tests.lab.aws import BUCKET, Instances, OnAws, instances
+from tests.lab.aws import BUCKET, OnAws, instances
 from tests.lab.hosts import CONTROL, REPOSITORY, lab_of
 from tests.waits import until
 
@@ -92,7 +90,7 @@ class Step:
 class Counted:
     """The sweep, submitted by a user whose directory holds the task and the file."""
 
-    def __init__(self, cluster: OnAws) -> None:
+    def __init__(self, cluster):
         self.cluster = cluster
         lab = cluster.lab
         self._notes = lab.shared / "counted"
@@ -112,7 +110,7 @@ class Counted:
         }
         self._s3 = fs.S3FileSystem(endpoint_override=f"{host}:{port}", **keys)
 
-    def steps(self) -> list[Step]:
+    def steps(self):
         """All that were made, in their order."""
         file = self._notes / "steps"
         lines = (
@@ -122,11 +120,11 @@ class Counted:
         )
         return [Step(host, float(rate), int(step)) for host, rate, step in lines]
 
-    def say(self, word: str) -> None:
+    def say(self, word):
         """`hold`: trials go on no further; `go`: all of them to their end, at once."""
         (self._notes / word).touch()
 
-    def files(self, below: str = "") -> dict[str, int]:
+    def files(self, below=""):
         """The sweep's files in the bucket, by path, with their sizes."""
         base = f"{BUCKET}/paceline/counted"
         chosen = fs.FileSelector(
@@ -137,7 +135,7 @@ class Counted:
             one.path.removeprefix(f"{base}/"): one.size for one in found if one.is_file
         }
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self):
         """What the journal says of the trials that have ended."""
         names = [name for name in self.files("trials") if name.endswith(".json")]
         return [
@@ -147,7 +145,7 @@ class Counted:
             for name in names
         ]
 
-    def runs(self) -> bool:
+    def runs(self):
         """Whether the job goes on; fails with its log where it failed."""
         status = self.cluster.job(self.job)
         assert status in ("PENDING", "RUNNING", "SUCCEEDED"), self.cluster.log(
@@ -157,13 +155,13 @@ class Counted:
 
 
 @pytest.fixture
-def made() -> Iterator[Instances]:
+def made():
     pytest.importorskip("moto.server")
     with lab_of(0) as lab, instances(lab) as made:
         yield made
 
 
-def policy(name: str) -> Counter[str]:
+def policy(name):
     """What a policy in docs/aws allows."""
     document = json.loads(
         (REPOSITORY / "docs" / "aws" / f"{name}.json").read_text(encoding="utf-8")
@@ -174,11 +172,11 @@ def policy(name: str) -> Counter[str]:
     )
 
 
-def types(made: Instances) -> list[str]:
+def types(made):
     return sorted(made.types().values())
 
 
-def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -> None:
+def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made):
     ec2 = made.ec2
     cluster = OnAws(made)
     cluster.up()
@@ -186,7 +184,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
 
     sweep = Counted(cluster)
 
-    def are_amid() -> bool:
+    def are_amid():
         newest = {step.host: step.number for step in sweep.steps()}
         return (
             sweep.runs()
@@ -216,7 +214,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     assert last.number == at, "no step was made after the checkpoint"
     made.take_back(taken)
 
-    def goes_on() -> bool:
+    def goes_on():
         return sweep.runs() and any(
             step.rate == last.rate and step.number > at for step in sweep.steps()
         )
@@ -262,7 +260,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     assert not worker - policy("bucket"), "workers call nothing but S3"
 
 
-def kept(sweep: Counted) -> list[int]:
+def kept(sweep):
     """The step of each whole state that a trial has kept."""
     manifests = [
         Path(name) for name in sweep.files("lanes") if name.endswith("manifest.json")

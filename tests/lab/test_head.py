@@ -5,7 +5,6 @@ Minutes, so `make faults` runs it.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -30,10 +29,10 @@ OPTIONS = ("--objective", "{metric: val_loss}", "--train.epochs", "32", "--lanes
 RESUME = ("python", "-m", "tune", "resume", "/srv/nfs/paceline/held")
 
 
-def test_no_trial_that_had_ended_runs_again() -> None:
+def test_no_trial_that_had_ended_runs_again():
     with lab_of(3) as lab:
 
-        def records() -> dict[Path, bytes]:
+        def records():
             return {
                 file: file.read_bytes()
                 for file in lab.shared.glob("paceline/held/trials/*.json")

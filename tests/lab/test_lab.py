@@ -12,14 +12,12 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 
-from tests.lab.hosts import REPOSITORY, Lab, address_of, lab_of
+from tests.lab.hosts import REPOSITORY, address_of, lab_of
 from tests.lab.on_premises import DASHBOARD, HEAD, OnPremises
 from tests.waits import until
 
@@ -35,13 +33,13 @@ INTERVAL = 500
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
+def lab():
     with lab_of(3) as lab:
         yield lab
 
 
 @pytest.fixture(scope="module")
-def cluster(lab: Lab) -> OnPremises:
+def cluster(lab):
     cluster = OnPremises(lab)
     cluster.up()
     if shutil.which("prometheus"):
@@ -62,7 +60,7 @@ def cluster(lab: Lab) -> OnPremises:
 
 
 @pytest.fixture(scope="module")
-def elastic(cluster: OnPremises) -> str:
+def elastic(cluster):
     """A run without end on one or two workers, a host each; it has both, and has
     written a checkpoint.
     """
@@ -84,7 +82,7 @@ def elastic(cluster: OnPremises) -> str:
     return job
 
 
-def check(cluster: OnPremises, *options: str) -> tuple[int, dict[str, Any]]:
+def check(cluster, *options):
     """(exit code, findings and verdicts) of `python -m cluster check`, typed on the
     head.
     """
@@ -102,7 +100,7 @@ def check(cluster: OnPremises, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, report
 
 
-def named(report: dict[str, Any]) -> set[tuple[str, str]]:
+def named(report):
     """(host, field) of every error."""
     return {
         (found["host"], found["field"])
@@ -111,17 +109,17 @@ def named(report: dict[str, Any]) -> set[tuple[str, str]]:
     }
 
 
-def steps_of(log: str) -> list[int]:
+def steps_of(log):
     """The steps that a job's log tells of."""
     return [int(step) for step in re.findall(r"\bstep (\d+)/", log)]
 
 
-def resumed_at(log: str) -> list[int]:
+def resumed_at(log):
     """The steps at which worker groups went on."""
     return [int(step) for step in re.findall(r"resumed at step (\d+) ", log)]
 
 
-def asked(cluster: OnPremises, query: str) -> list[dict[str, str]]:
+def asked(cluster, query):
     """The labels of every series that Prometheus finds for a query."""
     path = f"/api/v1/query?{urlencode({'query': query})}"
     status, body = cluster.fetch(path, token=False, name=HEAD, base=PROMETHEUS)
@@ -129,14 +127,14 @@ def asked(cluster: OnPremises, query: str) -> list[dict[str, str]]:
     return [found["metric"] for found in json.loads(body)["data"]["result"]]
 
 
-def test_every_node_is_in_order(cluster: OnPremises) -> None:
+def test_every_node_is_in_order(cluster):
     printed = cluster.submit("python", "-m", "cluster", "check", "--workers", "2")
     assert "3 of 3 nodes in order" in printed, printed
     assert re.search(r"all-reduce between nodes: 2 ranks, right, [\d,]+ MB/s", printed)
     assert cluster.alive() == HOSTS
 
 
-def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
+def test_a_job_trains_on_two_hosts(cluster):
     log = cluster.submit(*DIGITS, "--epochs", "6", "--scaling.num_workers", "2")
     assert re.search(r"done: 138 steps, 6 epochs", log), log[-6000:]
     assert re.search(r"0\s+h[12]\s.*\n\s+1\s+h[12]\s", log), "a rank on each host"
@@ -148,8 +146,8 @@ def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
 
 
 def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(
-    cluster: OnPremises,
-) -> None:
+    cluster,
+):
     for path in (
         "/api/version",
         "/api/jobs/",
@@ -177,7 +175,7 @@ def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(
         assert (status, "refused" in reason) == (0, True), name
 
 
-def test_a_sweep_trains_in_two_lanes(cluster: OnPremises) -> None:
+def test_a_sweep_trains_in_two_lanes(cluster):
     # bf16 takes minutes where it is emulated
     space = "{optimizer.lr: [0.001, 0.002], global_batch_size: [32, 64]}"
     # Long enough for the lane that is up a little later, and for Prometheus, which
@@ -198,7 +196,7 @@ def test_a_sweep_trains_in_two_lanes(cluster: OnPremises) -> None:
     assert (cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml").exists()
 
 
-def test_prometheus_has_every_node_and_the_runs(cluster: OnPremises) -> None:
+def test_prometheus_has_every_node_and_the_runs(cluster):
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (apt-get install prometheus)")
     instances = {
@@ -216,8 +214,8 @@ def test_prometheus_has_every_node_and_the_runs(cluster: OnPremises) -> None:
 
 
 def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_host(
-    cluster: OnPremises,
-) -> None:
+    cluster,
+):
     lab = cluster.lab
     metadata = next(
         file
@@ -255,7 +253,7 @@ def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_hos
     assert report["label_selector"]["ray.io/node-id"] == f"!in({','.join(sorted(ids))})"
 
 
-def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None:
+def test_a_drained_host_loses_nothing(cluster, elastic):
     notice_s = 15
     # fmt: off
     cluster.lab.run(
@@ -274,9 +272,7 @@ def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None
     assert last <= at < last + 50, "no step that would have been told was made after it"
 
 
-def test_a_power_cut_costs_the_checkpoint_interval_at_most(
-    cluster: OnPremises, elastic: str
-) -> None:
+def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster, elastic):
     until(lambda: cluster.alive() == HOSTS, "the host's return", every_s=1)
     before = resumed_at(cluster.log(elastic))
     until(
@@ -292,9 +288,7 @@ def test_a_power_cut_costs_the_checkpoint_interval_at_most(
     assert last - INTERVAL - 50 <= resumed_at(cluster.log(elastic))[-1] <= last + 50
 
 
-def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(
-    cluster: OnPremises, elastic: str
-) -> None:
+def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster, elastic):
     until(
         lambda: (
             steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1]
@@ -322,8 +316,8 @@ def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(
 
 
 def test_check_names_a_host_that_is_off_and_one_out_of_reach(
-    cluster: OnPremises,
-) -> None:
+    cluster,
+):
     cluster.lab.partition("h2")
     try:
         code, report = check(cluster, "--quick")
@@ -334,10 +328,10 @@ def test_check_names_a_host_that_is_off_and_one_out_of_reach(
     until(lambda: cluster.alive() == HOSTS, "the hosts' return", every_s=1)
 
 
-def test_ray_down_leaves_nothing(cluster: OnPremises) -> None:
+def test_ray_down_leaves_nothing(cluster):
     assert "No nodes remaining" in cluster.down()
 
-    def left() -> list[str]:
+    def left():
         outputs = [
             cluster.lab.run(name, "ps", "-eo", "args").stdout
             for name in cluster.lab.names

@@ -25,7 +25,7 @@ SKYPILOTS = {
 SKYPILOTS_RAY = "ray start --head --port=6380 --dashboard-port=8266 --num-cpus=1 --object-store-memory=100000000"
 
 
-def test_skypilots_commands_beside_its_own_ray() -> None:
+def test_skypilots_commands_beside_its_own_ray():
     with lab_of(len(NODES)) as lab:
         lab.run(
             "h0",

@@ -5,12 +5,11 @@ requeued, and gone on with.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of, lab_of
+from tests.lab.hosts import CONTROL, REPOSITORY, address_of, lab_of
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -79,7 +78,7 @@ seconds in the next.
 class Slurm:
     """A slurmctld on `ctl`, a slurmd on each host, and what a user types."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab):
         self.lab = lab
         self.home = lab.shared / "slurm"
         (self.home / "state").mkdir(parents=True)
@@ -104,13 +103,13 @@ class Slurm:
             "idle nodes",
         )
 
-    def type(self, *command: str) -> str:
+    def type(self, *command):
         """A command of the user's, in the repository."""
         return self.lab.run(
             CONTROL, "env", SLURM_CONF, *command, cwd=str(REPOSITORY)
         ).stdout
 
-    def submit(self, *command: str) -> str:
+    def submit(self, *command):
         """The shipped file with its documented edits, and options that fit hosts of one
         CPU; the job's id.
         """
@@ -128,22 +127,22 @@ class Slurm:
             "sbatch", "--parsable", *options, f"{HOME}/job.sbatch", *command
         ).strip()
 
-    def limit(self, job: str, minutes: int) -> None:
+    def limit(self, job, minutes):
         """Change a job's time limit."""
         self.type("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
-    def state(self, job: str) -> dict[str, str]:
+    def state(self, job):
         """What Slurm says of a job: JobState, Restarts, ExitCode, ..."""
         return dict(
             re.findall(r"(\w+)=(\S+)", self.type("scontrol", "show", "job", job))
         )
 
-    def log(self, job: str) -> str:
+    def log(self, job):
         """What a job has printed, in all of its tries."""
         file = self.home / f"paceline-{job}.log"
         return file.read_text() if file.exists() else ""
 
-    def wait(self, job: str, condition: Callable[[], object], what: str) -> None:
+    def wait(self, job, condition, what):
         """Until something is so, or the job has failed; with what it has printed where
         it is not so.
         """
@@ -162,7 +161,7 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm() -> Iterator[Slurm]:
+def slurm():
     absent = [
         name
         for name in ("munged", "slurmctld", "slurmd", "sbatch")
@@ -176,7 +175,7 @@ def slurm() -> Iterator[Slurm]:
         yield Slurm(lab)
 
 
-def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) -> None:
+def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm):
     own = slurm.lab.shared / "own"
     own.mkdir()
     (own / "own.py").write_text(TASK)
@@ -225,7 +224,7 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) ->
         assert not re.search(r"raylet|gcs_server|ray::|symmetric-run", left), left
 
 
-def _own_files() -> list[str]:
+def _own_files():
     """What a host shows below /tmp of this machine: the repository, where it lies
     there.
     """

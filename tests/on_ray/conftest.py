@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ from tests.waits import until
 
 
 @pytest.fixture(scope="package")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """The cluster, in a directory that goes with it."""
     import psutil
 
@@ -79,7 +77,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="package")
-def driver(cluster: Cluster) -> Iterator[Any]:
+def driver(cluster):
     """This process as a driver of the cluster."""
     import ray
 
@@ -91,7 +89,7 @@ def driver(cluster: Cluster) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+def _cluster_given_back(request):
     """What a test leaves reserved would let the next ones wait forever, and nobody
     would know why.
     """

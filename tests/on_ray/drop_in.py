@@ -99,8 +99,8 @@ SWEEPS = {
         1,
         {"lr": 1e-2, "batch_size": 16, "shuffle": True, "fails": [1, 2, -1]},
     ),
-    "leaks": (leaks, 1, {"leaves": ["no", "state", "thread", "no"]}),
-    "stops": (slow, 1, {"slope": [BEST, 2.0, 0.5]}),
+    "leaks": (leaks, 1, {"leaves": ["state", "thread", "no"]}),
+    "stops": (slow, 1, {"slope": [BEST, 0.5]}),
 }
 """The training function, its workers, and the grid of its configuration."""
 

@@ -4,13 +4,9 @@ examination.
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import Cluster, Command
 from tests.on_ray.nodes import another_node
 from tests.waits import HANG_S
 
@@ -18,16 +14,14 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def second_node(cluster: Cluster, driver: Any) -> Iterator[str]:
+def second_node(cluster, driver):
     """The id of another node of one CPU."""
     with another_node(cluster, driver, cpus=1) as node:
         yield node.id
 
 
 @pytest.mark.full
-def test_two_nodes_are_examined(
-    tmp_path: Path, cluster: Cluster, second_node: str, command: Command
-) -> None:
+def test_two_nodes_are_examined(tmp_path, cluster, second_node, command):
     options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
     done = command("-m", "cluster", "check", *options, ray_address=cluster.address)
     report = json.loads(done.out)
@@ -53,9 +47,7 @@ def test_two_nodes_are_examined(
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
 
 
-def test_more_workers_than_there_are_is_an_error(
-    cluster: Cluster, second_node: str, command: Command
-) -> None:
+def test_more_workers_than_there_are_is_an_error(cluster, second_node, command):
     done = command(
         "-m",
         "cluster",
@@ -72,8 +64,8 @@ def test_more_workers_than_there_are_is_an_error(
 
 
 def test_a_sweep_is_refused_where_storage_cannot_be_written(
-    tmp_path: Path, second_node: str, driver: Any
-) -> None:
+    tmp_path, second_node, driver
+):
     from cluster.health.check import require_sound
     from trainers.errors import ClusterError
 
@@ -85,7 +77,7 @@ def test_a_sweep_is_refused_where_storage_cannot_be_written(
     assert str(caught.value).count("`storage`") == 2
 
 
-def test_a_probe_that_fails_names_its_node(second_node: str, driver: Any) -> None:
+def test_a_probe_that_fails_names_its_node(second_node, driver):
     from cluster.health.check import Checkup
 
     nodes = Checkup()

@@ -5,19 +5,14 @@ from forks.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-
-from tests.conftest import Cluster, Command
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
-def ours(
-    command: Command, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def ours(command, cluster, tmp_path_factory):
     """What the script's sweeps gave."""
     done = command(
         "-m",
@@ -34,11 +29,11 @@ def ours(
     return {name: json.loads(text) for name, text in lines}
 
 
-def column(trial: dict[str, Any], key: str) -> list[Any]:
+def column(trial, key):
     return [row[key] for row in trial["rows"] if key in row]
 
 
-def test_checkpoints_callbacks_and_return_values_are_rays(ours: dict[str, Any]) -> None:
+def test_checkpoints_callbacks_and_return_values_are_rays(ours):
     for trial in ours["train"]["trials"]:
         assert trial["error"] == ""
         assert column(trial, "epoch") == [0, 1, 2, 2]
@@ -52,8 +47,8 @@ def test_checkpoints_callbacks_and_return_values_are_rays(ours: dict[str, Any]) 
 
 
 def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(
-    ours: dict[str, Any],
-) -> None:
+    ours,
+):
     retried, failed, whole = ours["fails"]["trials"]
     assert "asked to fail" in failed["error"]
     assert column(failed, "loss") == column(whole, "loss")[:2]
@@ -65,8 +60,8 @@ def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(
 
 
 def test_what_a_function_leaves_behind_reaches_no_other_trial(
-    ours: dict[str, Any],
-) -> None:
+    ours,
+):
     trials = ours["leaks"]["trials"]
     assert [column(trial, "found") for trial in trials] == [[0.0]] * len(trials)
     assert len({column(trial, "process")[0] for trial in trials}) == len(trials)
@@ -74,15 +69,15 @@ def test_what_a_function_leaves_behind_reaches_no_other_trial(
 
 
 def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(
-    ours: dict[str, Any],
-) -> None:
+    ours,
+):
     best, *others = ours["stops"]["trials"]
     assert len(column(best, "score")) == 40
     assert all(4 <= len(column(trial, "score")) < 40 for trial in others)
     assert ours["stops"]["restarts"] == []
 
 
-def test_ray_shows_who_trains_what(ours: dict[str, Any]) -> None:
+def test_ray_shows_who_trains_what(ours):
     """In `ray list actors --detail`, `ray list tasks` and the dashboard."""
     assert {"train, lane 0, worker", "train, pool"} <= set(ours["train"]["shown"])
     said = {name.partition(": trial ")[2] for name in ours["train"]["said"]}

@@ -1,24 +1,22 @@
 """What Ray starts for a lane on a cluster of the command's own."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import Command
+from tests.conftest import FIRST
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_an_embedded_cluster_has_only_what_trains(
-    tmp_path: Path, command: Command
-) -> None:
+def test_an_embedded_cluster_has_only_what_trains(tmp_path, command):
     """Every actor is a Python that imports Ray."""
     environment = {
         "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"
     }  # it is there where nodes may be taken away
-    done = command("-m", "tests.on_ray.embedded", str(tmp_path), env=environment)
+    args = ("-m", "tests.on_ray.embedded", str(tmp_path))
+    done = command(*args, env=environment, program=FIRST)
     assert done.code == 0, done.err[-3000:]
     found = json.loads(done.out.strip().splitlines()[-1])
     assert list(found["statuses"].values()) == ["done"] * 3

@@ -3,19 +3,18 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import FIRST, REPOSITORY
 from tests.waits import HANG_S
 
 pytestmark = pytest.mark.ray
 
 
-def stranger(home: Path, *command: str) -> str:
+def stranger(home, *command):
     """Run Python with nothing in its environment but PATH and a new HOME; returns what
     it printed.
     """
@@ -25,7 +24,7 @@ def stranger(home: Path, *command: str) -> str:
         prefix="s", dir=os.environ["TMPDIR"], ignore_cleanup_errors=True
     ) as temporary:
         done = subprocess.run(
-            [sys.executable, *command],
+            [*FIRST, *command],
             cwd=REPOSITORY,
             env={
                 "PATH": os.environ["PATH"],
@@ -47,7 +46,7 @@ MARKS = {"ours-first": pytest.mark.full, "init-first": pytest.mark.campaign}
 @pytest.mark.parametrize(
     "how", [*(pytest.param(how, marks=mark) for how, mark in MARKS.items()), "no-init"]
 )
-def test_the_drop_in_runs_whatever_comes_first(how: str, tmp_path: Path) -> None:
+def test_the_drop_in_runs_whatever_comes_first(how, tmp_path):
     script = Path(__file__).with_name("first_script.py")
     assert "DOUBLES [2, 4] []" in stranger(tmp_path, str(script), how)
 
@@ -79,8 +78,8 @@ print(json.dumps([is_protected, ray.get(ray.remote(lambda: 1).remote())]))
 
 
 def test_neither_imports_nor_a_cluster_of_ours_change_the_environment(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     by_import, after_cluster, ray_beside = (
         stranger(tmp_path, "-c", _BESIDE_RAY).strip().split("\n")[-3:]
     )

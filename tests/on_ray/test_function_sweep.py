@@ -6,26 +6,23 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.conftest import Cluster
 from tests.on_ray.embedded import await_end_of_trials
 from tests.on_ray.test_lanes import run
 from tests.specs import REPOSITORY
 from tests.waits import until
 from trainers.__main__ import main as train
 from tune.__main__ import main as tune
-from tune.sweeps.spec import SweepSpec, read_sweep
+from tune.sweeps.spec import read_sweep
 from tune.trials.journal import Journal
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def write(directory: Path, train: dict[str, Any], **keys: Any) -> str:
+def write(directory, train, **keys):
     """A sweep's file."""
     function = {
         "train_func": "tests.lane_functions:train",
@@ -45,12 +42,12 @@ def write(directory: Path, train: dict[str, Any], **keys: Any) -> str:
 
 
 def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
-    tmp_path: Path,
-    cluster: Cluster,
-    driver: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    cluster,
+    driver,
+    monkeypatch,
+    capsys,
+):
     """One rank of two runs out of memory in a place; the driver is killed amid that,
     and `resume` goes on.
     """
@@ -128,11 +125,11 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     assert float(found[1]) == records[32, "backward"].metrics["loss"]
 
 
-def names(journal: Path) -> list[str]:
+def names(journal):
     return [path.name for path in journal.glob("*.json")]
 
 
-def start(arguments: list[str], cluster: Cluster) -> subprocess.Popen[Any]:
+def start(arguments, cluster):
     return subprocess.Popen(
         [sys.executable, "-m", "tune", *arguments],
         cwd=REPOSITORY,
@@ -143,17 +140,17 @@ def start(arguments: list[str], cluster: Cluster) -> subprocess.Popen[Any]:
     )
 
 
-def kill(process: subprocess.Popen[Any]) -> None:
+def kill(process):
     process.kill()
     process.communicate()
     await_end_of_trials()
 
 
-def journal(spec: SweepSpec) -> list[Any]:
+def journal(spec):
     return Journal(spec.storage).records()
 
 
-def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> None:
+def test_retries_targets_and_functions_of_tune(tmp_path, driver):
     """One lane of one worker: a trial that failed goes on from its checkpoint, and one
     at its target ends there.
     """
@@ -202,7 +199,7 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
     )
 
 
-def rows(record: Any) -> list[dict[str, float]]:
+def rows(record):
     return [
         {key: row[key] for key in ("step", "epoch", "loss")} for row in record.curve
     ]

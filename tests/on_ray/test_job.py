@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Cluster, Command
-
 pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_as_a_ray_job(cluster: Cluster, tmp_path: Path, command: Command) -> None:
+def test_as_a_ray_job(cluster, tmp_path, command):
     # fmt: off
     done = command(
         "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", "--",

@@ -1,8 +1,5 @@
 """What Ray starts for the trials of a lane."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.on_ray.embedded import actors
@@ -11,15 +8,13 @@ from tests.on_ray.test_lanes import run, sweep
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.full
-def test_trials_shorter_than_a_start_keep_their_actors(
-    tmp_path: Path, driver: Any
-) -> None:
+@pytest.mark.campaign
+def test_trials_shorter_than_a_start_keep_their_actors(tmp_path, driver):
     """Tune drops an actor that still starts where another is free: it would do so at
     the end of every such trial.
     """
 
-    def trial_actors() -> set[str]:
+    def trial_actors():
         return {
             actor.actor_id
             for actor in actors()

@@ -1,16 +1,12 @@
 """Lanes: trial after trial; what goes wrong in one stays in it."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.specs import BASE, REPOSITORY, evaluations, make
 from trainers.config.model import build
 from trainers.launch.local import run_local
 from tune.config import SweepConfig
-from tune.sweeps.spec import SweepSpec, _spec, prepare
-from tune.trials.record import TrialRecord
+from tune.sweeps.spec import _spec, prepare
 
 pytestmark = pytest.mark.ray
 
@@ -20,11 +16,11 @@ TRAIN = {
 
 
 def sweep(
-    tmp_path: Path,
-    space: dict[str, Any],
-    train: dict[str, Any] | None = None,
-    **keys: Any,
-) -> SweepSpec:
+    tmp_path,
+    space,
+    train=None,
+    **keys,
+):
     tree = {
         "name": "sweep",
         "storage_path": str(tmp_path),
@@ -38,14 +34,14 @@ def sweep(
     return _spec(config, config.train, "test", "test", REPOSITORY, own_workers=True)
 
 
-def run(spec: SweepSpec) -> list[TrialRecord]:
+def run(spec):
     from tune.sweeps.run import run_sweep
 
     prepare(spec, fresh=False)
     return run_sweep(spec)
 
 
-def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
+def rows(curve):
     """What must be equal: everything but times."""
     return [
         {key: row[key] for key in ("step", "epoch", "val_loss", "val_accuracy")}
@@ -54,7 +50,7 @@ def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 @pytest.mark.full
-def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None:
+def test_what_goes_wrong_stays_in_its_trial(tmp_path, driver):
     trials = {
         "first": {},
         "raises": {"fail_at": 12, "failure": "raise"},
@@ -122,9 +118,7 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
 
 
 @pytest.mark.campaign
-def test_fresh_isolation_gives_every_trial_its_own_process(
-    tmp_path: Path, driver: Any
-) -> None:
+def test_fresh_isolation_gives_every_trial_its_own_process(tmp_path, driver):
     ran = tmp_path / "pids"
     spec = sweep(
         tmp_path,
@@ -138,9 +132,7 @@ def test_fresh_isolation_gives_every_trial_its_own_process(
 
 
 @pytest.mark.full
-def test_in_a_lane_of_two_the_rank_that_failed_first_decides(
-    tmp_path: Path, driver: Any
-) -> None:
+def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path, driver):
     """The other one's broken collective is heard of sooner, and says nothing of the
     cause; no rank waits for long.
     """
@@ -184,9 +176,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(
 
 
 @pytest.mark.full
-def test_trials_that_asha_stops_are_recorded_with_their_curves(
-    tmp_path: Path, driver: Any
-) -> None:
+def test_trials_that_asha_stops_are_recorded_with_their_curves(tmp_path, driver):
     train = {"max_steps": 60, "evaluate": {"every_steps": 5}}
     spec = sweep(
         tmp_path,

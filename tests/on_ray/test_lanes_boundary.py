@@ -6,8 +6,6 @@ import json
 import math
 import os
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +18,12 @@ SIZES = [3, 6, 9, 12, 15, 18, 21, 24]
 FITS = {"fp32": 10, "bf16": 20}
 
 
-def limited(tmp_path: Path, **more: Any) -> dict[str, Any]:
+def limited(tmp_path, **more):
     args = {"fp32_fits": 10, "bf16_fits": 20, "log": str(tmp_path / "oom"), **more}
     return {"task": "tests.lane_tasks:Limited", "task_args": args}
 
 
-def failures(tmp_path: Path) -> Counter[str]:
+def failures(tmp_path):
     file = tmp_path / "oom"
     return (
         Counter(line.split()[0] for line in file.read_text().splitlines())
@@ -34,13 +32,14 @@ def failures(tmp_path: Path) -> Counter[str]:
     )
 
 
-def known(tmp_path: Path) -> Boundary:
+def known(tmp_path):
     return Boundary.from_plain(
         json.loads((tmp_path / "sweep" / "boundary.json").read_text())
     )
 
 
-def test_a_grid_of_fixed_sizes(tmp_path: Path, driver: Any) -> None:
+@pytest.mark.campaign
+def test_a_grid_of_fixed_sizes(tmp_path, driver):
     """Bisected: at most one out-of-memory a precision and level, where the plain grid
     runs into one a size.
     """
@@ -72,8 +71,8 @@ def test_a_grid_of_fixed_sizes(tmp_path: Path, driver: Any) -> None:
 
 
 def test_auto_finds_the_boundary_once_and_a_resume_knows_it_and_runs_only_what_has_no_record(
-    tmp_path: Path, driver: Any
-) -> None:
+    tmp_path, driver
+):
     ran = tmp_path / "pids"
     spec = sweep(
         tmp_path,

@@ -2,12 +2,8 @@
 that node leaves.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.conftest import Cluster
 from tests.on_ray.nodes import another_node
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import HANG_S, until, when
@@ -21,7 +17,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
+def test_a_node_comes_and_goes(tmp_path, cluster, driver):
     pids = tmp_path / "pids"
     task_args = {
         "pids": str(pids),
@@ -31,10 +27,10 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
     space = {"seed": list(range(12)), "task_args": [task_args]}
     spec = sweep(tmp_path, space, {"scaling": {"cpus_per_worker": 2}}, lanes="auto")
 
-    def lanes() -> set[str]:
+    def lanes():
         return set(pids.read_text().split()) if pids.exists() else set()
 
-    def come_and_go() -> None:
+    def come_and_go():
         with another_node(cluster, driver, cpus=2) as node:
             until(lambda: len(lanes()) == 2, "its trial")
             node.cut_power()
@@ -56,8 +52,8 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
 
 
 def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(
-    tmp_path: Path, driver: Any
-) -> None:
+    tmp_path, driver
+):
     """Ray keeps each group that it has removed, and its state API lists any hundred of
     all.
 

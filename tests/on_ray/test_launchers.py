@@ -4,11 +4,9 @@ to rounding.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import Command
 from tests.distributed.processes import forked_launcher
 from tests.specs import evaluations, losses, make, tree
 from trainers.config.yaml import dump_yaml
@@ -20,7 +18,7 @@ STEPS = 50
 
 
 @pytest.mark.full
-def test_launchers_agree(tmp_path: Path, command: Command, driver: Any) -> None:
+def test_launchers_agree(tmp_path, command, driver):
     """Though a worker of the run on Ray is killed on its way."""
     from trainers.on_ray.trainer import run_on_ray
 

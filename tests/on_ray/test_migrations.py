@@ -5,8 +5,6 @@ it did.
 import ast
 import runpy
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,16 +14,14 @@ from tune.sweeps.spec import prepare, read_sweep
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def as_user(
-    directory: Path, section: str, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def as_user(directory, section, monkeypatch):
     """Run a section's sweep.py in its directory, as Ray has it by itself; its globals."""
     migrations.after(section, directory)
     monkeypatch.chdir(directory)
     return runpy.run_path(str(directory / "sweep.py"), run_name="__main__")
 
 
-def reported(globals_: dict[str, Any], metric: str) -> dict[float, float]:
+def reported(globals_, metric):
     """A metric as ResultGrid has it, by learning rate."""
     results = globals_["tuner"].get_results()
     assert all(len(result.metrics_dataframe) == 3 for result in results), (
@@ -34,9 +30,7 @@ def reported(globals_: dict[str, Any], metric: str) -> dict[float, float]:
     return {result.config["lr"]: result.metrics[metric] for result in results}
 
 
-def test_ray_train(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_train(tmp_path, driver, monkeypatch):
     import ray.train
     from ray.train.torch import TorchTrainer
 
@@ -53,11 +47,11 @@ def test_ray_train(
 
 
 def test_accelerate(
-    tmp_path: Path,
-    driver: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path,
+    driver,
+    monkeypatch,
+    capsys,
+):
     found = reported(as_user(tmp_path, "Accelerate", monkeypatch), "loss")
     capsys.readouterr()
     runpy.run_path(
@@ -69,7 +63,7 @@ def test_accelerate(
     )
 
 
-def test_optuna(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optuna(tmp_path, driver, monkeypatch):
     from tune.sweeps.run import run_sweep
 
     optuna = pytest.importorskip("optuna")

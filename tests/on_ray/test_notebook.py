@@ -5,13 +5,11 @@ interrupt loses nothing.
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.conftest import Cluster
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S
 
@@ -75,7 +73,7 @@ class Recorder(NotebookClient):
 
     shown: dict[int, list[str]]
 
-    def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
+    def process_message(self, msg, cell, cell_index):
         if msg["msg_type"] == "update_display_data":
             self.shown.setdefault(cell_index, []).append(
                 msg["content"]["data"]["text/html"]
@@ -83,15 +81,13 @@ class Recorder(NotebookClient):
         return super().process_message(msg, cell, cell_index)
 
 
-def printed(cell: Any) -> str:
+def printed(cell):
     return "".join(
         output["text"] for output in cell["outputs"] if output.get("name") == "stdout"
     )
 
 
-def test_the_page_s_examples_run_in_a_notebook(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_s_examples_run_in_a_notebook(cluster, tmp_path, monkeypatch):
     for name in ("RAY_ADDRESS", "PACELINE_STORAGE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))

@@ -2,21 +2,17 @@
 has sent it.
 """
 
-from pathlib import Path
-
 import pytest
 
 from tests.commands.test_output import DRAWN, is_clean, on_terminal, records_of, write
-from tests.conftest import REPOSITORY, Cluster, Command
+from tests.conftest import REPOSITORY
 from trainers.config.yaml import dump_yaml
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 TWO = {"launcher": "ray", "scaling": {"num_workers": 2}, "max_steps": 120}
 
 
-def test_the_driver_draws_the_line_of_a_run_on_ray(
-    tmp_path: Path, cluster: Cluster
-) -> None:
+def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path, cluster):
     seen = on_terminal(
         "-m", "trainers", write(tmp_path, **TWO), ray_address=cluster.address
     )
@@ -30,9 +26,7 @@ def test_the_driver_draws_the_line_of_a_run_on_ray(
     assert not [line for line in seen.lines if "step 60/120" in line]
 
 
-def test_a_run_on_ray_and_a_sweep_tell_in_json(
-    tmp_path: Path, command: Command, cluster: Cluster
-) -> None:
+def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path, command, cluster):
     file = write(tmp_path, **TWO)
     done = command(
         "-m", "trainers", file, "--json", ray_address=cluster.address, forked=True

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +18,7 @@ PLAIN = Path(__file__).with_name("ray_scripts.py").read_text()
 IMPORTS = "from ray.train.torch import TorchTrainer\nfrom ray.tune import Tuner\n"
 
 
-def write(directory: Path, changed: bool) -> Path:
+def write(directory, changed):
     assert PLAIN.count(IMPORTS) == 1
     script = directory / "script.py"
     script.write_text(
@@ -30,7 +29,7 @@ def write(directory: Path, changed: bool) -> Path:
     return script
 
 
-def trials(out: str) -> dict[str, list[dict[str, Any]]]:
+def trials(out):
     lines = [
         line.split(" ", 2) for line in out.splitlines() if line.startswith("TRIALS ")
     ]
@@ -39,7 +38,7 @@ def trials(out: str) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("kind", list(SCRIPTS))
-def test_one_import_changes_no_result(kind: str, tmp_path: Path) -> None:
+def test_one_import_changes_no_result(kind, tmp_path):
     found = []
     for how in ("before", "after"):
         (directory := tmp_path / how).mkdir()

@@ -3,8 +3,6 @@ trained twice.
 """
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,18 +15,18 @@ from trainers.launch.local import run_local
 from tune import steer
 from tune.sweeps.extension import apply_extension, order_extension
 from tune.sweeps.sweep import run_to_answer
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import BY_HAND
+from tune.trials.journal import Journal
+from tune.trials.record import BY_HAND, trial_id
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def count(file: Path) -> int:
+def count(file):
     """Steps that were trained."""
     return len(file.read_text().split()) if file.exists() else 0
 
 
-def train(steps: Path, gate: Path, waits_in: int = 5) -> dict[str, Any]:
+def train(steps, gate, waits_in=5):
     args = {"steps": str(steps), "gate": str(gate), "waits_in": waits_in}
     checkpoint = {"every_steps": 5, "keep": 1}
     return {
@@ -39,7 +37,7 @@ def train(steps: Path, gate: Path, waits_in: int = 5) -> dict[str, Any]:
     }
 
 
-def unbroken(tmp_path: Path, seed: int, **changes: Any) -> list[dict[str, float]]:
+def unbroken(tmp_path, seed, **changes):
     """The curve of a run that was that long from its beginning."""
     spec = make(tmp_path, name=f"seed-{seed}", seed=seed, **changes)
     run_local(spec)
@@ -47,8 +45,8 @@ def unbroken(tmp_path: Path, seed: int, **changes: Any) -> list[dict[str, float]
 
 
 def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
-    tmp_path: Path, driver: Any
-) -> None:
+    tmp_path, driver
+):
     from tune.sweeps.run import run_sweep
 
     steps = tmp_path / "steps"
@@ -92,15 +90,13 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
     assert "val_accuracy 0.5" in result.answer.text
 
 
-def test_a_running_sweep_does_what_its_user_wants(
-    tmp_path: Path, driver: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
     steps = tmp_path / "steps"
     gate = tmp_path / "gate"
     spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, train(steps, gate))
     ids = {seed: trial_id({"seed": seed}) for seed in (1, 2, 3, 4)}
 
-    def use() -> None:
+    def use():
         steer(spec.uri, "pause")
         for seed in (1, 2):
             steer(spec.uri, "stop", ids[seed][:8])

@@ -7,13 +7,11 @@ import shutil
 import signal
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.on_ray.embedded import actors
-from tests.on_ray.test_lanes import run, sweep
+from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import when
 from trainers import lease
 from trainers.errors import LeaseError, PacelineError
@@ -25,7 +23,7 @@ from tune.trials.journal import Journal
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def kill(class_name: str, how: int = signal.SIGKILL) -> None:
+def kill(class_name, how=signal.SIGKILL):
     """A signal to the actors of a class."""
     found = [
         actor
@@ -37,11 +35,11 @@ def kill(class_name: str, how: int = signal.SIGKILL) -> None:
         os.kill(actor.pid, how)
 
 
-def lines(file: Path) -> int:
+def lines(file):
     return len(file.read_text().split()) if file.exists() else 0
 
 
-def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any) -> None:
+def test_a_killed_trial_actor_costs_nothing(tmp_path, driver):
     pids = tmp_path / "pids"
     train = {
         "task_args": {"pids": str(pids), "pause_s": 0.1},
@@ -61,8 +59,8 @@ def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any) -> None
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.campaign)]
 )
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int
-) -> None:
+    tmp_path, driver, monkeypatch, how
+):
     monkeypatch.setattr(vital_signs, "_LOOKS", 3)
     pids = tmp_path / "pids"
     spec = sweep(
@@ -81,16 +79,36 @@ def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_
     ]
     assert error.value.exit_code == 1
     assert "\n" not in str(error.value)
-    assert str(error.value).endswith(f"`python -m tune resume {spec.uri}` goes on")
+    assert str(error.value).endswith(f"`python -m tune {spec.uri}` goes on")
     [first] = Journal(spec.storage).records()
     again = run(spec)
     assert [record.status for record in again] == ["done"] * 3
     assert first in again
 
 
-def test_a_sweep_whose_directory_is_deleted_says_so(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.campaign
+def test_a_killed_sweep_around_a_rate_tries_the_same_rates_and_none_twice(
+    tmp_path, driver
+):
+    space = {"global_batch_size": [12, 24], "optimizer.lr": "around"}
+    train = {"optimizer": {"lr": 0.0005}}
+    whole = run(sweep(tmp_path / "whole", space, train))
+    assert len(whole) > 6, "the first rate and its neighbours were not enough"
+    pids = tmp_path / "pids"
+    task_args = {"pids": str(pids), "pause_s": 0.1}
+    spec = sweep(tmp_path / "killed", space, {**train, "task_args": task_args})
+    in_last_but_one = len(whole) - 1
+    thread = when(lambda: lines(pids) == in_last_but_one, lambda: kill("Mailbox"))
+    with pytest.raises(PacelineError):
+        run(spec)
+    thread.join()
+    again = run(spec)
+    curves = {record.id: rows(record.curve) for record in whole}
+    assert {record.id: rows(record.curve) for record in again} == curves
+    assert lines(pids) == len(whole) + 1, "only what was cut off began again"
+
+
+def test_a_sweep_whose_directory_is_deleted_says_so(tmp_path, driver, monkeypatch):
     from tune.sweeps.run import run_sweep
 
     monkeypatch.setattr(lease, "BEAT_S", 0.2)

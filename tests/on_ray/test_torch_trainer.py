@@ -7,24 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.conftest import Cluster
 from tests.specs import REPOSITORY, evaluations, losses, make, tree
 from tests.waits import until, when
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import run_local
-from trainers.launch.spec import RunSpec
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
+def test_an_error_of_the_task_is_not_retried(tmp_path, driver):
     from trainers.on_ray.trainer import run_on_ray
 
     spec = make(tmp_path, launcher="ray", task_args={"fail_at": 3, "failure": "raise"})
@@ -37,9 +33,7 @@ def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> Non
 
 
 @pytest.mark.full
-def test_elastic_workers_though_a_killed_driver_had_them(
-    tmp_path: Path, cluster: Cluster, driver: Any
-) -> None:
+def test_elastic_workers_though_a_killed_driver_had_them(tmp_path, cluster, driver):
     """Ray believes for 180 s that a run whose driver was killed still needs what it
     had.
     """
@@ -75,7 +69,7 @@ def test_elastic_workers_though_a_killed_driver_had_them(
     assert {"torch", "ray", "python"} <= set(kept)
 
 
-def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
+def test_more_workers_than_the_cluster_can_hold(tmp_path, driver):
     from trainers.on_ray.connect import check_cluster
 
     with pytest.raises(
@@ -91,8 +85,8 @@ def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> 
 
 
 def test_what_the_cluster_file_allows_counts_before_it_is_up(
-    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, driver, monkeypatch
+):
     """As on the head of a `ray up` cluster that grows from zero."""
     from trainers.on_ray import capacity as growth
     from trainers.on_ray.capacity import capacity
@@ -119,14 +113,14 @@ def test_what_the_cluster_file_allows_counts_before_it_is_up(
     growth._file.cache_clear()
 
 
-def has_checkpoint(spec: RunSpec) -> bool:
+def has_checkpoint(spec):
     return any(
         spec.storage.exists(f"checkpoints/{name}/manifest.json")
         for name in spec.storage.names("checkpoints")
     )
 
 
-def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
+def assert_equal_curves(spec, tmp_path, **changes):
     unbroken = make(tmp_path, name="unbroken", **changes)
     run_local(unbroken)
     assert losses(spec) == pytest.approx(losses(unbroken), rel=1e-5)
@@ -136,9 +130,7 @@ def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
 
 
 @pytest.mark.full
-def test_asked_to_stop_it_keeps_its_state_and_goes_on(
-    tmp_path: Path, driver: Any
-) -> None:
+def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path, driver):
     """SIGTERM is what `ray job stop` sends to the driver."""
     from trainers.on_ray.trainer import run_on_ray
 
@@ -164,7 +156,7 @@ def test_asked_to_stop_it_keeps_its_state_and_goes_on(
     assert_equal_curves(rest, tmp_path, max_steps=steps, log_every_steps=10)
 
 
-def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) -> None:
+def test_out_of_memory_on_one_rank_in_mid_training(tmp_path, driver):
     """The group starts again with half the microbatch; the result is that of the same
     global batch.
     """

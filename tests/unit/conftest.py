@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ import tests.drawn  # noqa: F401
 
 
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user(tmp_path, monkeypatch):
     """A user's directory; the working directory is another one."""
     for name in ("user", "cwd"):
         (tmp_path / name).mkdir()

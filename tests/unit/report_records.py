@@ -7,8 +7,7 @@ from typing import Any
 
 from trainers.errors import Status
 from tune.config import SweepConfig
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 SCRIPT = "<script>alert('owned')</script>"
 TRAIN = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from tests.unit.test_step import CPU, Regression, make_step, run_step
@@ -25,7 +25,7 @@ class Block(nn.Module):
     reads and changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.into = nn.Linear(WIDTH, 4 * WIDTH)
         self.out = nn.Linear(4 * WIDTH, WIDTH)
@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.register_buffer("direction", torch.ones(WIDTH))
         self.calls = 0
 
-    def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, rows, scale=1.0):
         self.calls += 1
         with torch.no_grad():
             self.direction.mul_(0.9).add_(rows.mean(0), alpha=0.1)
@@ -42,7 +42,7 @@ class Block(nn.Module):
         return rows + scale * self.dropout(self.norm(self.out(hidden)))
 
 
-def model(block: type[Block] = Block) -> nn.Module:
+def model(block=Block):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, WIDTH),
@@ -51,7 +51,7 @@ def model(block: type[Block] = Block) -> nn.Module:
     ).double()
 
 
-def data(samples: int = 24) -> tuple[Tensor, Tensor]:
+def data(samples=24):
     generator = torch.Generator().manual_seed(1)
     return (
         torch.randn(samples, 4, generator=generator, dtype=torch.float64),
@@ -59,9 +59,7 @@ def data(samples: int = 24) -> tuple[Tensor, Tensor]:
     )
 
 
-def trained(
-    mode: str, sizes: list[int], block: type[Block] = Block, compiled: bool = False
-) -> tuple[list[float], dict[str, Tensor]]:
+def trained(mode, sizes, block=Block, compiled=False):
     net = model(block)
     checkpoint_activations(net, mode, compiled)
     if compiled:
@@ -77,9 +75,7 @@ def trained(
 
 @pytest.mark.parametrize("sizes", [[24], [12, 12]], ids=str)
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_training_is_that_of_keeping_everything_to_the_last_bit(
-    mode: str, sizes: list[int]
-) -> None:
+def test_training_is_that_of_keeping_everything_to_the_last_bit(mode, sizes):
     curve, state = trained("none", sizes)
     again, other = trained(mode, sizes)
     assert again == curve
@@ -92,14 +88,14 @@ def test_training_is_that_of_keeping_everything_to_the_last_bit(
 class Calm(Block):
     """The same without a buffer that a forward changes and reads."""
 
-    def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, rows, scale=1.0):
         return rows + self.dropout(
             self.norm(self.out(nn.functional.gelu(self.into(rows))))
         )
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_a_compiled_model_trains_the_same(mode: str) -> None:
+def test_a_compiled_model_trains_the_same(mode):
     curve, state = trained("none", [24], Calm, compiled=True)
     again, other = trained(mode, [24], Calm, compiled=True)
     assert again == pytest.approx(curve, rel=1e-12)
@@ -108,7 +104,7 @@ def test_a_compiled_model_trains_the_same(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_a_buffer_that_a_graph_would_read_changed_is_refused(mode: str) -> None:
+def test_a_buffer_that_a_graph_would_read_changed_is_refused(mode):
     """torch computes again with what the first pass has left, and says nothing."""
     net = model()
     checkpoint_activations(net, mode, compiled=True)
@@ -119,7 +115,7 @@ def test_a_buffer_that_a_graph_would_read_changed_is_refused(mode: str) -> None:
         net(data()[0])
 
 
-def test_a_block_runs_once_more_and_not_where_no_gradient_is_wanted() -> None:
+def test_a_block_runs_once_more_and_not_where_no_gradient_is_wanted():
     net = model()
     checkpoint_activations(net, "full", compiled=False)
     with torch.no_grad():
@@ -129,11 +125,11 @@ def test_a_block_runs_once_more_and_not_where_no_gradient_is_wanted() -> None:
     assert [block.calls for block in net[1]] == [3, 3, 3]
 
 
-def test_what_is_computed_again_is_no_flop_of_the_model() -> None:
+def test_what_is_computed_again_is_no_flop_of_the_model():
     task = Regression()
     dataset = torch.utils.data.TensorDataset(*data())
 
-    def count(mode: str) -> float | None:
+    def count(mode):
         net = model()
         checkpoint_activations(net, mode, compiled=False)
         return count_flops(

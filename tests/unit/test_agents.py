@@ -17,14 +17,14 @@ TEXTS = {name: (REPOSITORY / name).read_text() for name in ("AGENTS.md", "llms.t
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_it_is_short_and_its_links_are_there(name: str) -> None:
+def test_it_is_short_and_its_links_are_there(name):
     assert len(TEXTS[name].splitlines()) <= 120
     links = re.findall(r"\]\(([^)#]+)", TEXTS[name])
     assert links
     assert [link for link in links if not (REPOSITORY / link).is_file()] == []
 
 
-def test_llms_txt_has_the_form_that_its_readers_expect() -> None:
+def test_llms_txt_has_the_form_that_its_readers_expect():
     """llmstxt.org: a title, a summary in quotes, and sections of links with a few words
     each.
     """
@@ -39,7 +39,7 @@ def test_llms_txt_has_the_form_that_its_readers_expect() -> None:
         )
 
 
-def test_every_command_of_the_agents_page_is_run() -> None:
+def test_every_command_of_the_agents_page_is_run():
     found = blocks("AGENTS.md")
     assert all(
         block.fate(command) is None for block in found for command in block.commands
@@ -51,7 +51,7 @@ def test_every_command_of_the_agents_page_is_run() -> None:
     ]
 
 
-def test_the_words_of_the_agents_page_are_those_of_the_product() -> None:
+def test_the_words_of_the_agents_page_are_those_of_the_product():
     keys = {key for model in (TrainConfig, SweepConfig) for key, *_ in entries(model)}
     keys |= {key.partition(".")[0] for key in keys} | set(STATUSES)
     for word in (

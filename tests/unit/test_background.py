@@ -12,13 +12,13 @@ from trainers.checkpoint.checkpoints import HostCopy
 torch.set_num_threads(1)
 
 
-def test_a_copy_is_saved_as_the_original_would_be() -> None:
+def test_a_copy_is_saved_as_the_original_would_be():
     """Ties, views, layouts, dtypes and the versions of modules: a file from the copy is
     the file of the original.
     """
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
         memory_format=torch.channels_last
-    )  # type: ignore[call-overload]
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(2, 3, 5, 5)).sum().backward()
     optimizer.step()
@@ -48,7 +48,7 @@ def test_a_copy_is_saved_as_the_original_would_be() -> None:
     assert ours.data_ptr() == theirs.data_ptr()
 
 
-def test_a_copy_is_not_touched_by_what_training_does_next() -> None:
+def test_a_copy_is_not_touched_by_what_training_does_next():
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     task = {"seen": [1, {"deep": 2}]}
@@ -61,5 +61,5 @@ def test_a_copy_is_not_touched_by_what_training_does_next() -> None:
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 7.0
     task["seen"].append(3)
-    task["seen"][1]["deep"] = 4  # type: ignore[index]
+    task["seen"][1]["deep"] = 4
     assert str(copied) == before

@@ -3,8 +3,6 @@ and on any number of workers.
 """
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from tests.unit.test_loop import config as tiny_config
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import ScheduleConfig
-from trainers.data.batch_schedule import BatchSchedule, Sizes
+from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
@@ -29,9 +27,7 @@ Counted = tuple[int, int, int, int, int, int]
 """Epoch, number in it, first sample of the run, start and stop in the epoch, size."""
 
 
-def counted(
-    sizes: Sizes, length: int, drop_last: bool, steps: int
-) -> Iterator[Counted]:
+def counted(sizes, length, drop_last, steps):
     """The steps of a run, one after another."""
     epoch = number = start = sample = 0
     while steps:
@@ -56,7 +52,7 @@ def counted(
         )
 
 
-def drawn(seed: int) -> tuple[Sizes, int, bool]:
+def drawn(seed):
     """A schedule of up to five sizes, growing or not, over epochs that are shorter or
     longer than it.
     """
@@ -73,7 +69,7 @@ def drawn(seed: int) -> tuple[Sizes, int, bool]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_step_is_where_counting_one_after_another_finds_it(seed: int) -> None:
+def test_every_step_is_where_counting_one_after_another_finds_it(seed):
     sizes, length, drop_last = drawn(seed)
     batches = BatchSchedule(sizes, length, drop_last)
     steps = list(counted(sizes, length, drop_last, 400))
@@ -95,7 +91,7 @@ def test_every_step_is_where_counting_one_after_another_finds_it(seed: int) -> N
         )
 
 
-def config(**changes: object) -> TrainConfig:
+def config(**changes):
     tree = {"task": "t:T", "epochs": 2, "optimizer": {"lr": 0.1}, **changes}
     return build(TrainConfig, tree, "f")
 
@@ -121,15 +117,13 @@ SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
         ([{"samples": 80, "size": 8}, {"size": 32}], "no such key"),
     ],
 )
-def test_a_schedule_that_could_be_misread_is_refused(
-    schedule: list[object], words: str
-) -> None:
+def test_a_schedule_that_could_be_misread_is_refused(schedule, words):
     with pytest.raises(ConfigError) as raised:
         config(batch_schedule=schedule)
     assert raised.value.field.startswith("batch_schedule")
 
 
-def test_learning_rate_and_course_follow() -> None:
+def test_learning_rate_and_course_follow():
     rule = {"rule": "linear", "base_batch_size": 16}
     made = config(batch_schedule=SCHEDULE, lr_scaling=rule)
     assert built_lr(made) == 0.1
@@ -176,7 +170,7 @@ VARIANTS = [
 ]
 
 
-def run(path: Path, **changes: Any) -> None:
+def run(path, **changes):
     fit(Tiny(), tiny_config(**CHANGING | changes), Context(path))
 
 
@@ -184,8 +178,8 @@ def run(path: Path, **changes: Any) -> None:
     "changes", VARIANTS, ids=["cosine", "sde", "linear", "drop_last"]
 )
 def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
+    changes, tmp_path
+):
     changes = CHANGING | changes
     check_resume(
         tmp_path, Tiny, 2, 4, 6, 9, **changes
@@ -209,15 +203,15 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
 class Watching(Tiny):
     """Notes the options of every step, and a weight before the first and after each."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.seen: list[tuple[Any, ...]] = []
         self.weights: list[Tensor] = []
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         self.weights.append(model.state_dict()["0.weight"].clone())
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+    def optimizer(self, model, config):
         made = super().optimizer(model, config)
         (group,) = made.param_groups
         self.weights = [model.state_dict()["0.weight"].clone()]
@@ -230,8 +224,8 @@ class Watching(Tiny):
 
 
 def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     task = Watching()
     made = tiny_config(**CHANGING | SDE | {"lr_schedule": {"name": "constant"}})
     result = fit(task, made, Context(tmp_path))
@@ -253,7 +247,7 @@ def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(
     torch.testing.assert_close(states(tmp_path)[-1]["model"]["0.weight"], average)
 
 
-def test_a_run_does_not_go_on_under_another_schedule(tmp_path: Path) -> None:
+def test_a_run_does_not_go_on_under_another_schedule(tmp_path):
     run(tmp_path)
     other = [{"until_samples": 12, "size": 4}, *CHANGING["batch_schedule"][1:]]
     with pytest.raises(CheckpointError, match="it was trained with batch_schedule"):

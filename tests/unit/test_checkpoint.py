@@ -5,15 +5,14 @@ and storage that fails.
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
 import pickle
 import resource
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,39 +29,39 @@ CPU = torch.device("cpu")
 MARKER = "code-ran"
 
 
-def make(path: Path, keep: int = 2) -> Checkpoints:
+def make(path, keep=2):
     return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
 
 
-def state(step: int) -> dict[str, Any]:
+def state(step):
     return {
         "model": {"weight": torch.full((100,), float(step))},
         "position": {"step": step},
     }
 
 
-def save(checkpoints: Checkpoints, *steps: int) -> None:
+def save(checkpoints, *steps):
     for step in steps:
         checkpoints.save(step, state(step), get_rng_state(CPU))
 
 
-def folder(path: Path, step: int) -> Path:
+def folder(path, step):
     return path / "checkpoints" / f"step-{step:012d}"
 
 
-def kept(path: Path) -> list[int]:
+def kept(path):
     return sorted(
         int(entry.name.removeprefix("step-"))
         for entry in (path / "checkpoints").iterdir()
     )
 
 
-def loaded_step(checkpoints: Checkpoints) -> int | None:
+def loaded_step(checkpoints):
     found = checkpoints.load()
     return int(found.state["position"]["step"]) if found else None
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_what_is_saved_comes_back(tmp_path):
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, 3)).sum().backward()
@@ -84,14 +83,19 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
-    save(make(tmp_path, keep), 1, 2, 3, 4, 5)
+def test_the_newest_are_kept(tmp_path, keep):
+    save(make(tmp_path, keep), 1, 2, 3, 4)
+    left = folder(tmp_path, 5) / "state.pt.01234567.tmp"  # by a writer that was killed
+    left.parent.mkdir()
+    left.touch()
+    save(make(tmp_path, keep), 5)
+    assert not left.exists()
     assert kept(tmp_path) == [1, 2, 3, 4, 5][-keep:]
     assert loaded_step(make(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_the_one_just_written_is_never_deleted(tmp_path: Path, keep: int) -> None:
+def test_the_one_just_written_is_never_deleted(tmp_path, keep):
     """A damaged one of a later step may lie there: a run that was killed while it wrote
     it, then resumed earlier.
     """
@@ -104,11 +108,11 @@ def test_the_one_just_written_is_never_deleted(tmp_path: Path, keep: int) -> Non
     assert loaded_step(make(tmp_path, keep)) == 16
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -149,7 +153,7 @@ DAMAGES = {
 }
 
 
-def edit_manifest(where: Path, **changes: Any) -> None:
+def edit_manifest(where, **changes):
     """Change keys of a manifest, None takes one away, and seal it again as whoever
     changed it on purpose would.
     """
@@ -165,30 +169,30 @@ def edit_manifest(where: Path, **changes: Any) -> None:
     )
 
 
-def rename_in_manifest(where: Path, name: str) -> None:
+def rename_in_manifest(where, name):
     files = json.loads((where / "manifest.json").read_text())["files"]
     edit_manifest(
         where, files={"state.pt": files["state.pt"], name: files["rank-00000.pt"]}
     )
 
 
-def replace_by_fifo(path: Path) -> None:
+def replace_by_fifo(path):
     path.unlink()
     os.mkfifo(path)
 
 
-def replace_by_link(path: Path, target: str) -> None:
+def replace_by_link(path, target):
     path.unlink()
     path.symlink_to(target)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
-    tmp_path: Path,
-    damage: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    damage,
+    caplog,
+    monkeypatch,
+):
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr("time.sleep", lambda _: None)
     save(make(tmp_path), 1, 2)
@@ -199,7 +203,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert str(folder(tmp_path, 1)) not in caplog.text
 
 
-def test_when_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+def test_when_all_are_damaged_nothing_begins_anew(tmp_path):
     """The run would delete them."""
     save(make(tmp_path), 1, 2)
     for step in (1, 2):
@@ -209,28 +213,24 @@ def test_when_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
     assert kept(tmp_path) == [1, 2]
 
 
-def test_what_was_cut_off_at_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+def test_what_was_cut_off_at_the_first_checkpoint_begins_anew(tmp_path):
     save(make(tmp_path), 1)
     (folder(tmp_path, 1) / "manifest.json").unlink()
     assert make(tmp_path).load() is None
 
 
-def test_a_save_that_is_cut_off_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed at every write in turn: whatever is there then is either whole or not
-    used.
+def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch):
+    """Killed at every write in turn, of a step that is new or written again: whatever
+    is there then is either whole or not used.
     """
     writes = 3  # state, rank, manifest
-    for cut in range(writes):
-        run = tmp_path / str(cut)
+    for cut, step in itertools.product(range(writes), (1, 2)):
+        run = tmp_path / f"{step}-{cut}"
         save(make(run), 1)
         left = [cut]
         original = Storage.writer
 
-        def writer(
-            self: Storage, name: str, left: list[int] = left, original: Any = original
-        ) -> Any:
+        def writer(self, name, left=left, original=original):
             if left[0] == 0:
                 raise KeyboardInterrupt
             left[0] -= 1
@@ -239,36 +239,36 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(
         with monkeypatch.context() as patch:
             patch.setattr(Storage, "writer", writer)
             with pytest.raises(KeyboardInterrupt):
-                save(make(run), 2)
-        assert loaded_step(make(run)) == 1
+                save(make(run), step)
+        assert loaded_step(make(run)) == (1 if step == 2 else None)
 
 
 class Evil:
     """Unpickling it runs code: a directory is made in the working directory."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return (os.mkdir, (MARKER,))
 
 
-def evil_pickle() -> bytes:
+def evil_pickle():
     data = io.BytesIO()
     torch.save({"model": Evil(), "position": {"step": 1}}, data)
     return data.getvalue()
 
 
-def legacy_evil_pickle() -> bytes:
+def legacy_evil_pickle():
     data = io.BytesIO()
     torch.save({"model": Evil()}, data, _use_new_zipfile_serialization=False)
     return data.getvalue()
 
 
-def plain(value: Any) -> bytes:
+def plain(value):
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
 
 
-def growing() -> bytes:
+def growing():
     """Megabytes of zeros once it is unpacked."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -292,8 +292,8 @@ STRANGERS = {
 @pytest.mark.parametrize("file", ["state.pt", "rank-00000.pt"])
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_a_strangers_file_with_a_matching_manifest_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: str, file: str
-) -> None:
+    tmp_path, monkeypatch, stranger, file
+):
     monkeypatch.chdir(tmp_path)
     save(make(tmp_path), 1)
     data = STRANGERS[stranger]
@@ -307,7 +307,7 @@ def test_a_strangers_file_with_a_matching_manifest_is_refused(
 
 
 @contextlib.contextmanager
-def small_disk(limit: int) -> Iterator[None]:
+def small_disk(limit):
     """Files of this process may not grow beyond so many bytes, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -317,7 +317,7 @@ def small_disk(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path):
     checkpoints = make(tmp_path)
     checkpoints.save(1, {"position": {"step": 1}}, {})
     big = {"model": torch.zeros(400_000), "position": {"step": 2}}
@@ -332,12 +332,12 @@ def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path: Path) ->
     ]
 
 
-def test_storage_that_workers_do_not_share_is_noticed(tmp_path: Path) -> None:
+def test_storage_that_workers_do_not_share_is_noticed(tmp_path):
     class TwoRanks(Group):
-        def gather(self, value: Any) -> list[Any]:
+        def gather(self, value):
             return [value, ({"rank-00001.pt": {"bytes": 1, "sha256": ""}}, None)]
 
-        def first(self, value: Any) -> Any:
+        def first(self, value):
             return value
 
     checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(0, 2, CPU), 2)

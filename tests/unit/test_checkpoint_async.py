@@ -3,8 +3,6 @@ absent, and never in silence.
 """
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +21,12 @@ ASYNC = {"checkpoint": {"every_steps": 1, "async": True}}
 class Gate:
     """Holds the background's writes of `state.pt` until it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.reached = threading.Event()
         self.open = threading.Event()
         write = Archive.write
 
-        def gated(
-            archive: Archive, name: str, file: str, state: dict[str, Any]
-        ) -> dict[str, Any]:
+        def gated(archive, name, file, state):
             if (
                 file == "state.pt"
                 and threading.current_thread() is not threading.main_thread()
@@ -42,7 +38,7 @@ class Gate:
         monkeypatch.setattr(Archive, "write", gated)
 
 
-def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> None:
+def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path):
     """The end of a run writes at once: here that one is lost, so that what is resumed
     was written in the background.
     """
@@ -61,9 +57,7 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> 
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
 
 
-def test_training_goes_on_while_one_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_goes_on_while_one_is_written(tmp_path, monkeypatch):
     """The step in which a checkpoint is told lies after the step that it holds, and
     every one is told once.
     """
@@ -71,7 +65,7 @@ def test_training_goes_on_while_one_is_written(
     steps = []
 
     class Watched(Tiny):
-        def transform(self, batch: Any, training: bool) -> Any:
+        def transform(self, batch, training):
             steps.append(len(steps))
             if len(steps) == 25:
                 gate.open.set()
@@ -100,14 +94,10 @@ def test_training_goes_on_while_one_is_written(
     assert told[0][0] >= 20
 
 
-def test_a_failed_write_ends_the_run_at_the_next_agreed_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path, monkeypatch):
     write = Archive.write
 
-    def failing(
-        archive: Archive, name: str, file: str, state: dict[str, Any]
-    ) -> dict[str, Any]:
+    def failing(archive, name, file, state):
         if name.endswith("5"):
             raise StorageError("injected: no room")
         return write(archive, name, file, state)

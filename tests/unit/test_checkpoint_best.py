@@ -4,12 +4,10 @@ it is written when it is met.
 
 import json
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.unit.test_checkpoint import kept
@@ -33,32 +31,32 @@ class Scripted(Task):
     task's own state.
     """
 
-    def __init__(self, scores: list[float]) -> None:
+    def __init__(self, scores):
         self.scores = scores
         self.evaluations = 0
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(2, 1)
 
-    def dataset(self, split: str) -> TensorDataset:
+    def dataset(self, split):
         return TensorDataset(torch.ones(4, 2))
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return outputs.square().mean()
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, outputs, batch):
         score = self.scores[self.evaluations]
         self.evaluations += 1
         return {"score": torch.full((4,), score)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"evaluations": self.evaluations}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.evaluations = state["evaluations"]
 
 
-def config(steps: int, **checkpoint: Any) -> TrainConfig:
+def config(steps, **checkpoint):
     tree = {
         "task": "task:Scripted",
         "max_steps": steps,
@@ -77,9 +75,7 @@ def config(steps: int, **checkpoint: Any) -> TrainConfig:
     return build(TrainConfig, tree, "test")
 
 
-def train(
-    path: Path, scores: list[float], steps: int | None = None, **checkpoint: Any
-) -> None:
+def train(path, scores, steps=None, **checkpoint):
     steps = 2 * len(scores) if steps is None else steps
     fit(
         Scripted(scores),
@@ -88,13 +84,13 @@ def train(
     )
 
 
-def saved(path: Path, step: int) -> dict[str, Any]:
+def saved(path, step):
     return json.loads(
         (path / f"checkpoints/step-{step:012d}/manifest.json").read_text()
     )
 
 
-def opened(path: Path, metric: str = "val_score", smaller: bool = False) -> Checkpoints:
+def opened(path, metric="val_score", smaller=False):
     return Checkpoints(Storage(str(path)), Group(0, 1, CPU), 1, Best(metric, smaller))
 
 
@@ -109,8 +105,8 @@ def opened(path: Path, metric: str = "val_score", smaller: bool = False) -> Chec
     ],
 )
 def test_the_best_evaluation_is_kept_beside_the_newest(
-    tmp_path: Path, scores: list[float], best: int, in_background: bool
-) -> None:
+    tmp_path, scores, best, in_background
+):
     train(tmp_path, scores, **{"async": in_background})
     assert kept(tmp_path) == sorted({best, 8})
     archive = opened(tmp_path).archive
@@ -119,7 +115,7 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
     assert found.metrics["val_score"] == pytest.approx(scores[best // 2 - 1])
 
 
-def test_only_an_evaluated_step_can_be_the_best(tmp_path: Path) -> None:
+def test_only_an_evaluated_step_can_be_the_best(tmp_path):
     """Checkpoints fall between evaluations, with metrics of an earlier step at hand:
     they must not count.
     """
@@ -131,7 +127,7 @@ def test_only_an_evaluated_step_can_be_the_best(tmp_path: Path) -> None:
     assert saved(tmp_path / "all", 6)["metrics"]["val_score"] == pytest.approx(0.1)
 
 
-def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path):
     """Its bar is the old best, not the first evaluation after the resume."""
     scores = [0.1, 0.6, 0.2, 0.5, 0.4, 0.3]
     train(tmp_path, scores, steps=6)
@@ -143,8 +139,8 @@ def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path: Path) -> None:
 
 
 def test_a_damaged_best_gives_way_to_the_next_and_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     train(tmp_path, [0.1, 0.6, 0.5])
     where = tmp_path / "checkpoints/step-000000000004"
@@ -153,7 +149,14 @@ def test_a_damaged_best_gives_way_to_the_next_and_is_named(
     assert str(where) in caplog.text
 
 
-def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
+def test_what_a_run_that_is_done_again_left_behind_is_not_the_best(tmp_path):
+    for step, score in ((3, 0.9), (1, 0.8)):
+        state = {"position": {"step": step}}
+        opened(tmp_path).save(step, state, {}, {"val_score": score})
+    assert kept(tmp_path) == [1]
+
+
+def test_a_checkpoint_is_found_by_its_step(tmp_path):
     train(tmp_path, [0.1, 0.6, 0.5])
     for which in ("step-4", "4", "step-000000000004"):
         assert opened(tmp_path).archive.choose(which) == "step-000000000004"

@@ -2,7 +2,6 @@
 
 import datetime as dt
 import itertools
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -36,9 +35,7 @@ FOUR_GPUS = {"CPU": 48, "GPU": 4}
         ([{"CPU": 0, "GPU": 0}], 1, 0, 0),
     ],
 )
-def test_worker_slots(
-    nodes: list[Mapping[str, float]], cpus: float, gpus: float, slots: int
-) -> None:
+def test_worker_slots(nodes, cpus, gpus, slots):
     assert worker_slots(nodes, cpus, gpus) == slots
 
 
@@ -50,14 +47,14 @@ SPOT = NodeType(
 )
 
 
-def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone() -> None:
+def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone():
     on_demand = NodeType("on_demand", GPU_NODE, 0, 8)
     cpu_only = NodeType("cpu_only", {"CPU": 64}, 0, 8)
     counts = grow([cpu_only, on_demand, SPOT], 10, 1, 1)
     assert counts == {"cpu_only": 0, "on_demand": 2, "spot": 8}
 
 
-def test_grow_is_exact() -> None:
+def test_grow_is_exact():
     """Against trying every choice of nodes: the most workers, and the fewest nodes for
     a number of them.
     """
@@ -88,7 +85,7 @@ def test_grow_is_exact() -> None:
             assert sum(counts.values()) == fewest
 
 
-def test_cost_counts_the_head_and_names_what_has_no_price() -> None:
+def test_cost_counts_the_head_and_names_what_has_no_price():
     prices = {"m5.2xlarge": 0.5, "g5.2xlarge": 1.25}
     counts = {"small": 2, "large": 0}
     assert cost([HEAD, SMALL, LARGE], counts, prices).usd_per_hour == 3.0
@@ -110,7 +107,7 @@ def test_cost_counts_the_head_and_names_what_has_no_price() -> None:
     assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)
 
 
-def test_every_row_has_a_source_that_nobody_changes_and_a_date() -> None:
+def test_every_row_has_a_source_that_nobody_changes_and_a_date():
     prices = read_prices()
     assert len(
         {(price.provider, price.instance_type, price.region) for price in prices}
@@ -130,13 +127,13 @@ def test_every_row_has_a_source_that_nobody_changes_and_a_date() -> None:
     [("us-east4", 0.85083), ("us-west1", 0.85362), ("mars", 0.85362), (None, 0.85362)],
 )
 def test_a_region_has_its_own_prices_and_an_unknown_one_those_of_the_dearest(
-    region: str | None, usd: float
-) -> None:
+    region, usd
+):
     price = load_prices("gcp", region)["g2-standard-8"]
     assert (price.usd_per_hour, price.vcpus, price.gpus) == (usd, 8, 1)
 
 
-def test_a_price_that_is_half_a_year_old_is_stale() -> None:
+def test_a_price_that_is_half_a_year_old_is_stale():
     price = replace(read_prices()[0], date=dt.date(2026, 1, 1))
     last = price.date + dt.timedelta(days=STALE_AFTER_DAYS)
     assert price.age(last) == "read 180 days ago"
@@ -152,8 +149,8 @@ def test_a_price_that_is_half_a_year_old_is_stale() -> None:
     ],
 )
 def test_a_sweep_on_each_shipped_file_costs_what_a_calculation_by_hand_says(
-    name: str, on_demand: float, spot: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name, on_demand, spot, capsys
+):
     sweep = REPOSITORY / "examples/digits/sweep.yaml"
     cluster = REPOSITORY / f"cluster/{name}.yaml"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == 0

@@ -4,8 +4,6 @@ refusal.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from cluster.__main__ import main
@@ -17,8 +15,6 @@ from tests.unit.cluster_files import (
     LOCAL,
     TYPES,
     WORKER,
-    Change,
-    Tree,
     broken,
     drop,
     parent_of,
@@ -40,7 +36,7 @@ CONTAINER = f"{POD}.containers.0"
 
 
 @pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_repository(monkeypatch):
     """Paths in file_mounts are relative to where `ray up` runs; nothing is set for
     provider local.
     """
@@ -48,7 +44,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
 
-def opened(port: int, addresses: str) -> Change:
+def opened(port, addresses):
     entry = {
         "FromPort": port,
         "ToPort": port,
@@ -58,32 +54,32 @@ def opened(port: int, addresses: str) -> Change:
     return put("provider.security_group", {"GroupName": "g", "IpPermissions": [entry]})
 
 
-def image(name: str) -> Change:
+def image(name):
     return put("docker", {"image": name, "container_name": "c", "run_options": []})
 
 
-def unmounted(place: str) -> Change:
+def unmounted(place):
     return lambda tree: tree["file_mounts"].pop(place)
 
 
-def unpinned(old: str, new: str) -> Change:
+def unpinned(old, new):
     """What is installed changed, without the file of constraints."""
 
-    def change(tree: Tree) -> None:
+    def change(tree):
         replace("setup_commands", f"-c {CONSTRAINTS} ")(tree)
         replace("setup_commands", old, new)(tree)
 
     return change
 
 
-def everywhere(old: str, new: str) -> Change:
+def everywhere(old, new):
     return lambda tree: [replace(field, old, new)(tree) for field in (HEAD, WORKER)]
 
 
-def env(group: str, name: str, **entry: object) -> Change:
+def env(group, name, **entry):
     """An environment variable of a group's container replaced, or taken out."""
 
-    def change(tree: Tree) -> None:
+    def change(tree):
         parent, key = parent_of(tree, f"{group}.{CONTAINER}.env")
         kept = [item for item in parent[key] if item["name"] != name]
         parent[key] = [*kept, {"name": name, **entry}] if entry else kept
@@ -91,7 +87,7 @@ def env(group: str, name: str, **entry: object) -> Change:
     return change
 
 
-def no_gpu_limit(tree: Tree) -> None:
+def no_gpu_limit(tree):
     parent, key = parent_of(tree, f"{GROUP}.{CONTAINER}.resources")
     parent[key] = {"limits": {"cpu": 8}}
 
@@ -213,18 +209,6 @@ FOUND = {
         "warning",
         f"{SPOT}.node_config.IamInstanceProfile",
     ),
-    "misspelt_field": (
-        "azure",
-        put(f"{SPOT}.node_config.azure_arm_tag", {}),
-        "warning",
-        f"{SPOT}.node_config.azure_arm_tag",
-    ),
-    "misspelt_size": (
-        "aws",
-        put(f"{SPOT}.node_config.InstanceType", "g5.2xlrge"),
-        "warning",
-        f"{SPOT}.node_config.InstanceType",
-    ),
     "no_identity": ("azure", drop("provider.msi_name"), "warning", "provider.msi_name"),
     "no_storage": (
         "azure",
@@ -335,9 +319,7 @@ FOUND = {
 @pytest.mark.parametrize(
     ("name", "change", "level", "field"), FOUND.values(), ids=FOUND
 )
-def test_found(
-    name: str, change: Change, level: str, field: str, tmp_path: Path
-) -> None:
+def test_found(name, change, level, field, tmp_path):
     file = broken(name, change, tmp_path)
     assert remarks(file) == [(level, field)]
     assert main(["validate", file]) == (2 if level == "error" else 0)
@@ -362,13 +344,13 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize("change", IN_ORDER.values(), ids=IN_ORDER)
-def test_in_order(change: Change, tmp_path: Path) -> None:
+def test_in_order(change, tmp_path):
     assert remarks(broken("aws", change, tmp_path)) == []
 
 
 def test_settings_in_a_profile_count_and_those_of_another_command_do_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     storage = "export PACELINE_STORAGE=s3://MY-BUCKET/paceline;"
     tree = shipped("aws")
     replace(HEAD, storage)(tree)
@@ -378,7 +360,7 @@ def test_settings_in_a_profile_count_and_those_of_another_command_do_not(
     assert remarks(write(tmp_path, tree)) == []
 
 
-def test_rays_defaults_are_remarked_on(tmp_path: Path) -> None:
+def test_rays_defaults_are_remarked_on(tmp_path):
     """Ray's own commands: an open dashboard, no token, a wheel from a branch, ..."""
     found = remarks(
         write(
@@ -394,7 +376,7 @@ def test_rays_defaults_are_remarked_on(tmp_path: Path) -> None:
     } <= set(found)
 
 
-def test_a_token_by_hand_in_every_container(tmp_path: Path) -> None:
+def test_a_token_by_hand_in_every_container(tmp_path):
     tree = shipped("kuberay")
     del tree["spec"]["authOptions"]
     assert [level for level, _ in remarks(write(tmp_path, tree))] == ["error", "error"]
@@ -416,9 +398,7 @@ def test_a_token_by_hand_in_every_container(tmp_path: Path) -> None:
     ],
     ids=["cluster_stays", "no_queue"],
 )
-def test_a_job_that_waits_or_costs_for_ever(
-    document: int, change: Change, field: str, tmp_path: Path
-) -> None:
+def test_a_job_that_waits_or_costs_for_ever(document, change, field, tmp_path):
     tree = shipped("kuberay", document)
     change(tree)
     assert ("warning", field) in remarks(write(tmp_path, tree))
@@ -494,9 +474,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("name", "change", "field", "fix"), REFUSED.values(), ids=REFUSED
 )
-def test_refused(
-    name: str, change: Change, field: str, fix: str, tmp_path: Path
-) -> None:
+def test_refused(name, change, field, fix, tmp_path):
     file = broken(name, change, tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_cluster(file)
@@ -519,15 +497,15 @@ def test_refused(
         ("kind: ConfigMap\n", "kind"),
     ],
 )
-def test_what_is_no_cluster_file(text: str, field: str, tmp_path: Path) -> None:
+def test_what_is_no_cluster_file(text, field, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_clusters(write(tmp_path, text))
     assert caught.value.field == field
 
 
 def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     cluster = load_cluster(write(tmp_path, LOCAL))
     assert [
         (node_type.min_workers, node_type.max_workers)
@@ -536,9 +514,7 @@ def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(
     assert findings(cluster, {"RAY_UP_enable_autoscaler_v2": "0"}) == []
 
 
-def test_each_file_is_judged_by_itself_and_no_key_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_file_is_judged_by_itself_and_no_key_is_shown(tmp_path, capsys):
     file = broken("aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), tmp_path)
     good = str(REPOSITORY / "cluster" / "gcp.yaml")
     assert main(["validate", file, good]) == 2

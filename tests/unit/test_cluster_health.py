@@ -4,9 +4,7 @@ clusters raise no alarm.
 
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -32,9 +30,7 @@ VERSIONS = {
 }
 
 
-def cluster(
-    num_nodes: int, seed: int = 0, num_gpus: int = 0, **facts: Any
-) -> ClusterFacts:
+def cluster(num_nodes, seed=0, num_gpus=0, **facts):
     """A head that does not train, and nodes whose figures scatter as those of sound
     ones do.
     """
@@ -51,7 +47,7 @@ def cluster(
     return ClusterFacts((head, *nodes), all_reduce=AllReduce(num_nodes, 900.0), **facts)
 
 
-def node(index: int, chance: random.Random, num_gpus: int) -> NodeFacts:
+def node(index, chance, num_gpus):
     devices = [f"cuda:{gpu}" for gpu in range(num_gpus)] or ["one core"]
     products = [
         Rate("matmul", f"matmul of {name}", 600 * chance.gauss(1, 0.03), "GFLOP/s")
@@ -75,14 +71,14 @@ def node(index: int, chance: random.Random, num_gpus: int) -> NodeFacts:
     )
 
 
-def planted(facts: ClusterFacts, host: str, **changes: Any) -> ClusterFacts:
+def planted(facts, host, **changes):
     nodes = tuple(
         replace(each, **changes) if each.host == host else each for each in facts.nodes
     )
     return replace(facts, nodes=nodes)
 
 
-def slowed(facts: ClusterFacts, host: str, what: str, share: float) -> ClusterFacts:
+def slowed(facts, host, what, share):
     [own] = [each for each in facts.nodes if each.host == host]
     rates = tuple(
         replace(rate, value=rate.value * share) if rate.what == what else rate
@@ -91,13 +87,13 @@ def slowed(facts: ClusterFacts, host: str, what: str, share: float) -> ClusterFa
     return planted(facts, host, rates=rates)
 
 
-def named(facts: ClusterFacts) -> set[tuple[str, str]]:
+def named(facts):
     return {(each.host, each.finding.field) for each in judge(facts)}
 
 
 @pytest.mark.parametrize("num_gpus", [0, 8])
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 40])
-def test_a_clean_cluster_raises_no_alarm(num_nodes: int, num_gpus: int) -> None:
+def test_a_clean_cluster_raises_no_alarm(num_nodes, num_gpus):
     for seed in range(20):
         assert [str(each) for each in judge(cluster(num_nodes, seed, num_gpus))] == []
 
@@ -138,9 +134,7 @@ def test_a_clean_cluster_raises_no_alarm(num_nodes: int, num_gpus: int) -> None:
         ({"gpus": (GpuHealth(0, failure="GPU is lost"),)}, "GPU 0"),
     ],
 )
-def test_a_fault_is_named_with_its_node_and_nothing_else_is(
-    changes: dict[str, Any], field: str, num_nodes: int
-) -> None:
+def test_a_fault_is_named_with_its_node_and_nothing_else_is(changes, field, num_nodes):
     facts = planted(cluster(num_nodes), "h1", **changes)
     assert named(facts) == {("h1", field)}
     assert bad_nodes(judge(facts)) == ["id-1"]
@@ -150,15 +144,13 @@ def test_a_fault_is_named_with_its_node_and_nothing_else_is(
 @pytest.mark.parametrize(
     ("what", "share"), [("matmul of cuda:3", 0.55), ("network", 0.2)]
 )
-def test_a_node_that_falls_behind_is_named(
-    what: str, share: float, num_nodes: int
-) -> None:
+def test_a_node_that_falls_behind_is_named(what, share, num_nodes):
     for seed in range(20):
         facts = slowed(cluster(num_nodes, seed, num_gpus=8), "h1", what, share)
         assert named(facts) == {("h1", what)}
 
 
-def test_the_cluster_as_a_whole() -> None:
+def test_the_cluster_as_a_whole():
     assert named(replace(cluster(2), workers_wanted=2)) == set()
     assert named(replace(cluster(2), workers_wanted=3)) == {("cluster", "worker nodes")}
     failed = replace(cluster(2), all_reduce=AllReduce(2, failure="timed out"))
@@ -176,9 +168,7 @@ def test_the_cluster_as_a_whole() -> None:
         ({}, []),
     ],
 )
-def test_storage_is_what_more_than_half_of_the_nodes_share(
-    seen: dict[str, str], apart: list[str]
-) -> None:
+def test_storage_is_what_more_than_half_of_the_nodes_share(seen, apart):
     assert unshared(seen) == apart
 
 
@@ -187,7 +177,7 @@ class Replayed(Checkup):
     measurement; asked again, with the last.
     """
 
-    def __init__(self, prepared: dict[str, Sequence[float]]) -> None:
+    def __init__(self, prepared):
         super().__init__()
         self.facts = {
             name: NodeFacts(name, name, name, trains=True, device="EPYC")
@@ -196,7 +186,7 @@ class Replayed(Checkup):
         self.prepared = prepared
         self.asked = 0
 
-    def ask(self, part: str, timeout_s: float, calls: Any) -> dict[str, Any]:
+    def ask(self, part, timeout_s, calls):
         if part != "multiplying":
             return {}
         figures = {name: self.prepared[name] for name in calls}
@@ -210,7 +200,7 @@ class Replayed(Checkup):
             for name, value in values.items()
         }
 
-    def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
+    def _meet(self, groups):
         return [AllReduce(len(group), 1000.0) for group in groups]
 
 
@@ -225,9 +215,7 @@ class Replayed(Checkup):
     ],
     ids=["in order", "slow", "disturbed thrice", "disturbed once", "peer disturbed"],
 )
-def test_a_slow_node_is_slow_in_every_measurement(
-    prepared: dict[str, Sequence[float]], named: set[str], asked: int
-) -> None:
+def test_a_slow_node_is_slow_in_every_measurement(prepared, named, asked):
     checkup = Replayed(prepared)
     checkup.full()
     assert (
@@ -236,8 +224,8 @@ def test_a_slow_node_is_slow_in_every_measurement(
     ) == (named, asked)
 
 
-def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back() -> None:
-    def row(name: str, address: str, alive: bool, reason: int = 2) -> dict[str, Any]:
+def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back():
+    def row(name, address, alive, reason=2):
         names = {
             "NodeID": name,
             "NodeManagerAddress": address,
@@ -255,11 +243,11 @@ def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back() -> None:
     assert lost_nodes(rows, {"gone"}) == []
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(capsys):
     facts = planted(cluster(3), "h1", storage="/nfs: cannot be written")
     found = judge(facts)
 
-    def said(**options: bool) -> tuple[int, str, str]:
+    def said(**options):
         code = print_report(
             facts,
             found,

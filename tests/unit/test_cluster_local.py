@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from cluster.health.local import Driver, ProductRate, judge_gpus, judge_rates
-from cluster.health.matmul import measure
+from cluster.health.probes import measure
 from tests.waits import HANG_S
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TWO = Driver("570.124.06", (12, 8), 2)
 
 
-def rate(
-    device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01
-) -> ProductRate:
+def rate(device, precision, n, gflop_per_s, spread=0.01):
     return ProductRate(
         device, precision, n, 2 * n**3 / gflop_per_s / 1e9, gflop_per_s, spread
     )
@@ -57,13 +55,13 @@ def rate(
     ],
 )
 def test_whether_torch_sees_the_gpus_of_the_driver(
-    driver: Driver | None,
-    num_seen: int,
-    built_for: str | None,
-    visible: str | None,
-    level: str,
-    words: str,
-) -> None:
+    driver,
+    num_seen,
+    built_for,
+    visible,
+    level,
+    words,
+):
     verdict = judge_gpus(driver, num_seen, built_for, visible)
     assert verdict.level == level
     assert words in verdict.text
@@ -101,9 +99,7 @@ def test_whether_torch_sees_the_gpus_of_the_driver(
         ([rate("cpu", "fp32", 512, 100, spread=0.5)], [("warning", "cpu fp32 50%")]),
     ],
 )
-def test_what_rates_mean(
-    rates: list[ProductRate], expected: list[tuple[str, str]]
-) -> None:
+def test_what_rates_mean(rates, expected):
     found = judge_rates(rates)
     assert [remark.level for remark in found] == [level for level, _ in expected]
     for remark, (_, words) in zip(found, expected, strict=True):
@@ -112,16 +108,16 @@ def test_what_rates_mean(
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.35, 0.7])
 def test_a_process_that_is_stopped_again_and_again_has_no_lucky_sample(
-    share: float,
-) -> None:
+    share,
+):
     """It runs for `share` of every 100 ms; a product takes 15 ms of work."""
     work_s = 0.0
 
-    def clock() -> float:
+    def clock():
         pulses, rest_s = divmod(work_s, 0.1 * share)
         return pulses * 0.1 + rest_s
 
-    def run() -> None:
+    def run():
         nonlocal work_s
         work_s += 0.015
 
@@ -130,7 +126,7 @@ def test_a_process_that_is_stopped_again_and_again_has_no_lucky_sample(
 
 
 @pytest.mark.full
-def test_the_command_measures_this_machine_without_ray() -> None:
+def test_the_command_measures_this_machine_without_ray():
     code = "import sys; sys.modules['ray'] = None; from cluster.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "check", "--local", "--json"],

@@ -6,8 +6,6 @@ import copy
 import re
 import shlex
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 
 
 @pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_repository(monkeypatch):
     """Paths in file_mounts are relative to where `ray up` runs; nothing is set for
     provider local.
     """
@@ -31,29 +29,27 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
 
 
-def path_of(name: str) -> Path:
+def path_of(name):
     return REPOSITORY / "cluster" / f"{name}.yaml"
 
 
-def tree_of(name: str) -> dict[str, Any]:
+def tree_of(name):
     return yaml.safe_load(path_of(name).read_text(encoding="utf-8"))
 
 
-def documents() -> list[dict[str, Any]]:
+def documents():
     return list(yaml.safe_load_all(path_of("kuberay").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_validate_strict_finds_nothing(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_strict_finds_nothing(name, capsys):
     assert main(["validate", str(path_of(name)), "--strict"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.count("in order") == (3 if name == "kuberay" else 1)
 
 
-def test_the_jobs_have_the_clusters_spec() -> None:
+def test_the_jobs_have_the_clusters_spec():
     cluster, job, queued, _ = documents()
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
     fixed = copy.deepcopy(cluster["spec"])
@@ -67,7 +63,7 @@ def test_the_jobs_have_the_clusters_spec() -> None:
     assert "suspend" not in job["spec"], "without Kueue nobody would start it"
 
 
-def test_only_rays_own_pods_reach_what_asks_for_no_token() -> None:
+def test_only_rays_own_pods_reach_what_asks_for_no_token():
     *clusters, policy = documents()
     assert (policy["apiVersion"], policy["kind"]) == (
         "networking.k8s.io/v1",
@@ -90,7 +86,7 @@ def test_only_rays_own_pods_reach_what_asks_for_no_token() -> None:
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_nodes_get_paceline_and_all_that_it_needs(name: str) -> None:
+def test_nodes_get_paceline_and_all_that_it_needs(name):
     """From a mounted copy of the sources, so that a job of any directory runs, at the
     versions of constraints.txt.
     """
@@ -122,7 +118,7 @@ def test_nodes_get_paceline_and_all_that_it_needs(name: str) -> None:
     assert f"torch=={versions['torch']}" in install
 
 
-def test_the_image_installs_what_the_nodes_do() -> None:
+def test_the_image_installs_what_the_nodes_do():
     text = path_of("kuberay").with_name("Dockerfile").read_text(encoding="utf-8")
     assert f"FROM rayproject/ray:{expected_versions()['ray']}-py312" in text
     assert "-c /home/ray/paceline/constraints.txt" in text
@@ -132,7 +128,7 @@ def test_the_image_installs_what_the_nodes_do() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
+def test_the_head_trains_nothing_and_workers_come_from_zero(name):
     for cluster in load_clusters(path_of(name)):
         [head] = [node_type for node_type in cluster.node_types if node_type.is_head]
         assert head.resources == {"CPU": 0, "GPU": 0}
@@ -154,7 +150,7 @@ def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_start_commands_agree(name: str) -> None:
+def test_start_commands_agree(name):
     """Every setting of a worker is the head's."""
     tree = tree_of(name)
     head, worker = (
@@ -173,7 +169,7 @@ def test_start_commands_agree(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RAY_UP)
-def test_commands_are_valid_shell(name: str) -> None:
+def test_commands_are_valid_shell(name):
     tree = tree_of(name)
     for field in (field for field in tree if field.endswith("_commands")):
         for command in tree[field]:

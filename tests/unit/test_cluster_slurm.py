@@ -95,28 +95,6 @@ BROKEN = {
     "one_head_each": (ADDRESS, '--address "127.0.0.1:$port"', "error", "symmetric-run"),
     "one_port_for_all": (ADDRESS, "--address=$head:6379", "warning", "symmetric-run"),
     "a_ray_of_its_own": ("RAY_ADDRESS=", "ADDRESS=", "error", "RAY_ADDRESS"),
-    "misspelt": (
-        "#SBATCH --gpus-per-node=1",
-        "#SBATCH --gpu-per-node=1",
-        "error",
-        "--gpu-per-node",
-    ),
-    "ambiguous": ("#SBATCH --gpus-per-node=1", "#SBATCH --nod=1", "error", "--nod"),
-    "no_nodes": ("#SBATCH --nodes=2", "#SBATCH --nodes=two", "error", "--nodes"),
-    "no_time": ("#SBATCH --time=04:00:00", "#SBATCH --time=4h", "error", "--time"),
-    "no_count": (
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --cpus-per-task=eight",
-        "error",
-        "--cpus-per-task",
-    ),
-    "no_memory": ("#SBATCH --mem=0", "#SBATCH --mem=64Q", "error", "--mem"),
-    "no_gpus": (
-        "#SBATCH --gpus-per-node=1",
-        "#SBATCH --gpus-per-node=h100:x",
-        "error",
-        "--gpus-per-node",
-    ),
     "no_option": (
         "#SBATCH --requeue",
         "#SBATCH --requeue\n# SBATCH --mail-type=ALL",
@@ -127,9 +105,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("old", "new", "level", "field"), BROKEN.values(), ids=BROKEN)
-def test_each_trap_has_its_finding(
-    old: str, new: str, level: str, field: str, tmp_path: Path
-) -> None:
+def test_each_trap_has_its_finding(old, new, level, field, tmp_path):
     file = tmp_path / "job.sbatch"
     assert old in TEXT
     file.write_text(TEXT.replace(old, new), encoding="utf-8")
@@ -144,7 +120,7 @@ def test_each_trap_has_its_finding(
         assert finding.field.startswith(f"line {number}, ")
 
 
-def test_an_option_after_a_command_is_none(tmp_path: Path) -> None:
+def test_an_option_after_a_command_is_none(tmp_path):
     file = tmp_path / "job.sbatch"
     file.write_text(
         TEXT.replace("#SBATCH --open-mode", "cd ..\n#SBATCH --open-mode"),
@@ -157,9 +133,7 @@ def test_an_option_after_a_command_is_none(tmp_path: Path) -> None:
     ]
 
 
-def test_validate_prints_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_validate_prints_them(tmp_path, capsys):
     assert main(["validate", str(FILE), "--strict"]) == 0
     assert capsys.readouterr().out == f"{FILE}: in order (slurm, 2 nodes)\n"
     file = tmp_path / "job"  # known by its content
@@ -170,8 +144,8 @@ def test_validate_prints_them(
 
 
 def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     file = tmp_path / "job.sh"
     srun = (
         "srun -c 8 torchrun --nnodes 2 -m trainers train.yaml --storage_path /nfs/runs"
@@ -185,16 +159,12 @@ def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(
     assert slurm_findings(load_slurm(file)) == [], "`& t=$!` is no `&` at the end"
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [("", "line 1"), ("sleep 1\n", "line 1"), ('#!/bin/sh\n#SBATCH "\n', "line 2")],
-)
-def test_what_sbatch_refuses(text: str, field: str, tmp_path: Path) -> None:
+def test_a_quote_that_is_not_closed_is_refused(tmp_path):
     file = tmp_path / "job.sbatch"
-    file.write_text(text, encoding="utf-8")
+    file.write_text('#!/bin/sh\n#SBATCH "\n', encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load_slurm(file)
-    assert caught.value.field == field
+    assert caught.value.field == "line 2"
 
 
 FAKES = {
@@ -208,7 +178,7 @@ FAKES = {
 
 
 @pytest.fixture
-def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def faked(tmp_path, monkeypatch):
     """A directory in which the fakes write down what they were asked for; the script,
     with its storage there.
     """
@@ -232,7 +202,7 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def start(faked: Path, *command: str) -> subprocess.Popen[str]:
+def start(faked, *command):
     arguments = ["bash", str(faked / "job.sbatch"), *command]
     return subprocess.Popen(
         arguments,
@@ -243,9 +213,7 @@ def start(faked: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_commands_exit_code_is_the_jobs(
-    faked: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_exit_code_is_the_jobs(faked, monkeypatch):
     job = start(faked, "bash", "-c", 'test "$RAY_ADDRESS" && exit 7')
     assert (job.communicate()[0], job.returncode) == ("", 7)
     [asked] = (faked / "rays").read_text().splitlines()
@@ -261,7 +229,7 @@ def test_the_commands_exit_code_is_the_jobs(
     assert not list(Path("/tmp").glob(f"paceline-{10**8 + os.getpid()}"))
 
 
-def test_a_signal_stops_the_command_and_puts_the_job_back(faked: Path) -> None:
+def test_a_signal_stops_the_command_and_puts_the_job_back(faked):
     heeds = (
         "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ COMMANDS = [
     ),
     ("tune", [], ["sweep.yaml"], "--no_chck", "--no-check", "--train.seed"),
     ("tune", ["resume"], ["sweep"], "--no-chek", "--no-check", None),
-    ("tune", ["report"], ["sweep"], "--no-check", None, None),
+    ("tune", ["watch"], ["sweep"], "--prt", "--port", "--port"),
     (
         "tune",
         ["plan"],
@@ -68,12 +67,12 @@ Told = Callable[..., str]
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
+def told(capsys):
     """What a command that is typed wrong says: one sentence on standard error, with
     exit code 2.
     """
 
-    def run(door: str, *args: str) -> str:
+    def run(door, *args):
         assert DOORS[door](list(args)) == 2
         shown = capsys.readouterr()
         assert shown.out == ""
@@ -86,9 +85,9 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
 
 @each_command
 def test_help_and_mistakes(
-    door: str, command: list[str], needs: list[str], mistyped: str, meant: str | None, valued: str | None,
-    told: Told, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    door, command, needs, mistyped, meant, valued,
+    told, capsys,
+):  # fmt: skip
     call = " ".join(["python -m", door, *command])
     for args in ([*command, "--help"], [*command, "-h"], [*command, *needs, "--help"]):
         assert DOORS[door](args) == 0
@@ -128,11 +127,10 @@ def test_help_and_mistakes(
         ("cluster", ["--strict"], "its commands are validate, check, watch, autoscale"),
         ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
+        ("tune", ["plna", "sweep.yaml"], "did you mean `plan`?"),
     ],
 )
-def test_a_command_that_does_not_exist(
-    door: str, args: list[str], words: str, told: Told
-) -> None:
+def test_a_command_that_does_not_exist(door, args, words, told):
     assert words in told(door, *args)
 
 
@@ -151,7 +149,7 @@ def example(
     return 0
 
 
-def parse(*args: str) -> dict[str, Any]:
+def parse(*args):
     return Command("example", example, TrainConfig).parse(args)
 
 
@@ -172,7 +170,7 @@ def parse(*args: str) -> dict[str, Any]:
         (["--price", "a=1", "--price=b=2"], {"price": ("a=1", "b=2")}),
     ],
 )
-def test_options_are_read(args: list[str], expected: dict[str, Any]) -> None:
+def test_options_are_read(args, expected):
     defaults = {
         "checkpoint": "newest",
         "out": "",
@@ -213,9 +211,7 @@ def test_options_are_read(args: list[str], expected: dict[str, Any]) -> None:
         (["--sede", "1"], {"sede": 1}),  # TrainConfig says what is near
     ],
 )
-def test_keys_of_the_configuration_are_read(
-    args: list[str], expected: dict[str, Any]
-) -> None:
+def test_keys_of_the_configuration_are_read(args, expected):
     assert parse("f", *args)["overrides"] == expected
 
 
@@ -239,25 +235,21 @@ def test_keys_of_the_configuration_are_read(
         ),
     ],
 )
-def test_what_is_no_option_is_a_config_error(args: list[str], words: str) -> None:
+def test_what_is_no_option_is_a_config_error(args, words):
     with pytest.raises(ConfigError) as raised:
         parse("f", *args)
     assert words in str(raised.value)
     assert "command line" in str(raised.value)
 
 
-def test_an_error_is_said_once_for_all_of_torchruns_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_said_once_for_all_of_torchruns_workers(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert trainers.__main__.main(["evaluate"]) == 2
     assert capsys.readouterr().err == ""
 
 
-def test_each_of_torchruns_workers_says_its_own_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_: object) -> None:
+def test_each_of_torchruns_workers_says_its_own_failure(monkeypatch, capsys):
+    def fails(*_):
         raise RunFailedError("error", "rank 1: ValueError: it is bad (task.py:3)")
 
     monkeypatch.setenv("RANK", "1")
@@ -268,10 +260,8 @@ def test_each_of_torchruns_workers_says_its_own_failure(
     )
 
 
-def test_an_interrupt_is_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
+def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["paceline-train", "train.yaml"])
@@ -280,10 +270,8 @@ def test_an_interrupt_is_no_traceback(
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_what_nobody_has_foreseen_ends_in_a_sentence_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
+def test_what_nobody_has_foreseen_ends_in_a_sentence_too(monkeypatch, capsys):
+    def fail(*args, **kwargs):
         raise LookupError("no such host\nin the task's constructor")
 
     monkeypatch.setattr(trainers.__main__, "read_run", fail)
@@ -293,9 +281,7 @@ def test_what_nobody_has_foreseen_ends_in_a_sentence_too(
     assert sentence == "error: LookupError: no such host"
 
 
-def test_a_deleted_working_directory_is_said(
-    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deleted_working_directory_is_said(told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     for door in DOORS:
@@ -303,9 +289,9 @@ def test_a_deleted_working_directory_is_said(
 
 
 def test_what_an_encoding_has_not_ends_no_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def say() -> int:
+    monkeypatch,
+):
+    def say():
         """Say it."""
         print("größer", flush=True)
         return 0

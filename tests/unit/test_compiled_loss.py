@@ -5,13 +5,9 @@ computes stays the same.
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from tests.tasks import Blobs
@@ -21,12 +17,12 @@ from tests.unit.test_profiling import losses, train
 class Counting(Blobs):
     """Reads and changes a counter and a running mean of the outputs in every call."""
 
-    def __init__(self, **args: Any) -> None:
+    def __init__(self, **args):
         super().__init__(**args)
         self.calls = 0
         self.centre = torch.zeros(4)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         self.calls += 1
         self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
         return F.cross_entropy(outputs - self.centre / self.calls, batch[1])
@@ -35,7 +31,7 @@ class Counting(Blobs):
 class Talking(Blobs):
     """Reads a value, branches by it and prints."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         loss = F.cross_entropy(outputs, batch[1])
         if loss.item() > 0.5:
             print(f"far: {loss.item():.3f}")
@@ -46,7 +42,7 @@ class Talking(Blobs):
 class Named(Blobs):
     """Reads a text that is another in every call: each would be compiled for itself."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         self.name = f"{getattr(self, 'name', '')}+"
         return F.cross_entropy(outputs, batch[1]) * (
             2 if self.name.endswith("++++") else 1
@@ -55,20 +51,20 @@ class Named(Blobs):
 
 class Disabled(Blobs):
     @torch.compiler.disable
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         assert not torch.compiler.is_compiling()
         return super().loss(outputs, batch)
 
 
 @pytest.fixture(autouse=True)
-def dynamo() -> Iterator[None]:
+def dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced(monkeypatch):
     """Graphs as ever, which run as they are: no code is generated."""
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="aot_eager")
@@ -91,13 +87,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_a_loss_does_in_python_is_allowed(
-    task: type[Blobs],
-    graphs: int,
-    recompiles: int,
-    traced: None,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    task,
+    graphs,
+    recompiles,
+    traced,
+    tmp_path,
+    caplog,
+):
     """With `fullgraph` too; and torch says once, not in each step, what it cannot
     compile.
     """
@@ -135,9 +131,7 @@ def test_what_a_loss_does_in_python_is_allowed(
         ("max-autotune", "max-autotune-no-cudagraphs"),
     ],
 )
-def test_cuda_graphs_are_left_to_the_model(
-    mode: str, loss_mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_graphs_are_left_to_the_model(mode, loss_mode, monkeypatch):
     """What the loss keeps would be overwritten by the next pass; a graph break in it is
     no error with `fullgraph`.
     """
@@ -149,11 +143,11 @@ def test_cuda_graphs_are_left_to_the_model(
     ]
 
 
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def compilations(monkeypatch):
     """The options of everything that is compiled from now on; it runs as it is."""
     asked = []
 
-    def compile_nothing(called: Any, **options: Any) -> Any:
+    def compile_nothing(called, **options):
         asked.append(options)
         return called
 

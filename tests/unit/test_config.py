@@ -4,9 +4,6 @@ again.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 
 from trainers.config import TrainConfig
@@ -22,7 +19,7 @@ BASE = {
 }
 
 
-def make(**changes: Any) -> TrainConfig:
+def make(**changes):
     """BASE with changes; None removes a key."""
     return build(
         TrainConfig,
@@ -31,13 +28,13 @@ def make(**changes: Any) -> TrainConfig:
     )
 
 
-def sentences(**changes: Any) -> list[str]:
+def sentences(**changes):
     with pytest.raises(ConfigError) as raised:
         make(**changes)
     return str(raised.value).splitlines()
 
 
-def test_the_defaults_are_a_run() -> None:
+def test_the_defaults_are_a_run():
     config = make()
     assert (
         config.batch_size,
@@ -49,81 +46,71 @@ def test_the_defaults_are_a_run() -> None:
 
 
 REFUSED = [
-    ({"batch_size_per_worker": 8}, "batch_size_per_worker"),
-    ({"global_batch_size": None}, "global_batch_size"),
-    ({"global_batch_size": 64.0}, "global_batch_size"),
-    ({"max_steps": 5}, "max_steps"),
-    ({"epochs": 0}, "epochs"),
-    ({"microbatch_size": "big"}, "microbatch_size"),
-    ({"task": "../evil:Task"}, "task"),
-    ({"name": "../up"}, "name"),
-    ({"precision": "fp16-pure"}, "optimizer.eps"),
+    ("batch_size_per_worker: 8", "batch_size_per_worker"),
+    ("global_batch_size: null", "global_batch_size"),
+    ("global_batch_size: 64.0", "global_batch_size"),
+    ("max_steps: 5", "max_steps"),
+    ("epochs: 0", "epochs"),
+    ("microbatch_size: big", "microbatch_size"),
+    ("task: ../evil:Task", "task"),
+    ("name: ../up", "name"),
+    ("precision: fp16-pure", "optimizer.eps"),
     (
-        {
-            "precision": "fp16-pure",
-            "optimizer": {"lr": 0.1, "eps": 1e-7},
-            "lr_scaling": {"rule": "sde", "base_batch_size": 1},
-        },
+        "{precision: fp16-pure, optimizer: {lr: 0.1, eps: 1e-07}, lr_scaling: {rule: sde, base_batch_size: 1}}",
         "optimizer.eps",
     ),
-    ({"precision": "fp8"}, "compile"),
-    ({"precision": "fp8", "device": "cpu"}, "precision"),
-    ({"fullgraph": True}, "fullgraph"),
-    ({"seed": 2**64}, "seed"),
-    ({"optimizer": {}}, "optimizer.lr"),
-    ({"optimizer": {"lr": math.nan}}, "optimizer.lr"),
-    ({"optimizer": {"lr": 0.1, "momentum": 0.9}}, "optimizer.momentum"),
-    ({"optimizer": {"lr": 0.1, "name": "sgd", "eps": 1e-8}}, "optimizer.eps"),
-    ({"optimizer": {"lr": 0.1, "name": "sgd", "nesterov": True}}, "optimizer.nesterov"),
-    ({"optimizer": {"lr": 0.1, "betas": [0.9]}}, "optimizer.betas"),
+    ("precision: fp8", "compile"),
+    ("{precision: fp8, device: cpu}", "precision"),
+    ("fullgraph: true", "fullgraph"),
+    ("seed: 18446744073709551616", "seed"),
+    ("optimizer: {}", "optimizer.lr"),
+    ("optimizer: {lr: .nan}", "optimizer.lr"),
+    ("optimizer: {lr: 0.1, momentum: 0.9}", "optimizer.momentum"),
+    ("optimizer: {lr: 0.1, name: sgd, eps: 1e-08}", "optimizer.eps"),
+    ("optimizer: {lr: 0.1, name: sgd, nesterov: true}", "optimizer.nesterov"),
+    ("optimizer: {lr: 0.1, betas: [0.9]}", "optimizer.betas"),
     (
-        {"optimizer": {"lr": 0.1, "name": "adamw8bit"}, "strategy": "fsdp"},
+        "{optimizer: {lr: 0.1, name: adamw8bit}, strategy: fsdp}",
         "optimizer.name",
     ),
-    ({"lr_schedule": {"warmup": 1.5}}, "lr_schedule.warmup"),
-    ({"lr_scaling": {"rule": "sqrt"}}, "lr_scaling.base_batch_size"),
-    ({"lr_scaling": {"rule": "sde"}}, "lr_scaling.base_batch_size"),
+    ("lr_schedule: {warmup: 1.5}", "lr_schedule.warmup"),
+    ("lr_scaling: {rule: sqrt}", "lr_scaling.base_batch_size"),
+    ("lr_scaling: {rule: sde}", "lr_scaling.base_batch_size"),
     (
-        {
-            "lr_scaling": {"rule": "sde", "base_batch_size": 8},
-            "optimizer": {"name": "sgd", "lr": 0.1},
-        },
+        "{lr_scaling: {rule: sde, base_batch_size: 8}, optimizer: {name: sgd, lr: 0.1}}",
         "lr_scaling.rule",
     ),
-    ({"ema": {"decay": 1.0}}, "ema.decay"),
-    ({"early_stopping": {"metric": "val_loss"}}, "early_stopping.patience"),
-    ({"early_stopping": {"patience": 5}}, "early_stopping.patience"),
-    ({"checkpoint": {"best_mode": "min"}}, "checkpoint.best_mode"),
-    ({"evaluate": {"every_epochs": 1, "every_steps": 5}}, "evaluate.every_steps"),
-    ({"data": {"prefetch_factor": 2}}, "data.prefetch_factor"),
-    ({"scaling": {"num_workers": [4, 2]}}, "scaling.num_workers"),
-    ({"scaling": {"num_workers": 2}, "strategy": "none"}, "strategy"),
-    ({"scaling": {"num_workers": 2}, "launcher": "local"}, "scaling.num_workers"),
-    ({"scaling": {"num_workers": [1, 2]}, "launcher": "spawn"}, "scaling.num_workers"),
-    ({"strategy": "fsdp", "compile": "max-autotune"}, "compile"),
-    ({"strategy": "dp", "compile": "default"}, "compile"),
-    ({"strategy": "fsdp", "ddp": {"sync_batchnorm": True}}, "ddp.sync_batchnorm"),
+    ("ema: {decay: 1.0}", "ema.decay"),
+    ("early_stopping: {metric: val_loss}", "early_stopping.metric"),
+    ("early_stopping: {patience: 5}", "early_stopping.patience"),
+    ("checkpoint: {best_mode: min}", "checkpoint.best_mode"),
+    ("evaluate: {every_epochs: 1, every_steps: 5}", "evaluate.every_steps"),
+    ("data: {prefetch_factor: 2}", "data.prefetch_factor"),
+    ("scaling: {num_workers: [4, 2]}", "scaling.num_workers"),
+    ("{scaling: {num_workers: 2}, strategy: none}", "strategy"),
+    ("{scaling: {num_workers: 2}, launcher: local}", "scaling.num_workers"),
+    ("{scaling: {num_workers: [1, 2]}, launcher: spawn}", "scaling.num_workers"),
+    ("{strategy: fsdp, compile: max-autotune}", "compile"),
+    ("{strategy: dp, compile: default}", "compile"),
+    ("{strategy: fsdp, ddp: {sync_batchnorm: true}}", "ddp.sync_batchnorm"),
     (
-        {"strategy": "dp", "activation_checkpointing": "full"},
+        "{strategy: dp, activation_checkpointing: full}",
         "activation_checkpointing",
     ),
-    ({"cuda_graphs": True, "device": "cpu"}, "cuda_graphs"),
-    ({"cuda_graphs": True, "scaling": {"num_workers": 2}}, "cuda_graphs"),
-    ({"cuda_graphs": True, "compile": "reduce-overhead"}, "cuda_graphs"),
-    ({"cuda_graphs": True, "noise_scale": True}, "noise_scale"),
-    ({"batch_size": 3}, "batch_size"),
+    ("{cuda_graphs: true, device: cpu}", "cuda_graphs"),
+    ("{cuda_graphs: true, scaling: {num_workers: 2}}", "cuda_graphs"),
+    ("{cuda_graphs: true, compile: reduce-overhead}", "cuda_graphs"),
+    ("batch_size: 3", "batch_size"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "field"), REFUSED, ids=str)
-def test_what_cannot_be_is_said_in_one_sentence_about_its_key(
-    changes: dict[str, Any], field: str
-) -> None:
-    [line] = sentences(**changes)
+def test_what_cannot_be_is_said_in_one_sentence_about_its_key(changes, field):
+    [line] = sentences(**parse_mapping(changes, "test"))
     assert line.startswith(f"train.yaml: `{field}` ")
 
 
-def test_batch_size_per_worker_becomes_the_global_one() -> None:
+def test_batch_size_per_worker_becomes_the_global_one():
     config = make(
         global_batch_size=None, batch_size_per_worker=8, scaling={"num_workers": 4}
     )
@@ -138,7 +125,7 @@ def test_batch_size_per_worker_becomes_the_global_one() -> None:
     assert build(TrainConfig, resolved.tree(), "f") == resolved
 
 
-def test_elastic_workers_have_a_range() -> None:
+def test_elastic_workers_have_a_range():
     scaling = make(scaling={"num_workers": [2, 6]}).scaling
     assert (scaling.min_workers, scaling.max_workers) == (2, 6)
     scaling = make(scaling={"num_workers": 3}).scaling
@@ -169,7 +156,7 @@ def test_elastic_workers_have_a_range() -> None:
         },
     ],
 )
-def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
+def test_its_tree_builds_it_again(changes):
     config = make(**changes)
     tree = config.tree()
     assert build(TrainConfig, tree, "again") == config
@@ -179,20 +166,18 @@ def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "meant"),
     [
-        ({"precision": "bf61"}, "bf16"),
-        ({"precision": "BFloat16"}, "bf16"),
-        ({"optimizer": {"lr": 0.1, "name": "AdamW"}}, "adamw"),
-        ({"optimizer": {"lr": 0.1, "name": "SGD"}}, "sgd"),
-        ({"strategy": "fspd"}, "fsdp"),
-        ({"compile": "reduce_overhead"}, "reduce-overhead"),
-        ({"checkpoint": {"best": "val_loss", "best_mode": "minimum"}}, "min"),
-        ({"checkpoint": {"best": "val_loss", "best_mode": "maximize"}}, "max"),
-        ({"scaling": {"placement_strategy": "spread"}}, "SPREAD"),
+        ("precision: bf61", "bf16"),
+        ("precision: BFloat16", "bf16"),
+        ("optimizer: {lr: 0.1, name: AdamW}", "adamw"),
+        ("optimizer: {lr: 0.1, name: SGD}", "sgd"),
+        ("strategy: fspd", "fsdp"),
+        ("compile: reduce_overhead", "reduce-overhead"),
+        ("checkpoint: {best: val_loss, best_mode: minimum}", "min"),
+        ("checkpoint: {best: val_loss, best_mode: maximize}", "max"),
+        ("scaling: {placement_strategy: spread}", "SPREAD"),
     ],
 )
-def test_a_value_that_is_almost_one_is_named(
-    changes: dict[str, Any], meant: str
-) -> None:
+def test_a_value_that_is_almost_one_is_named(changes, meant):
     with pytest.raises(ConfigError) as raised:
-        build(TrainConfig, BASE | changes, "train.yaml")
+        build(TrainConfig, BASE | parse_mapping(changes, "test"), "train.yaml")
     assert raised.value.fix == f"did you mean `{meant}`?"

@@ -7,9 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -29,17 +27,17 @@ from trainers.on_ray.connect import connect, disconnect
 )
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
-    address: str | None,
-    several_nodes: bool,
-    fails: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    address,
+    several_nodes,
+    fails,
+    monkeypatch,
+):
     """By Ray's own switch, from which the addresses of all its ports follow; users'
     settings are put back.
     """
     seen = []
 
-    def init(address: str, **options: Any) -> Any:
+    def init(address, **options):
         seen.append((address, ray_constants.ENABLE_RAY_CLUSTER))
         if fails:
             raise Exception(
@@ -84,9 +82,7 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_leaving_waits_for_no_process_that_was_stopped(
-    stopped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_waits_for_no_process_that_was_stopped(stopped, monkeypatch):
     """Ray waits for the raylet's answer; killed, it needs none."""
     killed = threading.Event()
     process = SimpleNamespace(kill=killed.set)
@@ -100,21 +96,21 @@ def test_leaving_waits_for_no_process_that_was_stopped(
 
 
 def test_what_a_process_does_at_sigterm_is_not_rays_to_say(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """A lost lease ends the command by it, in a sentence, also while the command leaves
     the cluster, and after.
     """
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 
-    def take(handler: Any) -> Any:
+    def take(handler):
         return lambda **options: (
             signal.signal(signal.SIGTERM, handler)
             and SimpleNamespace(dashboard_url=None)
         )
 
-    def end() -> None:
+    def end():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -174,7 +170,7 @@ print("alive")
     ("joined", 1, "no table\n", "did not answer for 0.5 s; go on\n"),
     ("dashboard", 0, "alive\n", ""),
 ])  # fmt: skip
-def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> None:
+def test_a_cluster_that_is_gone(kind, code, out, err):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, kind],
         cwd=REPOSITORY,
@@ -190,9 +186,7 @@ def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> Non
 @pytest.mark.parametrize(
     ("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)]
 )
-def test_a_head_may_be_away_for_less_than_ray_waits(
-    said: str | None, patience_s: float
-) -> None:
+def test_a_head_may_be_away_for_less_than_ray_waits(said, patience_s):
     from trainers.on_ray.cluster_end import _patience_s
 
     assert (
@@ -203,7 +197,7 @@ def test_a_head_may_be_away_for_less_than_ray_waits(
     )
 
 
-def sleeper(file: Path, mode: str = "ab") -> subprocess.Popen[bytes]:
+def sleeper(file, mode="ab"):
     """A process that has a file open, and no other sign of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open(mode) as opened:
@@ -211,8 +205,8 @@ def sleeper(file: Path, mode: str = "ab") -> subprocess.Popen[bytes]:
 
 
 def test_what_outlives_the_driver_is_killed_even_if_it_was_stopped(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     session = tmp_path / "session_1"
     log = session / "logs" / "raylet.out"
     agent = sleeper(log)

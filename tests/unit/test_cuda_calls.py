@@ -2,7 +2,6 @@
 
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +24,7 @@ from trainers.on_ray.process_group import GroupConfig
 @pytest.mark.parametrize(
     ("backend", "expected"), [("nccl", [("training", 3)]), ("gloo", [])]
 )
-def test_ray_trains_in_a_thread_that_is_bound(
-    monkeypatch: pytest.MonkeyPatch, backend: str, expected: list[tuple[str, int]]
-) -> None:
+def test_ray_trains_in_a_thread_that_is_bound(monkeypatch, backend, expected):
     """The current device is each thread's own, and Ray joins the group in another one."""
     bound = []
     monkeypatch.setattr(
@@ -52,8 +49,8 @@ def test_ray_trains_in_a_thread_that_is_bound(
 
 @pytest.mark.parametrize(("assigned", "visible"), [([], ""), (["1"], "0,1")])
 def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
-    monkeypatch: pytest.MonkeyPatch, assigned: list[str], visible: str
-) -> None:
+    monkeypatch, assigned, visible
+):
     """Else `device: auto` is the node's first GPU for all workers of `use_gpu: false`."""
     seen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -90,9 +87,7 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
 
 
 @pytest.mark.parametrize(("held", "visible"), [([], ""), (["0", "1"], "0,1")])
-def test_a_check_measures_no_gpu_that_something_else_holds(
-    monkeypatch: pytest.MonkeyPatch, held: list[str], visible: str
-) -> None:
+def test_a_check_measures_no_gpu_that_something_else_holds(monkeypatch, held, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(
         ray,
@@ -102,18 +97,16 @@ def test_a_check_measures_no_gpu_that_something_else_holds(
     assert Probe().call(os.environ.get, "CUDA_VISIBLE_DEVICES") == visible
 
 
-def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path, monkeypatch):
     """DDP makes them in its first backward pass, after the probe."""
     config = make(tmp_path, microbatch_size="auto").config
     told = []
 
     class Context(RunContext):
-        def too_large(self, microbatch_size: int) -> None:
+        def too_large(self, microbatch_size):
             told.append(microbatch_size)
 
-    def full(*_: object) -> None:
+    def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     context = Context(None, "test")
@@ -129,17 +122,17 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(
 
 @pytest.mark.parametrize("hang_timeout_s", [1800.0, 7200.0])
 def test_collectives_wait_longer_than_the_watchdog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float
-) -> None:
+    tmp_path, monkeypatch, hang_timeout_s
+):
     """Else NCCL's abort is first, and the run ends as `node_lost` in place of `hung`."""
     waits = []
 
-    def attempt(*_: object) -> str:
+    def attempt(*_):
         assert waits, "before anything waits for other ranks"
         return "done"
 
     monkeypatch.setattr(torch.distributed, "set_timeout", waits.append, raising=False)
     monkeypatch.setattr(fit, "_attempt", attempt)
     config = make(tmp_path, failure__hang_timeout_s=hang_timeout_s).config
-    assert fit.fit(Blobs(), config, RunContext(None, "test", world_size=2)) == "done"  # type: ignore[comparison-overlap]
+    assert fit.fit(Blobs(), config, RunContext(None, "test", world_size=2)) == "done"
     assert waits[0].total_seconds() > max(hang_timeout_s, config.failure.of_phases_s)

@@ -4,7 +4,6 @@ seeds.
 
 import mmap
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def flags_come_back() -> Iterator[None]:
+def flags_come_back():
     threads = torch.get_num_threads()
     dtype = torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -40,7 +39,7 @@ def flags_come_back() -> Iterator[None]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_an_accelerator() -> None:
+def test_without_an_accelerator():
     assert resolve_device("auto").type in ("cpu", "mps")
     with pytest.raises(ConfigError) as raised:
         resolve_device("cuda")
@@ -48,7 +47,7 @@ def test_without_an_accelerator() -> None:
     assert "device: auto" in str(raised.value)
 
 
-def test_flags_are_set_whatever_they_were() -> None:
+def test_flags_are_set_whatever_they_were():
     torch.set_default_dtype(torch.float64)
     set_flags(CPU, threads=2, deterministic=True)
     assert torch.get_num_threads() == 2
@@ -61,7 +60,7 @@ def test_flags_are_set_whatever_they_were() -> None:
     assert not torch.backends.cudnn.benchmark
 
 
-def test_memory_figures_are_of_this_process() -> None:
+def test_memory_figures_are_of_this_process():
     reset_peak_memory(CPU)
     before = peak_memory_bytes(CPU)
     block = mmap.mmap(
@@ -75,7 +74,7 @@ def test_memory_figures_are_of_this_process() -> None:
     synchronize(CPU)
 
 
-def test_the_environment_says_what_a_figure_depends_on() -> None:
+def test_the_environment_says_what_a_figure_depends_on():
     report = environment(CPU)
     assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(
         report
@@ -84,7 +83,7 @@ def test_the_environment_says_what_a_figure_depends_on() -> None:
     assert all(isinstance(value, str) for value in report.values())
 
 
-def draw() -> tuple[float, float, float, list[float], float]:
+def draw():
     return (
         random.random(),
         random.gauss(0, 1),
@@ -97,7 +96,7 @@ def draw() -> tuple[float, float, float, list[float], float]:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**32 + 5, 2**63 - 1])
-def test_any_seed_seeds_all_three(seed: int) -> None:
+def test_any_seed_seeds_all_three(seed):
     seed_all(seed)
     first = draw()
     draw()

@@ -16,13 +16,13 @@ PAGES = runpy.run_path(str(REPOSITORY / "docs/make.py"))["PAGES"]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_that_is_made_is_current(page: str) -> None:
+def test_a_page_that_is_made_is_current(page):
     assert (REPOSITORY / f"docs/{page}.md").read_text() == PAGES[page](), (
         "run `make docs`"
     )
 
 
-def test_every_method_of_a_task_has_its_row() -> None:
+def test_every_method_of_a_task_has_its_row():
     rows = re.findall(
         r"^\| `(\w+)\(([\w, ]*)\)`",
         (REPOSITORY / "docs/tasks.md").read_text(),
@@ -39,7 +39,7 @@ def test_every_method_of_a_task_has_its_row() -> None:
     assert all(method.__doc__ for name, method in vars(Task).items() if name in methods)
 
 
-def test_the_tests_that_show_a_promise_are_there() -> None:
+def test_the_tests_that_show_a_promise_are_there():
     named = re.findall(
         r"`((?:tests|trainers|cluster)/[\w/.]*\w)`",
         (REPOSITORY / "SECURITY.md").read_text(),
@@ -48,7 +48,7 @@ def test_the_tests_that_show_a_promise_are_there() -> None:
     assert [name for name in named if not (REPOSITORY / name).exists()] == []
 
 
-def test_the_readmes_loop_is_the_newest_result() -> None:
+def test_the_readmes_loop_is_the_newest_result():
     newest = max((REPOSITORY / "benchmarks/results").glob("loop-*-cpu.json"))
     found = json.loads(newest.read_text())["results"]
     works = [
@@ -70,7 +70,7 @@ def test_the_readmes_loop_is_the_newest_result() -> None:
     assert f"below {max(work['floor'] for work in works) * 100:.1f} % is noise" in text
 
 
-def test_the_sweeps_that_pages_name_are_the_newest_results() -> None:
+def test_the_sweeps_that_pages_name_are_the_newest_results():
     results = REPOSITORY / "benchmarks/results"
     found = json.loads(max(results.glob("sweep-2*-cpu.json")).read_text())["results"]
     few, many = found["rows"]
@@ -88,6 +88,6 @@ def test_the_sweeps_that_pages_name_are_the_newest_results() -> None:
     )
 
 
-def words(page: str) -> str:
+def words(page):
     """A page without its line breaks."""
     return " ".join((REPOSITORY / page).read_text().split())

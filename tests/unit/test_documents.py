@@ -9,15 +9,14 @@ import inspect
 import re
 import runpy
 import shlex
-from typing import Any
 
 import pytest
 
-from tests.documents import LANGUAGES, Block, blocks, pages
+from tests.documents import LANGUAGES, blocks, pages
 from tests.specs import REPOSITORY
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
-from trainers.config.model import Settings, build, keys_of
+from trainers.config.model import build, keys_of
 from trainers.config.overrides import override
 from trainers.config.yaml import parse_mapping
 from trainers.task import Task
@@ -48,14 +47,14 @@ RUN = {
 SWEEP = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
 
 
-def of(*languages: str) -> Any:
+def of(*languages):
     found = [block for block in BLOCKS if block.language in languages]
     return pytest.mark.parametrize(
         "block", found, ids=[f"{block.page}:{block.line}" for block in found]
     )
 
 
-def test_every_fence_says_what_it_is() -> None:
+def test_every_fence_says_what_it_is():
     assert [
         f"{block.page}:{block.line}"
         for block in BLOCKS
@@ -63,7 +62,7 @@ def test_every_fence_says_what_it_is() -> None:
     ] == []
 
 
-def test_what_a_page_says_of_its_commands_is_true() -> None:
+def test_what_a_page_says_of_its_commands_is_true():
     """A comment is about commands of the next block, gives a reason, and names a test
     that is there.
     """
@@ -97,7 +96,7 @@ def test_what_a_page_says_of_its_commands_is_true() -> None:
 
 
 @of("sh", "console")
-def test_commands_are_typed_right(block: Block) -> None:
+def test_commands_are_typed_right(block):
     """Also those that are not run: the options are there, and the files and targets
     that they name.
     """
@@ -115,7 +114,7 @@ def test_commands_are_typed_right(block: Block) -> None:
         _check_call(words)
 
 
-def _check_call(words: list[str]) -> None:
+def _check_call(words):
     if "--" in words:  # ray job submit ... -- COMMAND
         words = words[words.index("--") + 1 :]
     if words[0] in INSTALLED:
@@ -136,13 +135,13 @@ def _check_call(words: list[str]) -> None:
         )
 
 
-def _check_keys(model: type[Settings], overrides: dict[str, Any]) -> None:
+def _check_keys(model, overrides):
     needed = SWEEP if model is SweepConfig else RUN
     build(model, override(model, needed, overrides), "the command")
 
 
 @of("yaml")
-def test_yaml_is_read_by_the_configuration(block: Block) -> None:
+def test_yaml_is_read_by_the_configuration(block):
     if block.fates:
         return
     tree = parse_mapping(block.text, f"{block.page}:{block.line}")
@@ -166,7 +165,7 @@ def test_yaml_is_read_by_the_configuration(block: Block) -> None:
 
 
 @of("python")
-def test_python_compiles_and_its_imports_are_there(block: Block) -> None:
+def test_python_compiles_and_its_imports_are_there(block):
     """A task's methods have the parameters that the loop calls them with; what a page
     runs is run elsewhere.
     """

@@ -4,22 +4,19 @@ stays so.
 
 import logging
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.test_checkpoint_best import Scripted
 from tests.unit.test_checkpoint_best import config as scripted
 from tests.unit.test_loop import Context, Power, curve
-from trainers.config import TrainConfig
 from trainers.config.sections import EarlyStoppingConfig
 from trainers.loop.attempt import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 
 
-def config(steps: int, **stopping: Any) -> TrainConfig:
+def config(steps, **stopping):
     chosen = EarlyStoppingConfig(**{"metric": "val_score", "patience": 2, **stopping})
     every = {"every_steps": 2, "keep": 9, "best": None}
     return scripted(steps, **every).model_copy(
@@ -27,7 +24,7 @@ def config(steps: int, **stopping: Any) -> TrainConfig:
     )
 
 
-def train(path: Path, scores: list[float], steps: int, **stopping: Any) -> RunResult:
+def train(path, scores, steps, **stopping):
     return fit(
         Scripted([*scores, *[0.0] * 9]), config(steps, **stopping), Context(path)
     )
@@ -45,9 +42,7 @@ def train(path: Path, scores: list[float], steps: int, **stopping: Any) -> RunRe
         ({"metric": "val_mae"}, [0.1, 0.2, 0.3], 3),
     ],
 )
-def test_when_a_run_ends(
-    stopping: dict[str, Any], values: list[float], ends_after: int | None
-) -> None:
+def test_when_a_run_ends(stopping, values, ends_after):
     chosen = config(9, **stopping).early_stopping
     counted = EarlyStopping(chosen)
     for number, value in enumerate(values, 1):
@@ -55,9 +50,7 @@ def test_when_a_run_ends(
         assert (counted.words is not None) is (number == ends_after)
 
 
-def test_it_is_done_with_a_word_and_stays_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_is_done_with_a_word_and_stays_so(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         result = train(tmp_path, [0.1, 0.5, 0.4, 0.3, 0.9], 100)
     words = "stopped early: val_score has not improved in 2 evaluations (its best is 0.5 of step 4)"
@@ -77,7 +70,7 @@ def test_it_is_done_with_a_word_and_stays_so(
 
 
 @pytest.mark.parametrize("at", [2, 4, 6])
-def test_a_resume_counts_on(at: int, tmp_path: Path) -> None:
+def test_a_resume_counts_on(at, tmp_path):
     scores = [0.1, 0.5, 0.4, 0.3, 0.9]
     with pytest.raises(Power):
         fit(Scripted(scores), config(100), Context(tmp_path, cut_at_step=at))

@@ -3,12 +3,10 @@ resume go on as without.
 """
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -30,37 +28,35 @@ STEPS = 3 * PER_EPOCH
 ALL = {"every_steps": 1, "keep": 99}
 
 
-def states(path: Path) -> list[dict[str, Any]]:
+def states(path):
     """The state of every checkpoint, oldest first."""
     folders = sorted((path / "checkpoints").iterdir())
     return [torch.load(folder / "state.pt", weights_only=True) for folder in folders]
 
 
-def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def floating(state):
     return {name: one for name, one in state.items() if one.is_floating_point()}
 
 
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(
         torch.equal(ours[name], theirs[name]) for name in ours
     )
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("plain")
     train(path, checkpoint=ALL)
     return path
 
 
-def first_model() -> nn.Module:
+def first_model():
     seed_all(config().seed)
     return Tiny().model()
 
 
-def test_it_is_torchs_average_of_what_is_trained_without_it(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_it_is_torchs_average_of_what_is_trained_without_it(plain, tmp_path):
     train(tmp_path, checkpoint=ALL, ema={"decay": 0.9})
     assert curve(tmp_path) == curve(plain)
     model = first_model()
@@ -88,9 +84,7 @@ def test_it_is_torchs_average_of_what_is_trained_without_it(
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "fp16"])
-def test_a_resume_is_bit_equal(
-    precision: str, background: bool, tmp_path: Path
-) -> None:
+def test_a_resume_is_bit_equal(precision, background, tmp_path):
     changes = {
         "precision": precision,
         "ema": {"decay": 0.9},
@@ -116,7 +110,7 @@ def test_a_resume_is_bit_equal(
         )
 
 
-def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
+def test_a_step_that_the_loss_scaler_skips_does_not_count():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     scaler = GradScaler("cpu", init_scale=2.0**10)
@@ -140,7 +134,7 @@ def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
         assert torch.equal(model.weight.data, own)
 
 
-def load(path: Path, **changes: Any) -> None:
+def load(path, **changes):
     fit(
         Tiny(),
         config(max_steps=STEPS + 1, checkpoint={"every_steps": 99}, **changes),
@@ -148,9 +142,7 @@ def load(path: Path, **changes: Any) -> None:
     )
 
 
-def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(
-    plain: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(plain, tmp_path):
     train(tmp_path, ema={"decay": 0.9})
     assert "ema" not in config().tree(), "as in what older versions have saved"
     for path, changes, was in (

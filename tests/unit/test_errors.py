@@ -23,17 +23,13 @@ from trainers.errors import (
     ConfigError,
     ConfigErrors,
     DivergedError,
-    PacelineError,
     RunFailedError,
-    Status,
     StorageError,
     TooLargeError,
 )
 
 
-def named(
-    name: str, module: str = "ray.exceptions", base: type[Exception] = Exception
-) -> Exception:
+def named(name, module="ray.exceptions", base=Exception):
     """An exception of a class that only its name tells."""
     return type(name, (base,), {"__module__": module})("gone")
 
@@ -116,23 +112,23 @@ class Preempted(Exception):  # noqa: N818
         (KeyError("x"), "error"),
     ],
 )
-def test_an_exception_has_its_status(error: Exception, status: Status) -> None:
+def test_an_exception_has_its_status(error, status):
     assert classify(error) == status
     assert not (status == "out_of_memory" and failure_of(error, 0).follows)
 
 
-def test_a_real_failed_allocation_is_out_of_host_memory() -> None:
+def test_a_real_failed_allocation_is_out_of_host_memory():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert classify(raised.value) == "out_of_host_memory"
 
 
-def test_every_status_has_a_policy_and_every_failure_an_advice() -> None:
+def test_every_status_has_a_policy_and_every_failure_an_advice():
     assert set(POLICIES) == set(STATUSES)
     assert all(POLICIES[status].advice for status in STATUSES if status != "done")
 
 
-def test_a_config_error_is_field_value_rule_fix() -> None:
+def test_a_config_error_is_field_value_rule_fix():
     error = ConfigError(
         "optimizer.lr", -1, "must be greater than 0", "write `lr: 0.1`", "train.yaml"
     )
@@ -164,18 +160,18 @@ def test_a_config_error_is_field_value_rule_fix() -> None:
         RunFailedError("error", "`a` is bad", 12.5, config=True),
     ],
 )
-def test_errors_cross_processes(error: PacelineError) -> None:
+def test_errors_cross_processes(error):
     back = pickle.loads(pickle.dumps(error))  # noqa: S301
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert (back.status, back.exit_code) == (error.status, error.exit_code)
 
 
-def fail() -> None:
+def fail():
     raise KeyError("first line\nsecond line")
 
 
-def test_a_workers_exception_keeps_rank_kind_words_and_line() -> None:
+def test_a_workers_exception_keeps_rank_kind_words_and_line():
     before = time.time()
     with pytest.raises(KeyError) as raised:
         fail()
@@ -188,7 +184,7 @@ def test_a_workers_exception_keeps_rank_kind_words_and_line() -> None:
     assert str(failure).startswith("the run ended as `error`: rank 3")
 
 
-def first_of(errors: list[RunFailedError]) -> RunFailedError:
+def first_of(errors):
     """The cause, which no order of arrival changes."""
     causes = {
         RunFailedError.first(list(order)).message
@@ -203,7 +199,7 @@ GLOO = RuntimeError(
 )
 
 
-def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
+def test_the_cause_is_a_lost_worker_else_the_earliest():
     late = RunFailedError("error", "late", 2.0)
     early = RunFailedError("diverged", "early", 1.0)
     lost = RunFailedError("node_lost", "lost", 3.0)
@@ -225,9 +221,7 @@ def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
         (RunFailedError("hung", "rank 2 made no step for 9 s in setup", 9e9), "hung"),
     ],
 )
-def test_what_follows_from_another_rank_is_never_the_cause(
-    cause: RunFailedError, status: Status
-) -> None:
+def test_what_follows_from_another_rank_is_never_the_cause(cause, status):
     follow = [
         failure_of(GLOO, 0),
         failure_of(DistNetworkError("The client socket has timed out"), 1),
@@ -250,7 +244,7 @@ def test_what_follows_from_another_rank_is_never_the_cause(
     assert RunFailedError.first([cause, *follow]).status == status
 
 
-def test_without_a_dead_rank_a_collectives_own_words_remain() -> None:
+def test_without_a_dead_rank_a_collectives_own_words_remain():
     failure = first_of([failure_of(GLOO, 0), failure_of(GLOO, 1)])
     assert failure.status == "error"
     assert failure.message.startswith(
@@ -260,7 +254,7 @@ def test_without_a_dead_rank_a_collectives_own_words_remain() -> None:
     assert "network" in failure.advice
 
 
-def test_a_rank_that_does_not_answer_and_is_ended_was_hung() -> None:
+def test_a_rank_that_does_not_answer_and_is_ended_was_hung():
     """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the launcher
     kills it in the end.
     """
@@ -278,7 +272,7 @@ def test_a_rank_that_does_not_answer_and_is_ended_was_hung() -> None:
     )
 
 
-def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first() -> None:
+def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first():
     waits = RunFailedError("hung", "rank 0: the barrier after setup", 1.0, follows=True)
     hangs = RunFailedError("hung", "rank 1: setup", 2.0)
     assert (
@@ -288,8 +282,8 @@ def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first() -> None:
 
 
 def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("trainers.causes._kills_before", -1)
     assert death_of(1, -signal.SIGKILL).status == "out_of_host_memory"
     assert death_of(1, -signal.SIGSEGV).status == "node_lost"
@@ -298,7 +292,7 @@ def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(
     )
 
 
-def loader_died(how: str) -> RuntimeError:
+def loader_died(how):
     return RuntimeError(f"DataLoader worker (pid 4711) {how}")
 
 
@@ -369,16 +363,14 @@ def loader_died(how: str) -> RuntimeError:
         ),
     ],
 )
-def test_the_system_s_own_failures_are_named(
-    error: Exception, status: Status, words: str
-) -> None:
+def test_the_system_s_own_failures_are_named(error, status, words):
     failure = failure_of(error, 0)
     assert failure.status == classify(error) == status
     assert words in failure.message
     assert not failure.follows
 
 
-def test_a_full_disk_is_named_behind_any_other_exception() -> None:
+def test_a_full_disk_is_named_behind_any_other_exception():
     try:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -401,13 +393,13 @@ def test_a_full_disk_is_named_behind_any_other_exception() -> None:
 class Broken(Dataset[int]):
     """Fails at a sample, in a DataLoader's worker."""
 
-    def __init__(self, act: str) -> None:
+    def __init__(self, act):
         self.act = act
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, index: int) -> int:
+    def __getitem__(self, index):
         if self.act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise {"value": ValueError, "memory": MemoryError}[self.act]("sample 3\nis bad")
@@ -425,9 +417,7 @@ class Broken(Dataset[int]):
         ("kill", "node_lost", "was ended by SIGKILL"),
     ],
 )
-def test_a_data_loaders_worker_s_error_is_its_cause(
-    act: str, status: Status, words: str
-) -> None:
+def test_a_data_loaders_worker_s_error_is_its_cause(act, status, words):
     batches = iter(DataLoader(Broken(act), num_workers=1))
     with pytest.raises(Exception, match="DataLoader worker") as met:
         list(batches)

@@ -5,14 +5,13 @@ the ranks are.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.unit.test_loop import Tiny, curve, evaluations, train
@@ -28,10 +27,10 @@ FP32 = resolve_precision("fp32", CPU)
 
 
 class Labels(Task):
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1])
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, outputs, batch):
         return {
             "accuracy": outputs.argmax(1) == batch[1],
             "confidence": outputs.softmax(1).amax(1),
@@ -41,15 +40,15 @@ class Labels(Task):
 class Weighted(Labels):
     """The loss of a batch is a mean over weights, as over tokens."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         each = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
         return (each * batch[2]).sum() / batch[2].sum()
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return batch[2].sum()
 
 
-def data(size: int) -> TensorDataset:
+def data(size):
     generator = torch.Generator().manual_seed(size)
     inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 3, (size,), generator=generator)
@@ -58,7 +57,7 @@ def data(size: int) -> TensorDataset:
     )
 
 
-def small_model() -> nn.Module:
+def small_model():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
@@ -66,12 +65,12 @@ def small_model() -> nn.Module:
 
 
 def run(
-    task: Task,
-    dataset: TensorDataset,
-    size: int,
-    model: nn.Module | None = None,
-    group: Group | None = None,
-) -> dict[str, float]:
+    task,
+    dataset,
+    size,
+    model=None,
+    group=None,
+):
     feed = task_feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
     return evaluate(
         model or small_model(), task, feed, size, FP32, group or Group(0, 1, CPU)
@@ -81,9 +80,7 @@ def run(
 @pytest.mark.parametrize("task", [Labels(), Weighted()], ids=["samples", "weights"])
 @pytest.mark.parametrize("size", [1, 7, 64, 1797])
 @pytest.mark.parametrize("microbatch", [1, 3, 64, 256, 5000])
-def test_the_figures_are_those_of_one_plain_pass(
-    task: Task, size: int, microbatch: int
-) -> None:
+def test_the_figures_are_those_of_one_plain_pass(task, size, microbatch):
     if size // microbatch > 600:
         microbatch = size // 600
     dataset = data(size)
@@ -110,15 +107,15 @@ class Detector(Labels):
     `sometimes` not even that.
     """
 
-    def __init__(self, sometimes: bool = False) -> None:
+    def __init__(self, sometimes=False):
         self.sometimes = sometimes
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor | None:  # type: ignore[override]
+    def loss(self, outputs, batch):
         return outputs.mean() if self.sometimes and len(outputs) < 7 else None
 
 
 @pytest.mark.parametrize("size", [1, 64])
-def test_a_task_without_a_loss_in_evaluation_has_its_metrics(size: int) -> None:
+def test_a_task_without_a_loss_in_evaluation_has_its_metrics(size):
     expected = run(Labels(), data(size), 7)
     del expected["val_loss"]
     assert run(Detector(), data(size), 7) == expected
@@ -127,10 +124,10 @@ def test_a_task_without_a_loss_in_evaluation_has_its_metrics(size: int) -> None:
 class WithTorchmetrics(Labels):
     """One metric made anew for each batch, one that the task keeps."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.auroc = torchmetrics.classification.MulticlassAUROC(3)
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+    def metrics(self, outputs, batch):
         self.auroc.update(outputs.softmax(1), batch[1])
         return {
             **super().metrics(outputs, batch),
@@ -139,7 +136,7 @@ class WithTorchmetrics(Labels):
         }
 
 
-def all_metrics(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+def all_metrics(outputs, labels):
     """Of every kind of state: counts, floating sums, whole data, states that
     torchmetrics itself merges.
     """
@@ -157,7 +154,7 @@ def all_metrics(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("microbatch", [7, 64, 500])
-def test_torchmetrics_give_what_they_give_in_one_pass(microbatch: int) -> None:
+def test_torchmetrics_give_what_they_give_in_one_pass(microbatch):
     dataset = data(300)
     model = small_model()
     figures = run(WithTorchmetrics(), dataset, microbatch, model)
@@ -181,38 +178,38 @@ class Drawing(Tiny):
     mode.
     """
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = super().model()
         return self.net
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         return Jittered(super().dataset(split))
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return batch[0] + torch.randn_like(batch[0]) * random.random(), batch[1]
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         model[1].eval()
         return model(batch[0]) + np.random.rand()
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, outputs, batch):
         return {"noise": torch.rand(len(outputs))}
 
 
 class Jittered(Dataset[Any]):
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.data)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         inputs, label = self.data[index]
         return inputs + random.random() + torch.randn(4), label
 
 
 @pytest.mark.parametrize("loaders", [0, 1])
-def test_evaluation_does_not_change_training(loaders: int, tmp_path: Path) -> None:
+def test_evaluation_does_not_change_training(loaders, tmp_path):
     """However often it happens and whatever it draws; and its own figures do not follow
     from those before them.
     """
@@ -242,18 +239,18 @@ class Small(Labels):
     has seen.
     """
 
-    def __init__(self, fits: int) -> None:
+    def __init__(self, fits):
         self.fits = fits
         self.sizes = []
         self.curve = torchmetrics.classification.MulticlassAUROC(num_classes=3)
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         self.sizes.append(len(batch[0]))
         if len(batch[0]) > self.fits:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        return super().forward(model, batch)  # type: ignore[no-any-return]
+        return super().forward(model, batch)
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+    def metrics(self, outputs, batch):
         self.curve.update(outputs.softmax(1), batch[1])
         return {**super().metrics(outputs, batch), "auroc": self.curve}
 
@@ -262,9 +259,7 @@ class Small(Labels):
     "options",
     [{"num_workers": 0, "resident": False}, {"num_workers": 1}, {"resident": True}],
 )
-def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(options, caplog):
     dataset = data(100)
     model = small_model()
     group = Group(0, 1, CPU)

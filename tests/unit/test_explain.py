@@ -1,8 +1,6 @@
 """Where a run's time goes: the shares add up, and each cause is named by what it takes."""
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ HEALTHY = {
 }
 
 
-def profile(parts: dict[str, float] | None = None, **changes: Any) -> StepProfile:
+def profile(parts=None, **changes):
     """A healthy step, in ms, with what is changed."""
     parts_s = {name: value / 1e3 for name, value in (HEALTHY | (parts or {})).items()}
     step_s = sum(parts_s.values())
@@ -50,7 +48,7 @@ def profile(parts: dict[str, float] | None = None, **changes: Any) -> StepProfil
     return StepProfile(**(known | changes))
 
 
-def config(**changes: Any) -> TrainConfig:
+def config(**changes):
     keys = {
         "task": "task:T",
         "epochs": 20,
@@ -60,7 +58,7 @@ def config(**changes: Any) -> TrainConfig:
     return build(TrainConfig, keys | changes, "test")
 
 
-def result(**changes: Any) -> RunResult:
+def result(**changes):
     """Of a run that trained in half of its time."""
     known = {
         "status": "done",
@@ -111,7 +109,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_a_cause_is_named_by_what_it_takes_of_a_step(kind: str) -> None:
+def test_a_cause_is_named_by_what_it_takes_of_a_step(kind):
     measured, changes, expected = STEPS[kind]
     (found,) = name_causes(config(**changes), None, measured)
     assert (found.kind, found.changes) == (kind, expected)
@@ -119,21 +117,21 @@ def test_a_cause_is_named_by_what_it_takes_of_a_step(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_records_show_what_lies_outside_a_step(kind: str) -> None:
+def test_records_show_what_lies_outside_a_step(kind):
     of_run = RECORDS[kind]
     (found,) = name_causes(config(), of_run, profile())
     assert (found.kind, found.changes) == (kind, {})
     assert sum(run_shares(of_run, profile()).values()) == pytest.approx(1)
 
 
-def test_a_healthy_run_has_no_cause() -> None:
+def test_a_healthy_run_has_no_cause():
     assert name_causes(config(), result(), profile()) == []
     assert name_causes(config(), result(), None) == []
     shares = run_shares(result(), None)
     assert (shares["evaluation"], sum(shares.values())) == pytest.approx((0.02, 1))
 
 
-def test_a_run_without_a_profile_is_explained_by_its_records(tmp_path: Path) -> None:
+def test_a_run_without_a_profile_is_explained_by_its_records(tmp_path):
     spec = make(tmp_path)
     done = run_training(spec, fresh=False)
     assert (done.pauses.evaluations, done.pauses.checkpoints) == (3, 3)
@@ -142,7 +140,7 @@ def test_a_run_without_a_profile_is_explained_by_its_records(tmp_path: Path) -> 
     assert {"steps", "evaluation", "checkpoints"} <= found.shares.keys()
 
 
-def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_profile_takes_steps_and_leaves_nothing(tmp_path):
     spec = make(tmp_path, microbatch_size=6)
     job = ProfileJob(**asdict(spec), seconds=0.01)
     found = job.read_result(
@@ -156,13 +154,13 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_both_configurations_are_run_where_a_key_is_to_be_changed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     keys = tree(tmp_path, launcher="spawn", microbatch_size=6)
     (tmp_path / "train.yaml").write_text(dump_yaml(keys))
     asked = []
 
-    def workers(job: Any) -> Any:
+    def workers(job):
         asked.append(job)
         if isinstance(job, CompareJob):
             return Gain(0.3, 0.2, 0.4)
@@ -182,7 +180,7 @@ def test_both_configurations_are_run_where_a_key_is_to_be_changed(
     )
 
 
-def test_a_configuration_s_own_task_is_run(tmp_path: Path) -> None:
+def test_a_configuration_s_own_task_is_run(tmp_path):
     spec = make(tmp_path, max_steps=1000, task_args={"pids": str(tmp_path / "old")})
     new = {
         **spec.tree,

@@ -5,14 +5,12 @@ error one sentence.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors
 import safetensors.torch
 import torch
 
-from tests.conftest import Command
 from tests.specs import make
 from trainers.__main__ import main
 from trainers.checkpoint.checkpoints import Checkpoints
@@ -21,14 +19,13 @@ from trainers.inference.saved_run import export
 from trainers.launch.find_task import load_task
 from trainers.launch.local import run_local
 from trainers.launch.run_directory import prepare_storage
-from trainers.launch.spec import RunSpec
 from trainers.storage import Storage
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+def spec(tmp_path_factory):
     """A finished run with checkpoints of steps 20 and 30, 10 being the worst by
     `val_loss` (its best_mode is max).
     """
@@ -43,14 +40,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     return made
 
 
-def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read(path):
     with safetensors.safe_open(path, "pt") as file:
         return safetensors.torch.load_file(path), file.metadata()
 
 
-def test_the_file_loads_into_the_bare_model_bit_equal(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+def test_the_file_loads_into_the_bare_model_bit_equal(spec, tmp_path):
     out = tmp_path / "below" / "model.safetensors"
     assert main(["export", spec.uri, "--out", str(out)]) == 0
     weights, described = read(out)
@@ -83,9 +78,7 @@ def test_the_file_loads_into_the_bare_model_bit_equal(
     ("which", "step"),
     [("newest", "30"), ("best", "10"), ("step-10", "10"), ("step-30", "30")],
 )
-def test_the_checkpoint_may_be_chosen(
-    spec: RunSpec, tmp_path: Path, which: str, step: str
-) -> None:
+def test_the_checkpoint_may_be_chosen(spec, tmp_path, which, step):
     assert (
         main(
             [
@@ -107,7 +100,7 @@ def test_the_checkpoint_may_be_chosen(
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
-def write_model(spec: RunSpec, tmp_path: Path, model: dict[str, Any]) -> str:
+def write_model(spec, tmp_path, model):
     """A run beside the real one whose only checkpoint holds this model."""
     run = Storage(str(tmp_path / "made"))
     run.write("config.yaml", spec.storage.read("config.yaml"))
@@ -131,9 +124,7 @@ def write_model(spec: RunSpec, tmp_path: Path, model: dict[str, Any]) -> str:
     return run.uri
 
 
-def test_tied_transposed_and_sliced_tensors_are_written_whole(
-    spec: RunSpec, tmp_path: Path
-) -> None:
+def test_tied_transposed_and_sliced_tensors_are_written_whole(spec, tmp_path):
     table = torch.randn(6, 4)
     model = {
         "embedding": table,
@@ -153,9 +144,7 @@ def test_tied_transposed_and_sliced_tensors_are_written_whole(
         assert torch.equal(weights[name], tensor), name
 
 
-def test_neither_ray_nor_the_task_is_needed(
-    spec: RunSpec, tmp_path: Path, command: Command
-) -> None:
+def test_neither_ray_nor_the_task_is_needed(spec, tmp_path, command):
     """From another directory, with the import of Ray and of the task's package blocked."""
     script = (
         "import sys; sys.modules['ray'] = None; sys.modules['tests'] = None\n"

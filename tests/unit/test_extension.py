@@ -4,28 +4,26 @@ and what is refused.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.specs import REPOSITORY
 from trainers.config.yaml import dump_yaml
-from trainers.errors import ConfigError, Status
+from trainers.errors import ConfigError
 from trainers.lease import held
 from tune.__main__ import main
 from tune.sweeps.extension import apply_extension, order_extension
 from tune.sweeps.spec import (
     SAVED,
-    SweepSpec,
     is_complete,
     num_missing,
     prepare,
     read_saved,
     read_sweep,
 )
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import Purpose, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 TRAIN: dict[str, Any] = {
     "task": "tests.tasks:Blobs",
@@ -38,9 +36,7 @@ REACHED = [0.5, 0.7, 0.8, 0.9]
 NEVER = [0.5, 0.6, 0.6, 0.7]
 
 
-def begin(
-    tmp_path: Path, train: dict[str, Any] | None = None, **keys: Any
-) -> SweepSpec:
+def begin(tmp_path, train=None, **keys):
     """A sweep in its directory."""
     space = {"global_batch_size": [8, 16]}
     tree = {
@@ -56,11 +52,11 @@ def begin(
 
 
 def record(
-    config: dict[str, Any],
-    accuracies: list[float],
-    status: Status = "done",
-    purpose: Purpose = "trial",
-) -> TrialRecord:
+    config,
+    accuracies,
+    status="done",
+    purpose="trial",
+):
     """A trial that was evaluated after each epoch, of a second and ten steps."""
     curve = [
         {
@@ -84,9 +80,7 @@ def record(
     )
 
 
-def extended(
-    spec: SweepSpec, records: list[TrialRecord], **keys: Any
-) -> dict[str, TrialRecord]:
+def extended(spec, records, **keys):
     """The records that are left once the sweep is extended; dots are `__`."""
     journal = Journal(spec.storage)
     for one in records:
@@ -110,11 +104,11 @@ def extended(
     return once
 
 
-def by_id(records: list[TrialRecord]) -> dict[str, TrialRecord]:
+def by_id(records):
     return {one.id: one for one in records}
 
 
-def test_more_points_leave_what_is_known(tmp_path: Path) -> None:
+def test_more_points_leave_what_is_known(tmp_path):
     spec = begin(tmp_path)
     known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
     left = extended(spec, known, space__global_batch_size=[8, 16, 32], budget__trials=3)
@@ -126,10 +120,10 @@ def test_more_points_leave_what_is_known(tmp_path: Path) -> None:
         ConfigError
     ) as raised:  # the file that it was begun with is another sweep by now
         prepare(read_sweep(str(tmp_path / "sweep.yaml"), {}), fresh=False)
-    assert f"python -m tune extend {spec.uri}" in str(raised.value)
+    assert f"python -m tune {spec.uri}" in str(raised.value)
 
 
-def test_trials_are_longer_that_were_trained_to_their_end(tmp_path: Path) -> None:
+def test_trials_are_longer_that_were_trained_to_their_end(tmp_path):
     """Those that ended early by their own evaluations, by the search, by hand or by an
     error would end so again.
     """
@@ -147,7 +141,7 @@ def test_trials_are_longer_that_were_trained_to_their_end(tmp_path: Path) -> Non
     assert read_saved(spec.uri).train["epochs"] == 8
 
 
-def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path: Path) -> None:
+def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path):
     spec = begin(tmp_path, space={"epochs": [3, 4], "global_batch_size": [8]})
     known = [
         record({"epochs": epochs, "global_batch_size": 8}, NEVER[:epochs])
@@ -173,10 +167,8 @@ def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path: Path) -> None:
         (("time_to_target", 0.8), "val_accuracy", {8}),
     ],
 )
-def test_another_objective_looks_at_what_was_recorded(
-    tmp_path: Path, then: Any, now: Any, goes_on: set[int]
-) -> None:
-    def objective(of: Any) -> dict[str, Any]:
+def test_another_objective_looks_at_what_was_recorded(tmp_path, then, now, goes_on):
+    def objective(of):
         return (
             {"metric": of}
             if isinstance(of, str)
@@ -219,8 +211,8 @@ def test_another_objective_looks_at_what_was_recorded(
 
 
 def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     spec = begin(tmp_path)
     known = [record({"global_batch_size": size}, NEVER) for size in (8, 16)]
     left = extended(spec, known, **{"space__optimizer.lr": [0.2, 0.1]})
@@ -241,8 +233,8 @@ def test_a_new_key_of_the_space_has_the_value_that_all_trials_had(
     ],
 )
 def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
-    tmp_path: Path, keys: dict[str, Any], field: str
-) -> None:
+    tmp_path, keys, field
+):
     spec = begin(tmp_path)
     before = spec.storage.names()
     with pytest.raises(ConfigError) as raised:
@@ -252,7 +244,7 @@ def test_what_would_be_another_sweep_is_refused_before_anything_is_written(
     assert not is_complete(spec)
 
 
-def test_extensions_add_up_whoever_applies_them(tmp_path: Path) -> None:
+def test_extensions_add_up_whoever_applies_them(tmp_path):
     """Each is in the directory before the process that has the lease applies it, which
     may be another one.
     """
@@ -264,9 +256,7 @@ def test_extensions_add_up_whoever_applies_them(tmp_path: Path) -> None:
     assert (again.train["epochs"], again.config.objective.metric) == (8, "val_accuracy")
 
 
-def test_the_command_extends_a_sweep_and_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):
     """All that it needs is known: no cluster is started for it.
 
     One that runs is told, and goes on by itself.
@@ -280,7 +270,7 @@ def test_the_command_extends_a_sweep_and_answers(
         "--objective.metric",
         "val_accuracy",
     ]
-    assert main(["extend", spec.uri, *keys]) == 0
+    assert main([spec.uri, *keys]) == 0
     told = capsys.readouterr()
     assert "many is extended: what is known of 2 trials stays" in (
         told.out + told.err
@@ -289,7 +279,7 @@ def test_the_command_extends_a_sweep_and_answers(
         "id"
     ] == trial_id({"global_batch_size": 16})
     with held(spec.storage, SAVED):
-        assert main(["extend", spec.uri, "--train.epochs", "6"]) == 0
+        assert main([spec.uri, "--train.epochs", "6"]) == 0
         assert main(["resume", spec.uri]) == 2
     assert (
         "it goes on with train.epochs once its trials have ended"

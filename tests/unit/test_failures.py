@@ -2,20 +2,16 @@
 failure beyond it.
 """
 
-from pathlib import Path
-
 import pytest
 
 from trainers.config.sections import FailureConfig
-from trainers.errors import RunFailedError, Status
+from trainers.errors import RunFailedError
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.storage import Storage
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3])
-def test_a_kind_restarts_as_often_as_its_budget_says(
-    tmp_path: Path, budget: int
-) -> None:
+def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path, budget):
     policy = FailurePolicy(
         FailureConfig(error=budget, out_of_host_memory=5), Storage(str(tmp_path))
     )
@@ -29,8 +25,8 @@ def test_a_kind_restarts_as_often_as_its_budget_says(
 
 
 def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     policy = FailurePolicy(FailureConfig(), Storage(str(tmp_path)))
     for _ in range(50):
         policy.after_exception(None, {0: failure("node_lost")})
@@ -38,7 +34,7 @@ def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(
 
 
 @pytest.mark.parametrize("ended", ["node_lost", "gloo"])
-def test_a_group_that_its_watchdogs_ended_has_hung(tmp_path: Path, ended: str) -> None:
+def test_a_group_that_its_watchdogs_ended_has_hung(tmp_path, ended):
     """To Ray a watchdog's exit is a worker's death; what the ranks saved names the
     culprit first.
     """
@@ -65,7 +61,7 @@ def test_a_group_that_its_watchdogs_ended_has_hung(tmp_path: Path, ended: str) -
 
 
 class WorkerHealthCheckFailedError(Exception):
-    def __init__(self, failure: Exception) -> None:
+    def __init__(self, failure):
         super().__init__("A worker health check failed.")
         self.health_check_failure = failure
 
@@ -90,7 +86,7 @@ DIED = (
         ("died because its node has died. Node Id: 12", "because its node has died"),
     ],
 )
-def test_a_dead_worker_of_rays_says_who_died_and_how(words: str, how: str) -> None:
+def test_a_dead_worker_of_rays_says_who_died_and_how(words, how):
     found = as_failure(
         1, WorkerHealthCheckFailedError(ActorDiedError(DIED.format(words)))
     )
@@ -99,8 +95,8 @@ def test_a_dead_worker_of_rays_says_who_died_and_how(words: str, how: str) -> No
 
 
 def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     policy = FailurePolicy(FailureConfig(node_lost=0), Storage(str(tmp_path)))
     gloo = RuntimeError(
         "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
@@ -114,5 +110,5 @@ def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(
     assert met.value.message.startswith("rank 1 (pid 4711")
 
 
-def failure(status: Status, smaller: bool = False) -> RunFailedError:
+def failure(status, smaller=False):
     return RunFailedError(status, "of rank 0", 1.0, smaller=smaller)

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import copy
 import random
-from pathlib import Path
-from typing import Any
+import re
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from tests.unit.test_loop import Context, Power, config, curve, train
 from tests.unit.test_phases import Adversarial
@@ -42,18 +43,18 @@ class Table(Task):
     the row.
     """
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         self.how = how
         self.parts = self.split() if how == "constructor" else None
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(8, 1)
 
-    def dataset(self, split: str) -> Dataset[Any] | None:
+    def dataset(self, split):
         train, val = self.parts or self.split()
         return train if split == "train" else val
 
-    def split(self) -> tuple[Dataset[Any], Dataset[Any]]:
+    def split(self):
         x = torch.randn(500, 8, generator=torch.Generator().manual_seed(5))
         table = TensorDataset(torch.arange(500.0)[:, None], x, x.sum(1, keepdim=True))
         if self.how in ("random_split", "constructor"):
@@ -74,14 +75,14 @@ class Table(Task):
             table, rows[400:]
         )
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         return model(batch[1])
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.mse_loss(outputs, batch[2])
 
 
-def random_state() -> list[Any]:
+def random_state():
     generator = np.random.get_state()
     return [torch.get_rng_state().tolist(), generator[1].tolist(), random.getstate()]
 
@@ -89,7 +90,7 @@ def random_state() -> list[Any]:
 @pytest.mark.parametrize(
     "how", ["random_split", "constructor", "numpy", "python", "torch"]
 )
-def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> None:
+def test_a_random_split_is_the_same_in_every_call_process_and_seed(how):
     found = []
     for seed in (0, 7):
         seed_all(seed)
@@ -107,8 +108,8 @@ def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> 
     ("how", "said"),
     [("entropy", "refused"), ("entropy in tensors", "warned"), ("all", "warned")],
 )
-def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
-    def run() -> list[str]:
+def test_validation_rows_in_training_are_said(how, said):
+    def run():
         return train(
             None, Table(how), max_steps=1, global_batch_size=50, microbatch_size="auto"
         ).warnings
@@ -144,9 +145,7 @@ def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
         ({"global_batch_size": 400}, None),
     ],
 )
-def test_a_batch_larger_than_the_data_is_refused(
-    changes: dict[str, Any], field: str | None
-) -> None:
+def test_a_batch_larger_than_the_data_is_refused(changes, field):
     options = {"max_steps": 1, "microbatch_size": "auto", **changes}
     if field is None:
         assert train(None, Table("torch"), **options).samples == 400
@@ -161,11 +160,11 @@ class Together(Table):
     or its own statistics.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__("torch")
         self.kind = kind
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         x = batch[1]
         if self.kind == "statistics":
             x = (x - x.mean(0)) / x.std(0)
@@ -179,9 +178,7 @@ class Together(Table):
 @pytest.mark.parametrize(
     ("kind", "said"), [("statistics", 1), ("padding", 1), ("noise", 0), ("alone", 0)]
 )
-def test_figures_that_depend_on_the_evaluation_batch_are_said(
-    kind: str, said: int
-) -> None:
+def test_figures_that_depend_on_the_evaluation_batch_are_said(kind, said):
     result = train(
         None, Together(kind), max_steps=1, global_batch_size=50, microbatch_size=50
     )
@@ -189,14 +186,14 @@ def test_figures_that_depend_on_the_evaluation_batch_are_said(
     assert all("evaluate.microbatch_size" in words for words in result.warnings)
 
 
-def windows(path: Path) -> list[tuple[int, float]]:
+def windows(path):
     return [(step, loss) for step, _, loss in curve(path)]
 
 
 @pytest.mark.parametrize("phased", [False, True])
 def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(
-    phased: bool, tmp_path: Path
-) -> None:
+    phased, tmp_path
+):
     options = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
     task = Adversarial if phased else lambda: Table("torch")
     if not phased:
@@ -245,17 +242,17 @@ def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(
 class Shaped(Table):
     """One method gives something of another shape."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         super().__init__("torch")
         self.given = given
 
-    def loss(self, outputs: Tensor, batch: Any) -> Any:
+    def loss(self, outputs, batch):
         return self.given.get("loss", torch.mean)((outputs - batch[2]) ** 2)
 
-    def weight(self, batch: Any) -> Any:
+    def weight(self, batch):
         return self.given.get("weight", len)(batch[0])
 
-    def metrics(self, outputs: Tensor, batch: Any) -> Any:
+    def metrics(self, outputs, batch):
         return self.given.get("metrics", lambda error: {})((outputs - batch[2]).abs())
 
 
@@ -293,9 +290,7 @@ class Shaped(Table):
         ),
     ],
 )
-def test_shapes_are_refused_before_training(
-    given: dict[str, Any], field: str | None, tmp_path: Path
-) -> None:
+def test_shapes_are_refused_before_training(given, field, tmp_path):
     options = {
         "max_steps": 3,
         "global_batch_size": 50,
@@ -313,19 +308,73 @@ def test_shapes_are_refused_before_training(
     assert not list((tmp_path / "log").glob("*"))
 
 
+class Returns(Table):
+    """Returns something else than a dataset."""
+
+    def __init__(self, what):
+        super().__init__("torch")
+        self.what = what
+
+    def dataset(self, split):
+        return self.what
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (pd.DataFrame({"x": [1.0]}), '"DataFrame", but must be indexed by sample'),
+        (pa.table({"x": [1.0]}), '"Table", but must be indexed by sample'),
+        (DataLoader([1.0]), "return its `.dataset`"),
+        ((torch.ones(4, 2), torch.ones(4)), "return TensorDataset"),
+        (TensorDataset, "return an instance"),
+        (iter([1.0]), "return a map-style dataset"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_dataset_is_refused_in_one_sentence(what, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        train(None, Returns(what), max_steps=1, global_batch_size=1)
+    assert raised.value.field == 'dataset("train")'
+
+
+class Clears(Table):
+    """Clears gradients where the run does not expect it."""
+
+    def __init__(self, to_none):
+        super().__init__("torch")
+        self.to_none = to_none
+
+    def optimizer(self, model, config):
+        self.made = torch.optim.SGD(model.parameters(), lr=0.1)
+        return self.made
+
+    def loss(self, outputs, batch):
+        self.made.zero_grad(set_to_none=self.to_none)
+        return super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_a_loss_clears_are_noticed(to_none):
+    options = {"max_steps": 2, "global_batch_size": 50}
+    assert train(None, Clears(to_none), microbatch_size=50, **options).steps == 2
+    with pytest.raises(ConfigError, match="leave out zero_grad") as raised:
+        train(None, Clears(to_none), microbatch_size=25, **options)
+    assert raised.value.field == "Clears.loss()"
+
+
 class Teacher(Table):
     """A copy of the model, which may follow it."""
 
-    def __init__(self, follows: bool) -> None:
+    def __init__(self, follows):
         super().__init__("torch")
         self.follows = follows
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
         self.teacher = copy.deepcopy(model).requires_grad_(False)
         return model
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         if self.follows:
             for theirs, ours in zip(
                 self.teacher.parameters(), model.parameters(), strict=True
@@ -334,16 +383,14 @@ class Teacher(Table):
 
 
 class KeptTeacher(Teacher):
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"teacher": self.teacher.state_dict()}
 
 
 @pytest.mark.parametrize(
     ("task", "said"), [(Teacher(True), 1), (Teacher(False), 0), (KeptTeacher(True), 0)]
 )
-def test_what_changes_and_no_checkpoint_has_is_said(
-    task: Teacher, said: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_changes_and_no_checkpoint_has_is_said(task, said, tmp_path, caplog):
     train(
         tmp_path,
         task,
@@ -356,7 +403,7 @@ def test_what_changes_and_no_checkpoint_has_is_said(
     assert [record.levelname for record in caplog.records].count("WARNING") == said
 
 
-def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
+def test_a_packed_sequence_keeps_its_sizes_on_the_host():
     packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
     moved = map_tensors(lambda tensor: tensor.to("meta"), {"words": packed})["words"]
     assert (moved.data.is_meta, moved.sorted_indices.is_meta) == (True, True)

@@ -2,12 +2,10 @@
 have, utilisation.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from trainers.model.precision import resolve_precision
 from trainers.step.flops import count_flops, gpu_peak, utilisation
@@ -20,26 +18,24 @@ CPU = torch.device("cpu")
 class Rows(Task):
     """24 rows of 4 numbers; the loss is the mean of the outputs."""
 
-    def __init__(self, shape: tuple[int, ...] = (4,)) -> None:
+    def __init__(self, shape=(4,)):
         self.shape = shape
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         return TensorDataset(torch.randn(24, *self.shape))
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return outputs.float().mean()
 
 
-def count(
-    task: Task, model: nn.Module, size: int = 6, precision: str = "fp32"
-) -> float | None:
+def count(task, model, size=6, precision="fp32"):
     spec = resolve_precision(precision, CPU)
     return count_flops(
         ForwardPass(model, task, spec, CPU), task.dataset("train"), torch.arange(size)
     )
 
 
-def test_a_linear_layer_by_hand() -> None:
+def test_a_linear_layer_by_hand():
     """2 x in x out forward, the same for the weight's gradient and, past the first
     layer, for the input's.
     """
@@ -52,7 +48,7 @@ def test_a_linear_layer_by_hand() -> None:
     assert count(Rows(), model, precision="bf16") == expected
 
 
-def test_a_convolution_by_hand() -> None:
+def test_a_convolution_by_hand():
     model = nn.Conv2d(2, 5, kernel_size=3, padding=1)
     assert count(Rows((2, 7, 7)), model) == 2 * (2 * 7 * 7 * 5 * 2 * 3 * 3)
 
@@ -75,13 +71,13 @@ def test_a_convolution_by_hand() -> None:
         ("NVIDIA Something New", "fp32", None),
     ],
 )
-def test_peaks_by_name(gpu: str, precision: str, tflops: float | None) -> None:
+def test_peaks_by_name(gpu, precision, tflops):
     assert gpu_peak(gpu, precision) == (
         None if tflops is None else pytest.approx(tflops * 1e12)
     )
 
 
-def test_utilisation_is_over_all_workers() -> None:
+def test_utilisation_is_over_all_workers():
     assert utilisation(2e9, 1000.0, 4, 1e12) == pytest.approx(0.5)
     assert utilisation(None, 1000.0, 4, 1e12) is None
     assert utilisation(2e9, 1000.0, 4, None) is None

@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,34 +19,34 @@ from tune.forks.zygote import Preload
 
 
 @pytest.fixture
-def name() -> str:
+def name():
     """Of a sweep."""
     return uuid.uuid4().hex[:12]
 
 
 @pytest.fixture
-def parent(name: str) -> Iterator[Zygote]:
+def parent(name):
     """A zygote, whose trials start at once: no import, a new interpreter each."""
     with contextlib.closing(Zygote(name, Preload(forks=False))) as one:
         yield one
 
 
-def ask(channel: Any, *arguments: Any) -> Any:
+def ask(channel, *arguments):
     """Run in a trial: ask the other side, and return its answer."""
     return channel.call("answer", *arguments)
 
 
-def die(channel: Any, number: int) -> None:
+def die(channel, number):
     """Run in a trial: end by a signal."""
     os.kill(os.getpid(), number)
 
 
 class Asked:
-    def answer(self, left: int, right: int) -> int:
+    def answer(self, left, right):
         return left // right
 
 
-def test_a_fork_asks_and_answers_and_is_missed(parent: Zygote) -> None:
+def test_a_fork_asks_and_answers_and_is_missed(parent):
     here = "tests.unit.test_forks"
     assert parent.fork(f"{here}:ask", 6, 3).serve(Asked()) == 2
     with pytest.raises(NoOutcomeError) as failed:
@@ -59,7 +57,7 @@ def test_a_fork_asks_and_answers_and_is_missed(parent: Zygote) -> None:
     assert killed.value.code == -signal.SIGKILL
 
 
-def test_a_zygote_outlives_the_process_that_started_it(name: str) -> None:
+def test_a_zygote_outlives_the_process_that_started_it(name):
     start = f"""
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
@@ -90,14 +88,12 @@ input()
     assert not second._directory.exists()
 
 
-def test_a_zygote_that_is_about_to_end_costs_no_trial(
-    parent: Zygote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_zygote_that_is_about_to_end_costs_no_trial(parent, monkeypatch):
     parent.hold()
     connect = client.Zygote._connect
     left = ["as it ends"]
 
-    def too_late(self: Zygote) -> Any:
+    def too_late(self):
         if left:
             left.pop()
             other = Zygote(parent._directory.name.split("-")[2], Preload(forks=False))
@@ -111,7 +107,7 @@ def test_a_zygote_that_is_about_to_end_costs_no_trial(
     assert parent.fork("tests.unit.test_forks:ask", 6, 3).serve(Asked()) == 2
 
 
-def test_an_import_that_never_ends_keeps_no_zygote(name: str, tmp_path: Path) -> None:
+def test_an_import_that_never_ends_keeps_no_zygote(name, tmp_path):
     begun = tmp_path / "begun"
     Path(tmp_path, "endless.py").write_text(
         f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(3600)\n"

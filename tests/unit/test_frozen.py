@@ -3,20 +3,15 @@ bit; another base refused.
 """
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim import Optimizer
 
 from tests.unit.test_loop import Context, Tiny, check_resume, config, curve, train
-from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
-from trainers.task import Task
 
 TRAINED = {"checkpoint": {"every_steps": 1, "parameters": "trained", "keep": 99}}
 
@@ -24,12 +19,12 @@ TRAINED = {"checkpoint": {"every_steps": 1, "parameters": "trained", "keep": 99}
 class LowRank(nn.Module):
     """An update of rank 2, as LoRA has it."""
 
-    def __init__(self, rows: int, columns: int) -> None:
+    def __init__(self, rows, columns):
         super().__init__()
         self.down = nn.Parameter(torch.randn(2, columns))
         self.up = nn.Parameter(torch.zeros(rows, 2))
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight):
         return weight + self.up @ self.down
 
 
@@ -38,12 +33,12 @@ class Adapted(Tiny):
     the same.
     """
 
-    def __init__(self, base: int = 1, changes: str = "") -> None:
+    def __init__(self, base=1, changes=""):
         super().__init__()
         self.base = base
         self.changes = changes
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
         generator = torch.Generator().manual_seed(self.base)
         for parameter in model.parameters():
@@ -56,14 +51,14 @@ class Adapted(Tiny):
             )
         return model
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         if step == 3 and self.changes == "by hand":
             model[0].bias.mul_(0.5)
         if step == 3 and self.changes == "unfrozen":
             model[0].bias.requires_grad_(True)
 
 
-def state(path: Path, step: int = 15) -> dict[str, Any]:
+def state(path, step=15):
     return torch.load(
         path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True
     )
@@ -77,7 +72,7 @@ LEARNED = {
 STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
-def test_checkpoints_hold_what_is_trained_and_all_buffers(tmp_path: Path) -> None:
+def test_checkpoints_hold_what_is_trained_and_all_buffers(tmp_path):
     train(tmp_path / "all", Adapted(), checkpoint={"every_steps": 1})
     train(tmp_path / "trained", Adapted(), **TRAINED)
     assert curve(tmp_path / "trained") == curve(tmp_path / "all")
@@ -94,7 +89,7 @@ def test_checkpoints_hold_what_is_trained_and_all_buffers(tmp_path: Path) -> Non
 class Given(Adapted):
     """Its optimizer has the frozen part, too, as in many scripts."""
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         return torch.optim.AdamW(model.parameters(), config.optimizer.lr)
 
 
@@ -102,13 +97,11 @@ class Given(Adapted):
 @pytest.mark.parametrize(
     "more", [{}, {"ema": {"decay": 0.9}}, {"precision": "bf16-pure"}]
 )
-def test_a_resume_is_bit_equal(
-    more: dict[str, Any], task: type[Task], tmp_path: Path
-) -> None:
+def test_a_resume_is_bit_equal(more, task, tmp_path):
     check_resume(tmp_path, task, 7, **TRAINED, **more)
 
 
-def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_base_is_refused_by_name(tmp_path):
     train(tmp_path, Adapted(), **TRAINED)
     longer = config(**TRAINED, epochs=4)
     with pytest.raises(
@@ -126,9 +119,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", ["by hand", "unfrozen"])
-def test_what_changes_all_the_same_is_not_lost_in_silence(
-    changes: str, tmp_path: Path
-) -> None:
+def test_what_changes_all_the_same_is_not_lost_in_silence(changes, tmp_path):
     with pytest.raises(
         ConfigError,
         match=re.escape(

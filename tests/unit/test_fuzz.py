@@ -12,9 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -70,12 +68,12 @@ SWEEP_KEYS = [key for key, _, _ in entries(SweepConfig)] + list(SweepConfig.fore
 
 
 @pytest.fixture(autouse=True)
-def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_the_repository(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
 
 
 @contextlib.contextmanager
-def refused_in_one_sentence() -> Iterator[None]:
+def refused_in_one_sentence():
     """An error of ours is one printable line with field, rule and fix; any other is the
     test's failure.
     """
@@ -93,7 +91,7 @@ def refused_in_one_sentence() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def door() -> Iterator[Path]:
+def door():
     """A new directory, in which an input is read."""
     directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
     try:
@@ -103,7 +101,7 @@ def door() -> Iterator[Path]:
         shutil.rmtree(directory)
 
 
-def write(directory: Path, data: bytes) -> str:
+def write(directory, data):
     path = directory / "given.yaml"
     path.write_bytes(data)
     return str(path)
@@ -156,7 +154,7 @@ REPEATED = [
 """What comes before, what comes again and again, and what comes after."""
 
 
-def laughs(levels: int, width: int) -> str:
+def laughs(levels, width):
     """Aliases of aliases: `width` to the power of `levels` values in a few lines."""
     lines = ["a0: &a0 x"] + [
         f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * width)}]" for n in range(1, levels)
@@ -173,7 +171,7 @@ RAW = st.one_of(
 )
 
 
-def paths(tree: Any, prefix: str = "") -> Iterator[str]:
+def paths(tree, prefix=""):
     """The dotted path of every part, of those whose keys have no dots."""
     if isinstance(tree, dict | list):
         for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -183,7 +181,7 @@ def paths(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 @st.composite
-def trees(draw: st.DrawFn, bases: list[Any], keys: list[str]) -> Any:
+def trees(draw, bases, keys):
     """A good tree with some parts replaced, removed or added."""
     tree = copy.deepcopy(draw(st.sampled_from(bases)))
     for _ in range(draw(st.integers(0, 3))):
@@ -202,7 +200,7 @@ def trees(draw: st.DrawFn, bases: list[Any], keys: list[str]) -> Any:
 
 
 @st.composite
-def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
+def damaged(draw, whole):
     """Bytes with some of them changed, or cut."""
     data = bytearray(draw(whole))
     for _ in range(draw(st.integers(1, 4))):
@@ -214,11 +212,11 @@ def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
     )
 
 
-def dump(tree: Any) -> bytes:
+def dump(tree):
     return str(yaml.safe_dump(tree, sort_keys=False)).encode(errors="surrogatepass")
 
 
-def files(bases: list[Any], keys: list[str] | None = None) -> st.SearchStrategy[bytes]:
+def files(bases, keys=None):
     """What somebody may have in a YAML file that should hold one of `bases`."""
     good = trees(bases, keys or []).map(dump)
     raw = RAW.map(lambda text: text.encode(errors="surrogatepass"))
@@ -229,13 +227,13 @@ def files(bases: list[Any], keys: list[str] | None = None) -> st.SearchStrategy[
 
 
 @given(files([TRAIN], TRAIN_KEYS))
-def test_train_yaml(data: bytes) -> None:
+def test_train_yaml(data):
     with door() as directory:
         read_spec(write(directory, data), {})
 
 
 @given(files([SWEEP, DRAWN], SWEEP_KEYS))
-def test_sweep_yaml(data: bytes) -> None:
+def test_sweep_yaml(data):
     with door() as directory:
         read_sweep(write(directory, data), {})
 
@@ -249,7 +247,7 @@ TYPED = (
 
 
 @given(st.lists(st.tuples(NAMES, TYPED, st.booleans()), max_size=4))
-def test_overrides(options: list[tuple[str, str, bool]]) -> None:
+def test_overrides(options):
     words = [
         [f"--{name}={value}"] if joined else [f"--{name}", value]
         for name, value, joined in options
@@ -278,7 +276,7 @@ CLUSTERS = [
 
 
 @given(files(CLUSTERS))
-def test_cluster_files(data: bytes) -> None:
+def test_cluster_files(data):
     out = io.StringIO()
     err = io.StringIO()
     with (
@@ -299,7 +297,7 @@ def test_cluster_files(data: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     """Two whole checkpoints, the second by rows, a result, a log, a trial, and what is
     known of microbatches.
     """
@@ -356,7 +354,7 @@ READERS = [
 
 @pytest.mark.parametrize("pattern", ["checkpoints/*/*", "*.json", "log/*", "trials/*"])
 @given(data=st.data())
-def test_files_of_a_run_or_sweep(pattern: str, kept: Path, data: st.DataObject) -> None:
+def test_files_of_a_run_or_sweep(pattern, kept, data):
     name = data.draw(
         st.sampled_from(
             sorted(str(path.relative_to(kept)) for path in kept.glob(pattern))

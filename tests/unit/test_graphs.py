@@ -7,13 +7,11 @@ What only CUDA can show is in tests/gpu/test_graphs_gpu.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
@@ -21,7 +19,6 @@ from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.model.precision import resolve_precision
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.forward import ForwardPass
-from trainers.step.proof import Pass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
@@ -39,22 +36,22 @@ class Fake:
     it was recorded with.
     """
 
-    def __init__(self, failure: BaseException | None = None) -> None:
+    def __init__(self, failure=None):
         self.events = []
         self.failure = failure
         self.recording = lambda: None
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work):
         self.events.append("run")
         work()
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work):
         self.events.append("record")
         self.recording()
         if self.failure is not None:
             raise self.failure
 
-        def replay() -> None:
+        def replay():
             self.events.append("replay")
             work()
 
@@ -64,8 +61,8 @@ class Fake:
 class Step(GraphedStep):
     """Leaves no events of the passes that are thrown away: these are proofs."""
 
-    def _pass(self, step: Callable[[], None]) -> Pass:
-        events = self._capture.events  # type: ignore[attr-defined]
+    def _pass(self, step):
+        events = self._capture.events
         before = list(events)
         found = super()._pass(step)
         events[:] = before
@@ -73,49 +70,49 @@ class Step(GraphedStep):
 
 
 class Regression(Task):
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         targets = batch["y"] if isinstance(batch, dict) else batch[1]
         return (outputs.squeeze(-1) - targets).square().mean()
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         return model(batch["x"] if isinstance(batch, dict) else batch[0])
 
 
 class Weighted(Regression):
     """Another weight than samples, so that shares are tensors."""
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return batch[1].abs().sum()
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
 
 
-def adamw(parameters: Any) -> Optimizer:
+def adamw(parameters):
     return AdamW(parameters, lr=LR, fused=True)
 
 
-def adam(parameters: Any) -> Optimizer:
+def adam(parameters):
     return Adam(parameters, lr=LR, fused=True)
 
 
-def sgd(parameters: Any) -> Optimizer:
+def sgd(parameters):
     return SGD(parameters, lr=LR, momentum=0.5, fused=True)
 
 
-def several(parameters: Any) -> Optimizer:
+def several(parameters):
     first, *others = parameters
     return JoinedOptimizer({"first": sgd([first]), "others": adam(others)})
 
 
 def make(
-    capture: Fake | None,
-    optimizer: Callable[[Any], Optimizer] = adamw,
-    task: Task | None = None,
-    precision: str = "fp32",
-) -> TrainStep:
+    capture,
+    optimizer=adamw,
+    task=None,
+    precision="fp32",
+):
     net = model()
     forward = ForwardPass(
         net, task or Regression(), resolve_precision(precision, CPU), CPU
@@ -126,9 +123,7 @@ def make(
     return Step(forward, optimizer(net.parameters()), group, 1.0, capture)
 
 
-def data(
-    sizes: list[int], generator: torch.Generator
-) -> Iterator[tuple[Tensor, Tensor]]:
+def data(sizes, generator):
     for size in sizes:
         yield (
             torch.randn(size, 4, generator=generator),
@@ -136,9 +131,7 @@ def data(
         )
 
 
-def train(
-    step: TrainStep, plans: list[list[int]], factors: list[float] = FACTORS
-) -> list[float]:
+def train(step, plans, factors=FACTORS):
     """The loss of every step; other data in each."""
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(2)  # dropout
@@ -153,9 +146,7 @@ def train(
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("task", [Regression(), Weighted()], ids=["samples", "weights"])
 @pytest.mark.parametrize("optimizer", [adamw, adam, sgd, several])
-def test_captured_training_is_training(
-    optimizer: Callable[[Any], Optimizer], task: Task, precision: str
-) -> None:
+def test_captured_training_is_training(optimizer, task, precision):
     """New data, a learning rate that changes with every step, accumulation, and a short
     step between the replays.
     """
@@ -175,10 +166,8 @@ def test_captured_training_is_training(
 @pytest.mark.parametrize(
     "varied", ["shape", "format", "layout", "word", "nesting", "unknown"]
 )
-def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
-    varied: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def batch(number: int) -> dict[str, Any]:
+def test_batches_that_differ_are_not_replayed_and_it_is_said_once(varied, caplog):
+    def batch(number):
         x = torch.ones(4, 4)
         y = torch.ones(4)
         if number < 4:
@@ -210,7 +199,7 @@ def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
     )
 
 
-def test_a_step_of_another_size_is_captured_in_its_place() -> None:
+def test_a_step_of_another_size_is_captured_in_its_place():
     capture = Fake()
     step = make(capture)
     train(step, [[8]] * 5)
@@ -221,14 +210,14 @@ def test_a_step_of_another_size_is_captured_in_its_place() -> None:
     assert first == second == ["run"] * 3 + ["record", "replay", "replay"]
 
 
-def test_what_a_graph_writes_is_what_others_read() -> None:
+def test_what_a_graph_writes_is_what_others_read():
     """A graph writes to addresses: a step that rebinds one of these would leave them
     stale.
     """
     step = make(Fake(), precision="fp16")
     train(step, [[4, 4]] * 2)
 
-    def places() -> list[int]:
+    def places():
         state = [
             value
             for moments in step.optimizer.state.values()
@@ -247,7 +236,7 @@ def test_what_a_graph_writes_is_what_others_read() -> None:
     assert len(before) > 15
 
 
-def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away() -> None:
+def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away():
     """Loading replaces the tensors of the groups, and a graph reads the old ones."""
     capture = Fake()
     plain = make(None)
@@ -264,7 +253,7 @@ def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away() -> None:
     )
 
 
-def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason() -> None:
+def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason():
     failure = RuntimeError(
         "CUDA error: operation failed due to a previous error during capture"
     )

@@ -2,11 +2,8 @@
 nothing.
 """
 
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.unit.test_loop import Context, config
@@ -23,40 +20,40 @@ class Clipped(Task):
     Every call leaves a line in a file.
     """
 
-    def __init__(self, calls: Path) -> None:
+    def __init__(self, calls):
         self.calls = calls
         self.seen = 0.0
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
-    def dataset(self, split: str) -> TensorDataset:
+    def dataset(self, split):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         return TensorDataset(
             torch.randn(20, 4, generator=generator, dtype=torch.float64)
         )
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return (outputs - batch[0].sum(1, keepdim=True)).square().mean()
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         assert not torch.is_grad_enabled()
         for parameter in model.parameters():
             parameter.clamp_(-LIMIT, LIMIT)
         self.say(f"step {step}")
 
-    def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
+    def on_evaluate(self, metrics, step):
         self.seen = metrics["val_loss"]
         self.say(f"evaluated {step} {metrics['val_loss']!r}")
 
-    def say(self, words: str) -> None:
+    def say(self, words):
         with self.calls.open("a") as file:
             file.write(f"{words}\n")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"seen": self.seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.seen = state["seen"]
 
 
@@ -71,8 +68,8 @@ CHANGES = {
 
 
 def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     context = Context(tmp_path / "run")
     fit(Clipped(tmp_path / "calls"), config(**CHANGES), context)
     figures = {

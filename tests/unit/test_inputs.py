@@ -5,17 +5,15 @@ once and in little memory.
 import os
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
-from tests.unit.cluster_files import TYPES, Change, broken, put
+from tests.unit.cluster_files import TYPES, broken, put
 from tests.unit.test_fuzz import laughs
 from trainers.config import TrainConfig
-from trainers.config.model import Settings, build
+from trainers.config.model import build
 from trainers.config.reference import entries
 from trainers.config.yaml import (
     LONGEST,
@@ -24,7 +22,6 @@ from trainers.config.yaml import (
     parse_mapping,
     parse_yaml,
 )
-from trainers.data.arrow import ArrowDataset
 from trainers.errors import ConfigError, PacelineError
 from trainers.launch.spec import read_file, read_mapping
 from trainers.storage import Storage
@@ -62,7 +59,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
+def one_sentence(capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     (line,) = shown.err.splitlines()
@@ -74,15 +71,13 @@ def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_file(
-    door: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hostile_file(door, text, tmp_path, capsys):
     (tmp_path / "given.yaml").write_text(text)
     assert DOORS[door](str(tmp_path / "given.yaml")) == 2
     assert str(tmp_path / "given.yaml") in one_sentence(capsys)
 
 
-def _pipe(path: Path) -> None:
+def _pipe(path):
     os.mkfifo(path)
 
 
@@ -97,9 +92,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_of_text(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_file_of_text(kind, tmp_path, capsys):
     KINDS[kind](tmp_path / "given.yaml")
     for file in (str(tmp_path / "given.yaml"), f"file://{tmp_path}/given.yaml"):
         for door in DOORS if "://" not in file else ("trainers", "tune"):
@@ -115,16 +108,14 @@ def test_what_is_no_file_of_text(
     "name",
     ["", ".", "a\0b", "a\0b/c", "x" * 300, "x" * 5000, "/dev/zero/x", "\udcff", "a\nb"],
 )
-def test_a_name_that_no_file_can_have(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_no_file_can_have(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as raised:
         read_file(name)
     assert str(raised.value).isprintable()
 
 
-def test_a_byte_order_mark_and_aliases_are_fine() -> None:
+def test_a_byte_order_mark_and_aliases_are_fine():
     assert parse_mapping("\ufeffa: 1", "f") == {"a": 1}
     assert parse_yaml("a: &a [1, {b: 2}]\nc: [*a, *a]", "f") == {
         "a": [1, {"b": 2}],
@@ -158,7 +149,7 @@ def test_a_byte_order_mark_and_aliases_are_fine() -> None:
         ("zebra", "`python -m trainers --help` lists the keys"),
     ],
 )
-def test_a_key_of_another_tool(name: str, here: str) -> None:
+def test_a_key_of_another_tool(name, here):
     with pytest.raises(ConfigError) as raised:
         build(TrainConfig, TREE | {name: 1}, "f")
     assert here in str(raised.value)
@@ -166,7 +157,7 @@ def test_a_key_of_another_tool(name: str, here: str) -> None:
 
 
 @pytest.mark.parametrize("model", [TrainConfig, SweepConfig])
-def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
+def test_what_other_tools_have_is_a_key_here(model):
     keys = {key for key, _, _ in entries(model)}
     keys |= {
         f"{name}.{key}"
@@ -211,44 +202,12 @@ SHAPES = [
     ("name", "change", "field"), SHAPES, ids=[f"{case[0]}-{case[2]}" for case in SHAPES]
 )
 def test_a_cluster_file_of_any_shape(
-    name: str,
-    change: Change,
-    field: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name,
+    change,
+    field,
+    tmp_path,
+    capsys,
+):
     file = broken(name, change, tmp_path)
     assert cluster.__main__.main(["validate", file]) == 2
     assert f"{field}` " in one_sentence(capsys)
-
-
-# Arrow and Parquet.
-
-
-@pytest.mark.parametrize(
-    ("column", "right", "wrong"),
-    [
-        (pa.array(["first", "second", "third"]), [0, 5, 11, 16], [0, 5, 2**30, 16]),
-        (
-            pa.array(["a", "b", "a", "b", "b"]).dictionary_encode(),
-            [0, 1, 0, 1, 1],
-            [0, 1, 2**30, 1, 1],
-        ),
-    ],
-    ids=["text", "dictionary"],
-)
-def test_a_value_outside_of_its_file_is_no_crash(
-    column: pa.Array, right: list[int], wrong: list[int], tmp_path: Path
-) -> None:
-    sink = pa.BufferOutputStream()
-    table = pa.table({"text": column})
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = sink.getvalue().to_pybytes()
-    numbers = np.array(right, np.int32).tobytes()
-    assert data.count(numbers) == 1
-    (tmp_path / "a.arrow").write_bytes(
-        data.replace(numbers, np.array(wrong, np.int32).tobytes())
-    )
-    with pytest.raises(ConfigError):
-        ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)

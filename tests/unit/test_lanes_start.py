@@ -5,10 +5,7 @@ measured alone.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from tests.waits import when
 from trainers.config.sections import ScalingConfig
@@ -19,8 +16,8 @@ from tune.lanes.lanes import Lanes
 
 
 def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """One that starts stays where none is up."""
     up = []
     mailbox = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))

@@ -10,10 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import fs
@@ -35,22 +33,22 @@ class Clock:
     strftime = staticmethod(time.strftime)
     gmtime = staticmethod(time.gmtime)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 1e6
         self.slept = []
         self.then = lambda passed_s: None
 
-    def monotonic(self) -> float:
+    def monotonic(self):
         return self.now_s
 
-    def sleep(self, wait_s: float) -> None:
+    def sleep(self, wait_s):
         self.now_s += wait_s
         self.slept.append(wait_s)
         self.then(self.now_s - 1e6)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(lease, "time", found)
     return found
@@ -61,17 +59,17 @@ class Objects:
     when its stream is closed.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self._files = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._files, name)
 
-    def open_output_stream(self, path: str) -> io.BytesIO:
+    def open_output_stream(self, path):
         files = self._files
 
         class Put(io.BytesIO):
-            def close(self) -> None:
+            def close(self):
                 if not self.closed:
                     aside = f"{path}.{threading.get_ident()}"
                     with files.open_output_stream(aside) as stream:
@@ -82,7 +80,7 @@ class Objects:
         return Put()
 
 
-def object_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def object_store(root, monkeypatch):
     resolved = property(lambda one: (Objects(root), "bucket/run"))
     monkeypatch.setattr(Storage, "_resolved", resolved)
     (root / "bucket" / "run").mkdir(parents=True)
@@ -90,31 +88,27 @@ def object_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
 
 
 @pytest.fixture(params=["local", "objects"])
-def storage(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Storage:
+def storage(request, tmp_path, monkeypatch):
     if request.param == "objects":
         return object_store(tmp_path, monkeypatch)
     return Storage(str(tmp_path / "run"))
 
 
-def elsewhere() -> Holder:
+def elsewhere():
     return replace(Holder.this_process(), machine="another boot pid:[1]", host="node-2")
 
 
-def leave(storage: Storage, holder: Holder) -> None:
+def leave(storage, holder):
     storage.write(LEASE, holder.write())
 
 
-def on_storage(storage: Storage) -> Holder:
+def on_storage(storage):
     found = Holder.read(storage.read(LEASE))
     assert found is not None
     return found
 
 
-def test_a_new_lease_costs_no_wait_on_a_local_directory(
-    storage: Storage, clock: Clock
-) -> None:
+def test_a_new_lease_costs_no_wait_on_a_local_directory(storage, clock):
     with held(storage, MARK) as token:
         storage.write(MARK, b"")
         holder = on_storage(storage)
@@ -128,7 +122,7 @@ def test_a_new_lease_costs_no_wait_on_a_local_directory(
     assert storage.names() == [MARK], "nothing is left of it"
 
 
-def test_a_living_holder_is_named_and_keeps_it(storage: Storage, clock: Clock) -> None:
+def test_a_living_holder_is_named_and_keeps_it(storage, clock):
     parent = os.getppid()
     live = replace(
         Holder.this_process(), pid=parent, started=lease._started(parent), host="here"
@@ -143,9 +137,7 @@ def test_a_living_holder_is_named_and_keeps_it(storage: Storage, clock: Clock) -
 
 
 @pytest.mark.parametrize("kind", ["ended", "zombie", "pid of another by now"])
-def test_a_process_of_this_machine_that_has_ended_holds_nothing(
-    storage: Storage, clock: Clock, kind: str
-) -> None:
+def test_a_process_of_this_machine_that_has_ended_holds_nothing(storage, clock, kind):
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     dead = replace(
         Holder.this_process(), pid=child.pid, started=lease._started(child.pid)
@@ -164,15 +156,13 @@ def test_a_process_of_this_machine_that_has_ended_holds_nothing(
     child.wait()
 
 
-def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(
-    storage: Storage, clock: Clock
-) -> None:
+def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(storage, clock):
     there = replace(
         elsewhere(), since="2199-01-01 00:00:00 UTC"
     )  # its clock is wrong: what of it
     leave(storage, there)
 
-    def renew(passed_s: float) -> None:
+    def renew(passed_s):
         if passed_s >= 27:
             leave(storage, replace(there, count=1))
 
@@ -183,9 +173,7 @@ def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b'{"pid": 1}'])
-def test_a_lease_that_cannot_be_read_is_watched_like_any_other(
-    storage: Storage, clock: Clock, data: bytes
-) -> None:
+def test_a_lease_that_cannot_be_read_is_watched_like_any_other(storage, clock, data):
     storage.write(LEASE, data)
     with held(storage, MARK):
         storage.write(MARK, b"")
@@ -193,14 +181,14 @@ def test_a_lease_that_cannot_be_read_is_watched_like_any_other(
 
 
 def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     storage = Storage(str(tmp_path))
     gate = threading.Barrier(8)
     got = []
     refused = []
 
-    def start() -> None:
+    def start():
         gate.wait()
         try:
             got.append(_Lease(storage))
@@ -218,26 +206,26 @@ def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(
 
 
 @pytest.fixture
-def mine(storage: Storage, clock: Clock) -> Storage:
+def mine(storage, clock):
     """A directory of a run whose lease is held, as its workers get it."""
     storage.write(MARK, b"")
     leave(storage, replace(Holder.this_process(), token="mine"))  # noqa: S106
     return fenced(storage, MARK, "mine")
 
 
-def take(storage: Storage) -> None:
+def take(storage):
     leave(storage, elsewhere())
 
 
-def empty(storage: Storage) -> None:
+def empty(storage):
     for name in storage.names():
         storage.delete(name)
 
 
 @pytest.mark.parametrize("change", [take, lambda storage: storage.delete(MARK), empty])
 def test_whoever_has_lost_the_lease_writes_and_deletes_nothing(
-    storage: Storage, mine: Storage, clock: Clock, change: Callable[[Storage], None]
-) -> None:
+    storage, mine, clock, change
+):
     mine.write("kept", b"1")
     change(storage)
     clock.now_s += 1.0
@@ -260,16 +248,14 @@ def test_whoever_has_lost_the_lease_writes_and_deletes_nothing(
 
 
 @pytest.mark.parametrize("change", [take, empty])
-def test_the_holder_hears_that_it_has_lost_it_and_says_so(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch, change: Callable[[Storage], None]
-) -> None:
+def test_the_holder_hears_that_it_has_lost_it_and_says_so(storage, monkeypatch, change):
     monkeypatch.setattr(lease, "BEAT_S", 0.01)
     monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     with pytest.raises(LeaseError), held(storage, MARK) as token:  # noqa: PT012
         storage.write(MARK, b"")
         change(storage)
 
-        def is_renewed() -> bool:
+        def is_renewed():
             """What a newcomer finds when it looks again: a holder that had looked
             before has written after it.
             """
@@ -284,9 +270,7 @@ def test_the_holder_hears_that_it_has_lost_it_and_says_so(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_nobody_heeds_gives_it_back(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path, number):
     storage = Storage(str(tmp_path))
     before = signal.signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt), held(storage, MARK):  # noqa: PT012

@@ -1,7 +1,6 @@
 """The line of a run, and when the run will be over."""
 
 import os
-from typing import Any
 
 import pytest
 
@@ -16,16 +15,14 @@ START_S = 7.0
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     """The clock, which stands until a test moves it."""
     found = [1000.0]
     monkeypatch.setattr(terminal.time, "monotonic", lambda: found[0])
     return found
 
 
-def tell(
-    course: Course, total: int | None, until: int, first: int = 0, **start: Any
-) -> float:
+def tell(course, total, until, first=0, **start):
     """Tell of a run until a step; each step, evaluation and window takes as long as all
     others.
 
@@ -67,9 +64,7 @@ def tell(
 
 
 @pytest.mark.parametrize(("first", "until"), [(0, 200), (400, 600), (400, 630)])
-def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(
-    now: list[float], first: int, until: int
-) -> None:
+def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(now, first, until):
     course = Course("run")
     tell(course, 1000, until, first)
     newest = until // 10 * 10
@@ -82,9 +77,7 @@ def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(
     assert course.left_s() == 0.0
 
 
-def test_what_is_no_json_is_told_as_null_and_no_secret_is(
-    monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_what_is_no_json_is_told_as_null_and_no_secret_is(monkeypatch, capfd):
     monkeypatch.setenv("MY_TOKEN", "hidden-hidden")
     with Output(as_json=True) as output:
         os.write(1, b"to standard error\n")  # as a library in C does

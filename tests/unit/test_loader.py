@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data import feed as loader
 from trainers.data.batch import tensors_of
-from trainers.data.feed import Feed
 from trainers.errors import ConfigError
 from trainers.task import Task, task_feed
 
@@ -32,49 +30,49 @@ ASKED = [torch.tensor([3, 1, 22]), torch.tensor([0]), torch.tensor([5, 5, 7, 2])
 class Samples(Dataset[Any]):
     """One sample at a time."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return SIZE
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return INPUTS[index], LABELS[index]
 
 
 class WholeBatches(Samples):
     """A batch at a time, ready."""
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices):
         return INPUTS[indices], LABELS[indices]
 
 
 class Lists(Samples):
     """torch's protocol: a list of samples."""
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
 class Dicts(Samples):
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return {"inputs": INPUTS[index], "labels": LABELS[index]}
 
 
 class Marked(Task):
     """Its transform shows what it was told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen = []
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         assert not torch.is_grad_enabled()
         self.seen.append(training)
         return batch
 
 
-def feed(dataset: Dataset[Any], **options: Any) -> Feed:
+def feed(dataset, **options):
     return task_feed(dataset, Marked(), DataConfig(**options), CPU, sharers=1, seed=0)
 
 
-def collect(source: Feed, asked: list[Tensor] = ASKED) -> list[list[Tensor]]:
+def collect(source, asked=ASKED):
     found = [tensors_of(batch) for batch in source.batches(asked, training=True)]
     source.close()
     return found
@@ -96,7 +94,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_batches_asked_for(way: str) -> None:
+def test_every_way_gives_the_batches_asked_for(way):
     dataset, options = WAYS[way]
     found = collect(feed(dataset, **options))
     assert len(found) == len(ASKED)
@@ -105,7 +103,7 @@ def test_every_way_gives_the_batches_asked_for(way: str) -> None:
         assert torch.equal(labels, LABELS[asked])
 
 
-def test_a_loader_process_serves_one_epoch_after_another() -> None:
+def test_a_loader_process_serves_one_epoch_after_another():
     source = feed(Samples(), num_workers=1)
     for asked in (ASKED, ASKED[::-1], ASKED[:1]):
         rows = [batch[1].tolist() for batch in source.batches(asked, training=False)]
@@ -113,7 +111,7 @@ def test_a_loader_process_serves_one_epoch_after_another() -> None:
     source.close()
 
 
-def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_small_tensor_datasets_only(monkeypatch):
     small = TensorDataset(INPUTS, LABELS)
     bytes_of_it = INPUTS.numel() * 4 + LABELS.numel() * 8
     assert feed(small).resident is not None
@@ -133,11 +131,11 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) 
 class Named(Samples):
     """A sample with a word in it."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return {"inputs": INPUTS[index], "name": f"sample {index}"}
 
 
-def test_resident_data_that_cannot_be_indexed_is_refused() -> None:
+def test_resident_data_that_cannot_be_indexed_is_refused():
     """Words would not be picked with their samples: every batch would carry those of
     the whole split.
     """
@@ -152,27 +150,27 @@ class Factor:
 class Product(Dataset[Any]):
     """A sample is the product of all that a task may change."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.level = 1
         self.transforms = [Factor()]
         self.tensor = torch.ones(3)
         self.array = np.ones(3)
         self.words = ["1"] * 300
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, row: int) -> Tensor:
+    def __getitem__(self, row):
         whole = self.level * self.transforms[0].by * int(self.words[-1])
         return self.tensor[0] * float(self.array[0]) * whole
 
 
 class Changing(Task):
-    def __init__(self) -> None:
+    def __init__(self):
         self.data = Product()
         self.scale = 1
 
-    def collate(self, samples: list[Any]) -> Tensor:
+    def collate(self, samples):
         return torch.stack(samples) * self.scale
 
 
@@ -189,9 +187,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"resident": True}, {}])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_task_changes_is_seen_by_the_next_batches(
-    change: Any, options: dict[str, Any]
-) -> None:
+def test_what_a_task_changes_is_seen_by_the_next_batches(change, options):
     """As in a plain loop, whose loaders copy the dataset anew each epoch
     (pytorch#97326, Lightning#20407).
     """
@@ -214,7 +210,7 @@ def test_what_a_task_changes_is_seen_by_the_next_batches(
     assert found == [[1.0] * 3, [2.0] * 3]
 
 
-def test_closing_ends_loader_processes() -> None:
+def test_closing_ends_loader_processes():
     import multiprocessing
 
     source = feed(Samples(), num_workers=1)
@@ -225,14 +221,14 @@ def test_closing_ends_loader_processes() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_terminal_ends_no_loader_process(number: signal.Signals) -> None:
+def test_a_terminal_ends_no_loader_process(number):
     """It signals all processes of the command, again and again; the loop decides when
     to stop.
     """
     one = feed(Samples(), num_workers=1)
     batches = one.batches(ASKED, training=True)
     first = next(batches)
-    [process] = one._loader._iterator._workers  # type: ignore[attr-defined]
+    [process] = one._loader._iterator._workers
     for _ in range(3):
         os.kill(process.pid, number)
     assert [batch[1].tolist() for batch in (first, *batches)] == [

@@ -4,7 +4,6 @@ is wrong is said.
 
 import sys
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,13 @@ value = 3
 
 
 @pytest.fixture
-def name() -> str:
+def name():
     """A module name that no other test has imported."""
     return f"task_{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture(autouse=True)
-def clean_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def clean_imports(monkeypatch, tmp_path):
     """sys.path, sys.modules and the working directory as they were."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -52,28 +51,26 @@ def clean_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
             del sys.modules[module]
 
 
-def write(path: Path, text: str = TASK) -> Path:
+def write(path, text=TASK):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path.parent
 
 
-def load(path: list[str], task: str, **args: object) -> object:
+def load(path, task, **args):
     add_to_path(path)
     return load_task(task, dict(args), "train.yaml")
 
 
-def test_a_module_beside_the_yaml_is_found_from_another_directory(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_module_beside_the_yaml_is_found_from_another_directory(tmp_path, name):
     folder = write(tmp_path / "user" / f"{name}.py")
     path = task_path(f"{name}:Mine", None, folder, "train.yaml")
     assert path == [str(folder)]
     task = load(path, f"{name}:Mine", width=5, depth=2)
-    assert (task.width, task.depth) == (5, 2)  # type: ignore[attr-defined]
+    assert (task.width, task.depth) == (5, 2)
 
 
-def test_a_package_above_the_yaml_is_found(tmp_path: Path, name: str) -> None:
+def test_a_package_above_the_yaml_is_found(tmp_path, name):
     package = name.replace("task", "package")
     folder = write(tmp_path / "repo" / package / "digits" / "task.py")
     path = task_path(f"{package}.digits.task:Mine", None, folder, "train.yaml")
@@ -83,7 +80,7 @@ def test_a_package_above_the_yaml_is_found(tmp_path: Path, name: str) -> None:
     assert type(load(path, f"{package}.digits.task:Mine")).__name__ == "Mine"
 
 
-def test_a_task_may_import_its_neighbours(tmp_path: Path, name: str) -> None:
+def test_a_task_may_import_its_neighbours(tmp_path, name):
     package = name.replace("task", "package")
     folder = write(
         tmp_path / "repo" / package / "task.py", f"from {name}_helper import *\n" + TASK
@@ -93,19 +90,19 @@ def test_a_task_may_import_its_neighbours(tmp_path: Path, name: str) -> None:
     load(path, f"{package}.task:Mine")
 
 
-def test_task_dir_wins_over_both(tmp_path: Path, name: str) -> None:
+def test_task_dir_wins_over_both(tmp_path, name):
     write(Path.cwd() / f"{name}.py")
     folder = write(tmp_path / "user" / f"{name}.py")
     given = write(tmp_path / "given" / f"{name}.py")
     assert task_path(f"{name}:Mine", str(given), folder, "train.yaml")[0] == str(given)
 
 
-def test_an_installed_module_needs_no_directory(tmp_path: Path) -> None:
+def test_an_installed_module_needs_no_directory(tmp_path):
     assert task_path("trainers.task:Task", None, None, "train.yaml") == []
     assert task_path("json:Mine", None, tmp_path, "train.yaml") == [str(tmp_path)]
 
 
-def wrong(tmp_path: Path, name: str, cls: str, text: str = TASK, **args: object) -> str:
+def wrong(tmp_path, name, cls, text=TASK, **args):
     add_to_path([str(write(tmp_path / "user" / f"{name}.py", text))])
     with pytest.raises(ConfigError) as raised:
         load_task(f"{name}:{cls}", dict(args), "train.yaml")
@@ -121,9 +118,7 @@ def wrong(tmp_path: Path, name: str, cls: str, text: str = TASK, **args: object)
         ("Needs", {}, "'width'"),
     ],
 )
-def test_task_args_must_fit_the_signature(
-    tmp_path: Path, name: str, cls: str, args: dict[str, object], words: str
-) -> None:
+def test_task_args_must_fit_the_signature(tmp_path, name, cls, args, words):
     text = wrong(tmp_path, name, cls, **args)
     assert "`task_args`" in text
     assert words in text
@@ -137,9 +132,7 @@ def test_task_args_must_fit_the_signature(
         ("def f():\n    return 1 / 0\n\nf()\n", 2, "ZeroDivisionError"),
     ],
 )
-def test_an_error_in_the_module_names_its_line(
-    tmp_path: Path, name: str, text: str, line: int, kind: str
-) -> None:
+def test_an_error_in_the_module_names_its_line(tmp_path, name, text, line, kind):
     """The line of the user's own file, wherever below it the error was raised."""
     said = wrong(tmp_path, name, "Mine", text + TASK)
     assert f"cannot be imported ({kind}: " in said
@@ -147,9 +140,7 @@ def test_an_error_in_the_module_names_its_line(
     assert "<frozen" not in said
 
 
-def test_paths_below_the_working_directory_are_portable(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_below_the_working_directory_are_portable(tmp_path, name, monkeypatch):
     """A Ray job's package lies elsewhere on each node: relative directories mean the
     same there.
     """

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainers.causes import death_of
-from trainers.errors import ConfigError, RunFailedError, Status
+from trainers.errors import ConfigError, RunFailedError
 from trainers.storage import Storage
 from tune.forks.assignment import Assignment
 from tune.lanes.mailbox import MAX_LOSSES, Mailbox
@@ -23,13 +22,13 @@ DONE = {"lane": 0, "status": "done"}
 Test = Callable[[Mailbox], Coroutine[Any, Any, None]]
 
 
-def asynchronous(test: Test) -> Callable[[], None]:
+def asynchronous(test):
     """Run a test with a new mailbox in a loop of its own; one that waits for ever ends
     after a minute.
     """
 
-    def run() -> None:
-        async def main() -> None:
+    def run():
+        async def main():
             await asyncio.wait_for(test(Mailbox()), 60)
 
         asyncio.run(main())
@@ -39,42 +38,42 @@ def asynchronous(test: Test) -> Callable[[], None]:
     return run
 
 
-def assignment(ticket: str, trial: str | None = None) -> Assignment:
+def assignment(ticket, trial=None):
     return Assignment(ticket, trial or ticket, {"seed": 1})
 
 
-async def taken(mailbox: Mailbox, lane: int = 0) -> str | None:
+async def taken(mailbox, lane=0):
     """The ticket that a lane gets."""
     found = await mailbox.take(lane, WAIT_S)
     return found.ticket if isinstance(found, Assignment) else found
 
 
-async def reports(mailbox: Mailbox, trial: str) -> list[dict[str, Any]]:
+async def reports(mailbox, trial):
     """The evaluations that the driver would find."""
     return [
         event.metrics for event in await mailbox.heard(trial) if event.outcome is None
     ]
 
 
-async def submit(mailbox: Mailbox, *tickets: str) -> None:
+async def submit(mailbox, *tickets):
     for ticket in tickets:
         await mailbox.submit(assignment(ticket))
 
 
-async def end_of(mailbox: Mailbox, ticket: str, index: int = 0) -> dict[str, Any]:
+async def end_of(mailbox, ticket, index=0):
     """How a submission has ended, which is its event number `index`."""
     event = await asyncio.wait_for(mailbox.next_event(ticket, index), 60)
     return event.outcome
 
 
-def test_no_trial_is_lost_or_taken_twice() -> None:
+def test_no_trial_is_lost_or_taken_twice():
     """Many lanes with tiny waits: what is submitted is taken, by somebody, once."""
 
-    async def main() -> list[str]:
+    async def main():
         mailbox = Mailbox()
         got = []
 
-        async def lane(number: int) -> None:
+        async def lane(number):
             while (found := await mailbox.take(number, 0.001)) != "close":
                 if isinstance(found, Assignment):
                     got.append(found.ticket)
@@ -96,8 +95,8 @@ def test_no_trial_is_lost_or_taken_twice() -> None:
 
 @asynchronous
 async def test_reports_and_the_end_are_heard_in_order_and_nothing_after(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await submit(mailbox, "a")
     hearing = asyncio.create_task(mailbox.next_event("a", 0))
     await taken(mailbox)
@@ -117,8 +116,8 @@ async def test_reports_and_the_end_are_heard_in_order_and_nothing_after(
 
 @asynchronous
 async def test_a_trial_whose_lane_died_starts_again_before_the_others(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     """Its curve has no step twice."""
     await submit(mailbox, "a", "b")
     assert await taken(mailbox, 0) == "a"
@@ -139,9 +138,9 @@ async def test_a_trial_whose_lane_died_starts_again_before_the_others(
 
 @pytest.mark.parametrize("status", ["out_of_host_memory", "preempted", "hung", "error"])
 def test_a_trial_that_loses_its_lane_again_ends_as_what_befell_that(
-    status: Status,
-) -> None:
-    async def main() -> None:
+    status,
+):
+    async def main():
         mailbox = Mailbox()
         await submit(mailbox, "a")
         for _ in range(1 if status == "hung" else MAX_LOSSES):
@@ -156,7 +155,7 @@ def test_a_trial_that_loses_its_lane_again_ends_as_what_befell_that(
 
 
 @asynchronous
-async def test_a_lost_trial_says_who_died_of_what(mailbox: Mailbox) -> None:
+async def test_a_lost_trial_says_who_died_of_what(mailbox):
     await submit(mailbox, "a")
     for number in range(MAX_LOSSES):
         await taken(mailbox)
@@ -168,7 +167,7 @@ async def test_a_lost_trial_says_who_died_of_what(mailbox: Mailbox) -> None:
 
 
 @asynchronous
-async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox: Mailbox) -> None:
+async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox):
     await submit(mailbox, "a")
     await taken(mailbox)
     waits = RunFailedError(
@@ -191,8 +190,8 @@ async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox: Mailbox) -> No
 
 @asynchronous
 async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await submit(mailbox, "a", "b", "c")
     await mailbox.cancel("a")
     await mailbox.cancel("nobody")
@@ -204,7 +203,7 @@ async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(
 
 
 @asynchronous
-async def test_two_submissions_of_one_trial_are_told_apart(mailbox: Mailbox) -> None:
+async def test_two_submissions_of_one_trial_are_told_apart(mailbox):
     """Tune may start two actors for one trial: each hears of its own submission, and
     none waits for ever.
 
@@ -225,8 +224,8 @@ async def test_two_submissions_of_one_trial_are_told_apart(mailbox: Mailbox) -> 
 
 @asynchronous
 async def test_closing_sends_every_lane_home_and_stops_what_runs(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await submit(mailbox, "a")
     await taken(mailbox, 3)
     waiting = [asyncio.create_task(mailbox.take(lane, 60)) for lane in range(3)]
@@ -239,8 +238,8 @@ async def test_closing_sends_every_lane_home_and_stops_what_runs(
 
 @asynchronous
 async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await submit(mailbox, "a", "b", "c")
     misnamed = ConfigError("objective.metric", "val_los", "is no metric", "")
     outcome = {"status": "error", "message": "", "misnamed": misnamed}
@@ -261,8 +260,8 @@ async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(
 
 @asynchronous
 async def test_no_trial_ends_before_the_expected_ones_are_here(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     """Of two that end at once Tune would drop an actor."""
     for name in ("a", "b"):
         await submit(mailbox, name)
@@ -286,8 +285,8 @@ async def test_no_trial_ends_before_the_expected_ones_are_here(
 
 @asynchronous
 async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitted(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.submit(assignment("t/1", "t"))
     assert await taken(mailbox) == "t/1"
     await mailbox.report("t/1", {"step": 1})
@@ -307,8 +306,8 @@ async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitte
 
 @asynchronous
 async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.submit_ahead(assignment("t/1", "t"))
     assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
     assert await mailbox.submit(assignment("u/1", "u")) == "u/1"
@@ -318,7 +317,7 @@ async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(
 
 
 @asynchronous
-async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) -> None:
+async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox):
     """Random search may draw a trial twice: the second one's actor has not heard its
     end yet.
     """
@@ -333,12 +332,10 @@ async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) 
     assert await mailbox.heard("t") == []
 
 
-def with_refuge(
-    tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any, Any, None]]
-) -> None:
+def with_refuge(tmp_path, test):
     """Run a test whose trial `t` runs on lane 0, and has written to its refuge."""
 
-    async def main() -> None:
+    async def main():
         mailbox = Mailbox(Storage(str(tmp_path / "sweep")))
         for lane in (0, 1):
             await mailbox.hello(lane)
@@ -351,10 +348,20 @@ def with_refuge(
     asyncio.run(main())
 
 
+def test_a_cancelled_trial_whose_node_is_taken_away_leaves_nothing(tmp_path):
+    async def test(mailbox, refuge):
+        await mailbox.cancel("t/1")
+        kept = {"status": "preempted", "message": "step 12 is kept"}
+        await mailbox.end(0, "t/1", kept)
+        assert not refuge.exists()
+
+    with_refuge(tmp_path, test)
+
+
 def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(
-    tmp_path: Path,
-) -> None:
-    async def test(mailbox: Mailbox, refuge: Storage) -> None:
+    tmp_path,
+):
+    async def test(mailbox, refuge):
         await submit(mailbox, "later")
         kept = {"status": "preempted", "message": "step 12 is kept"}
         await mailbox.end(0, "t/1", kept)

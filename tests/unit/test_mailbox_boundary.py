@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-from pathlib import Path
-from typing import Any
 
 from tests.unit.test_mailbox import WAIT_S, asynchronous, end_of, taken
 from trainers.config import TrainConfig
@@ -27,7 +25,7 @@ SMALL = "A10G, 22.5 GiB"
 LARGE = "H100, 79.1 GiB"
 
 
-def assignment(ticket: str, size: int | str = "auto", **keys: Any) -> Assignment:
+def assignment(ticket, size="auto", **keys):
     tree = {
         "device": "auto",
         "precision": "fp32",
@@ -38,7 +36,7 @@ def assignment(ticket: str, size: int | str = "auto", **keys: Any) -> Assignment
     return Assignment(ticket, ticket, tree)
 
 
-async def learn(mailbox: Mailbox, lane: int, **sizes: bool) -> None:
+async def learn(mailbox, lane, **sizes):
     """A trial on this lane tries sizes (`s8=True`: eight fit)."""
     await mailbox.submit(assignment("teacher"))
     assert await taken(mailbox, lane) == "teacher"
@@ -46,14 +44,14 @@ async def learn(mailbox: Mailbox, lane: int, **sizes: bool) -> None:
         await mailbox.observe(lane, "teacher", int(name[1:]), fits)
 
 
-async def bounds(mailbox: Mailbox, **keys: Any) -> tuple[int | None, int | None]:
+async def bounds(mailbox, **keys):
     """What the next trial of lane 0 is told."""
     await mailbox.submit(assignment("next", **keys))
     found = await mailbox.take(0, WAIT_S)
     return found.microbatch_bounds
 
 
-async def ran_out(mailbox: Mailbox, ticket: str) -> str:
+async def ran_out(mailbox, ticket):
     """The message of a trial that was refused."""
     outcome = await end_of(mailbox, ticket)
     assert outcome["status"] == "out_of_memory"
@@ -62,8 +60,8 @@ async def ran_out(mailbox: Mailbox, ticket: str) -> str:
 
 @asynchronous
 async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.hello(0, CPU)
     await learn(mailbox, 0, s8=True, s16=False)
     assert await bounds(mailbox) == (8, 16)
@@ -71,7 +69,7 @@ async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(
 
 
 @asynchronous
-async def test_what_is_known_not_to_fit_never_runs(mailbox: Mailbox) -> None:
+async def test_what_is_known_not_to_fit_never_runs(mailbox):
     await mailbox.hello(0, CPU)
     for ticket, size in (("waits", 32), ("fits", 15)):
         await mailbox.submit(assignment(ticket, size))
@@ -93,8 +91,8 @@ async def test_what_is_known_not_to_fit_never_runs(mailbox: Mailbox) -> None:
 
 @asynchronous
 async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.hello(0, SMALL)
     await mailbox.hello(1, LARGE)
     await learn(mailbox, 0, s16=False)
@@ -110,7 +108,7 @@ async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(
 
 
 @asynchronous
-async def test_what_has_ended_is_forgotten(mailbox: Mailbox) -> None:
+async def test_what_has_ended_is_forgotten(mailbox):
     for ticket in map(str, range(5)):
         await mailbox.submit(assignment(ticket))
         await taken(mailbox)
@@ -119,15 +117,15 @@ async def test_what_has_ended_is_forgotten(mailbox: Mailbox) -> None:
     assert not mailbox._trials
 
 
-def test_what_was_learned_outlives_the_mailbox(tmp_path: Path) -> None:
+def test_what_was_learned_outlives_the_mailbox(tmp_path):
     storage = Storage(str(tmp_path))
 
-    async def first() -> None:
+    async def first():
         mailbox = Mailbox(storage)
         await mailbox.hello(0, CPU)
         await learn(mailbox, 0, s8=True, s16=False, s12=False, s4=True)
 
-    async def second(known: tuple[int | None, int | None]) -> None:
+    async def second(known):
         mailbox = Mailbox(storage)
         await mailbox.hello(0, CPU)
         assert await bounds(mailbox) == known

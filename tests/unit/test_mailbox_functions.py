@@ -5,7 +5,6 @@ batches that do not fit.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,7 @@ from tune.lanes.mailbox import Mailbox
 from tune.objective import Target
 
 
-def assignment(
-    ticket: str, rows: int = 8, failures: int = 0, **given: Any
-) -> Assignment:
+def assignment(ticket, rows=8, failures=0, **given):
     tree = {
         "train_func": "module:train",
         "train_loop_config": {"rows": rows, "kind": "fp32"},
@@ -30,17 +27,17 @@ def assignment(
     return Assignment(ticket, ticket, tree, **given)
 
 
-def row(number: int, loss: float = 1.0) -> dict[str, float]:
+def row(number, loss=1.0):
     return {"step": float(number), "loss": loss, "train_time_s": number / 10}
 
 
 async def both(
-    mailbox: Mailbox,
-    number: int,
-    attempt: int = 0,
-    kept: str | None = None,
-    loss: float = 1.0,
-) -> Any:
+    mailbox,
+    number,
+    attempt=0,
+    kept=None,
+    loss=1.0,
+):
     """A report of both ranks, rank 1 first: what each hears."""
     parts = [({}, kept), (row(number, loss), None)]
     return await asyncio.gather(
@@ -50,8 +47,8 @@ async def both(
 
 @asynchronous
 async def test_a_report_counts_once_all_ranks_have_brought_their_part(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.submit(assignment("a"))
     await taken(mailbox)
     first = asyncio.ensure_future(mailbox.report_part("a", 0, 1, 2, row(1), None))
@@ -64,12 +61,10 @@ async def test_a_report_counts_once_all_ranks_have_brought_their_part(
 
 
 @pytest.mark.parametrize(("watched", "is_refused"), [("loss", False), ("los", True)])
-def test_a_metric_that_no_function_has_reported_ends_the_sweep(
-    watched: str, is_refused: bool
-) -> None:
+def test_a_metric_that_no_function_has_reported_ends_the_sweep(watched, is_refused):
     """And leaves its trial without a result."""
 
-    async def main() -> None:
+    async def main():
         mailbox = Mailbox()
         await mailbox.submit(assignment("a", watches=(watched,)))
         await taken(mailbox)
@@ -85,8 +80,8 @@ def test_a_metric_that_no_function_has_reported_ends_the_sweep(
 
 
 @pytest.mark.parametrize("why", ["cancelled", "target"])
-def test_all_ranks_end_at_the_same_report(why: str) -> None:
-    async def main() -> None:
+def test_all_ranks_end_at_the_same_report(why):
+    async def main():
         mailbox = Mailbox()
         await mailbox.submit(
             assignment(
@@ -105,8 +100,8 @@ def test_all_ranks_end_at_the_same_report(why: str) -> None:
 
 @asynchronous
 async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.submit(assignment("a"))
     await mailbox.hello(0, "cpu")
     await taken(mailbox)
@@ -128,8 +123,8 @@ async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(
 
 @asynchronous
 async def test_a_function_that_fails_starts_again_as_often_as_it_may(
-    mailbox: Mailbox,
-) -> None:
+    mailbox,
+):
     await mailbox.submit(assignment("a", failures=1))
     for _ in range(2):
         assert await taken(mailbox) == "a"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from tests.specs import make, tree
 from tests.tasks import Blobs
@@ -35,18 +33,18 @@ MOST = 2**24
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.linear(inputs).tanh().sin()
 
 
 class Tied(Blobs):
     """Two layers of one weight, a frozen one, and blocks."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         blocks = nn.Sequential(*(Block() for _ in range(3)))
         first = nn.Linear(self.features, 64)
         second = nn.Linear(64, 64)
@@ -60,7 +58,7 @@ class Tied(Blobs):
 class Reads(Tied):
     """The model depends on values: it cannot be made without memory."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
         if float(next(model.parameters()).detach().sum()) != 0:
             model.append(nn.Linear(4, 4))
@@ -70,26 +68,26 @@ class Reads(Tied):
 class Ragged(Blobs):
     """Rows as long as the longest of their batch."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 4))
 
-    def worst_case_batch(self, dataset: Any, size: int) -> Any:
+    def worst_case_batch(self, dataset, size):
         _, labels = super().worst_case_batch(dataset, size)
         return torch.zeros(
             size, max(5 + 7 * index % 40 for index in range(size)), 1, dtype=self.dtype
         ), labels
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         return model(batch[0]).mean(1)
 
 
 class Text(Blobs):
     """Samples are words, of which the transform makes numbers."""
 
-    def dataset(self, split: str) -> Any:
+    def dataset(self, split):
         return [("word " * (1 + index % 5), index % 4) for index in range(self.samples)]
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         texts, labels = batch
         return torch.tensor(
             [[float(len(text))] * self.features for text in texts]
@@ -101,7 +99,7 @@ class Graph:
     tensors are not counted.
     """
 
-    def __init__(self, samples: list[Any]) -> None:
+    def __init__(self, samples):
         self.nodes = torch.cat([torch.ones(2 + label, 12) for _, label in samples])
         self.graph = torch.cat(
             [
@@ -115,26 +113,26 @@ class Graph:
 class Graphs(Text):
     """Nodes of all samples in one tensor, and their sum by sample."""
 
-    def collate(self, samples: list[Any]) -> Any:
+    def collate(self, samples):
         return Graph(samples)
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return batch
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         outputs = model(batch.nodes)
         return outputs.new_zeros(len(batch.labels), 4).index_add(
             0, batch.graph, outputs
         )
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch.labels)
 
 
 class Huge(Blobs):
     """A gigabyte of parameters."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         inner = [nn.Linear(WIDE, WIDE) for _ in range(4)]
         return nn.Sequential(nn.Linear(self.features, WIDE), *inner, nn.Linear(WIDE, 4))
 
@@ -142,19 +140,19 @@ class Huge(Blobs):
 class ByValue(Blobs):
     """A loss that looks at values."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
         return loss if float(loss.detach()) > 0 else loss * 2
 
 
-def forecaster(tmp_path: Path, task: str, **changes: Any) -> tuple[Forecaster, Any]:
+def forecaster(tmp_path, task, **changes):
     spec = make(tmp_path, task=f"tests.unit.test_memory_forecast:{task}", **changes)
     return Forecaster(
         spec.load_task, spec.config, spec.load_task().dataset("train"), Group(0, 1, CPU)
     ), spec
 
 
-def real(spec: Any, size: int) -> int:
+def real(spec, size):
     """The same steps, taken."""
     group = Group(0, 1, CPU)
     task = spec.load_task()
@@ -178,9 +176,7 @@ def real(spec: Any, size: int) -> int:
         ("Reads", {"precision": "bf16"}),
     ],
 )
-def test_fake_steps_take_what_real_ones_take(
-    tmp_path: Path, task: str, changes: dict[str, Any]
-) -> None:
+def test_fake_steps_take_what_real_ones_take(tmp_path, task, changes):
     found, spec = forecaster(
         tmp_path, task, global_batch_size=512, microbatch_size=512, **changes
     )
@@ -193,14 +189,14 @@ def test_fake_steps_take_what_real_ones_take(
     ("task", "off"), [("Ragged", 0.02), ("Text", 0.02), ("Graphs", 0.15)]
 )
 def test_a_batch_whose_shape_is_not_by_its_samples_is_as_large_as_it_is(
-    task: str, off: float, tmp_path: Path
-) -> None:
+    task, off, tmp_path
+):
     found, spec = forecaster(tmp_path, task)
     for size in (1, 2, 24):
         assert found(size).peak == pytest.approx(real(spec, size), rel=off)
 
 
-def test_checkpointing_takes_the_activations_that_it_says(tmp_path: Path) -> None:
+def test_checkpointing_takes_the_activations_that_it_says(tmp_path):
     changes = {"global_batch_size": 2048, "microbatch_size": 2048}
     kept, again = (
         forecaster(tmp_path, "Tied", activation_checkpointing=mode, **changes)[0](2048)
@@ -212,7 +208,7 @@ def test_checkpointing_takes_the_activations_that_it_says(tmp_path: Path) -> Non
     assert kept.parameters == again.parameters
 
 
-def test_it_takes_no_memory(tmp_path: Path) -> None:
+def test_it_takes_no_memory(tmp_path):
     before = memory_figures(CPU)["allocated_bytes"]
     found, _ = forecaster(tmp_path, "Huge")
     forecast = found(100_000)
@@ -229,12 +225,10 @@ def test_it_takes_no_memory(tmp_path: Path) -> None:
     st.integers(1, 10**10),
     st.integers(1, 5000),
 )
-def test_the_largest_microbatch_fits_and_no_much_larger_one(
-    moments: list[tuple[int, int]], capacity: int, start: int
-) -> None:
+def test_the_largest_microbatch_fits_and_no_much_larger_one(moments, capacity, start):
     asked = []
 
-    def peak(size: int) -> int:
+    def peak(size):
         asked.append(size)
         return max(base + each * size for base, each in moments)
 
@@ -248,8 +242,8 @@ def test_the_largest_microbatch_fits_and_no_much_larger_one(
 
 
 def test_the_page_says_what_each_precision_and_mode_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(
         memory_forecast, "largest_microbatch", lambda peak, start, capacity, most: 1000
     )
@@ -277,8 +271,8 @@ def test_the_page_says_what_each_precision_and_mode_takes(
 
 
 def test_samples_that_have_to_be_read_are_not_read_by_the_million(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = [
         line
         for line in memory_page(make(tmp_path, task=f"{__name__}:Text"), "H100 80GB")
@@ -288,8 +282,8 @@ def test_samples_that_have_to_be_read_are_not_read_by_the_million(
 
 
 def test_a_mode_that_finds_no_block_is_left_out_and_a_card_may_be_too_small(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     lines = list(memory_page(make(tmp_path), "tiny 0.5GB"))
     rows = [line for line in lines if " MiB" in line]
     assert [line.endswith("none: a single sample takes more") for line in rows] == [
@@ -309,15 +303,13 @@ def test_a_mode_that_finds_no_block_is_left_out_and_a_card_may_be_too_small(
         ("A10G 24GB", {"optimizer__name": "adamw8bit"}, "optimizer.name"),
     ],
 )
-def test_what_cannot_be_predicted_is_named(
-    tmp_path: Path, gpu: str, changes: dict[str, Any], field: str
-) -> None:
+def test_what_cannot_be_predicted_is_named(tmp_path, gpu, changes, field):
     with pytest.raises(ConfigError) as raised:
         list(memory_page(make(tmp_path, **changes), gpu))
     assert raised.value.field == field
 
 
-def test_a_storage_is_counted_once_while_it_lives_and_as_large_as_it_is() -> None:
+def test_a_storage_is_counted_once_while_it_lives_and_as_large_as_it_is():
     with MemoryMeter() as meter:
         tensor = torch.zeros(1024)
         views = [tensor[:10], tensor.view(32, 32), tensor.detach()]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ CPU = torch.device("cpu")
 class Time:
     """A clock that moves only when told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now = 100.0
         monkeypatch.setattr(
             "trainers.measure.clock.time.perf_counter", lambda: self.now
@@ -29,13 +27,11 @@ class Time:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+def time(monkeypatch):
     return Time(monkeypatch)
 
 
-def steps(
-    clock: StepClock, time: Time, durations: list[float], samples: int = 10
-) -> None:
+def steps(clock, time, durations, samples=10):
     clock.start_span()
     for duration in durations:
         time.now += duration
@@ -43,7 +39,7 @@ def steps(
     clock.end_span()
 
 
-def test_the_warm_up_is_left_out(time: Time) -> None:
+def test_the_warm_up_is_left_out(time):
     clock = StepClock(CPU)
     steps(clock, time, [100.0] * WARMUP_STEPS + [2.0] * 4)
     speed = clock.throughput()
@@ -57,7 +53,7 @@ def test_the_warm_up_is_left_out(time: Time) -> None:
     assert clock.train_time_s == pytest.approx(100.0 * WARMUP_STEPS + 8.0)
 
 
-def test_the_interval_is_that_of_a_mean(time: Time) -> None:
+def test_the_interval_is_that_of_a_mean(time):
     clock = StepClock(CPU)
     steps(clock, time, [1.0] * WARMUP_STEPS + [1.0, 2.0, 3.0, 4.0])
     speed = clock.throughput()
@@ -78,9 +74,7 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
         ([0.001] * 60 + [0.1] + [0.001] * 40, 0.0),  # of a short trial
     ],
 )
-def test_what_stood_still_is_no_throughput(
-    time: Time, durations: list[float], lost_s: float
-) -> None:
+def test_what_stood_still_is_no_throughput(time, durations, lost_s):
     clock = StepClock(CPU)
     steps(clock, time, [1.0] * WARMUP_STEPS + durations)
     speed = clock.throughput()
@@ -90,7 +84,7 @@ def test_what_stood_still_is_no_throughput(
     )
 
 
-def test_larger_batches_and_slow_loaders_are_no_disturbance(time: Time) -> None:
+def test_larger_batches_and_slow_loaders_are_no_disturbance(time):
     clock = StepClock(CPU)
     for samples, wait_s in [(1, 0.0)] * 40 + [(8, 0.0)] * 20 + [(1, 60.0)]:
         clock.start_span()
@@ -102,12 +96,12 @@ def test_larger_batches_and_slow_loaders_are_no_disturbance(time: Time) -> None:
     assert speed.disturbed_s == 0.0
 
 
-def _after(time: Time, wait_s: float) -> Any:
+def _after(time, wait_s):
     time.now += wait_s
     yield 0
 
 
-def test_time_between_spans_is_no_training(time: Time) -> None:
+def test_time_between_spans_is_no_training(time):
     clock = StepClock(CPU)
     for _ in range(WARMUP_STEPS + 2):
         steps(clock, time, [1.0])
@@ -117,9 +111,7 @@ def test_time_between_spans_is_no_training(time: Time) -> None:
     assert speed.step_time_s == 1.0
 
 
-def test_on_a_device_the_steps_of_a_span_share_its_time(
-    time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_device_the_steps_of_a_span_share_its_time(time, monkeypatch):
     waited = []
     monkeypatch.setattr(
         "trainers.measure.clock.synchronize", lambda _: waited.append(time.now)
@@ -140,9 +132,7 @@ def test_on_a_device_the_steps_of_a_span_share_its_time(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_step_that_compiles_again_does_not_count(
-    time: Time, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_a_step_that_compiles_again_does_not_count(time, monkeypatch, device):
     monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: None)
     clock = StepClock(torch.device(device))
     clock.start_span()
@@ -161,10 +151,10 @@ def test_a_step_that_compiles_again_does_not_count(
     )  # on a device, those of the span that it spoilt are left out
 
 
-def test_waiting_for_data_is_a_share_of_the_measured_time(time: Time) -> None:
+def test_waiting_for_data_is_a_share_of_the_measured_time(time):
     clock = StepClock(CPU)
 
-    def slow() -> Any:
+    def slow():
         for index in range(WARMUP_STEPS + 4):
             time.now += 50.0 if index < WARMUP_STEPS else 1.0
             yield index
@@ -179,11 +169,11 @@ def test_waiting_for_data_is_a_share_of_the_measured_time(time: Time) -> None:
     assert speed.data_wait_share == pytest.approx(0.25)
 
 
-def row(step: int, **more: float) -> dict[str, float]:
+def row(step, **more):
     return {"step": step, "train_loss": step / 10, **more}
 
 
-def test_the_log_is_read_in_order(tmp_path: Path) -> None:
+def test_the_log_is_read_in_order(tmp_path):
     run = Storage(str(tmp_path))
     log = RunLog(run)
     for step in (1, 2, 3, 20, 100):
@@ -198,7 +188,7 @@ def test_the_log_is_read_in_order(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_cut_drops_what_will_be_redone(tmp_path: Path) -> None:
+def test_a_cut_drops_what_will_be_redone(tmp_path):
     run = Storage(str(tmp_path))
     log = RunLog(run)
     for step in (5, 10, 15):
@@ -212,7 +202,7 @@ def test_a_cut_drops_what_will_be_redone(tmp_path: Path) -> None:
     assert [record["step"] for record in read_log(run)] == [5, 10, 15]
 
 
-def test_figures_that_are_not_finite_are_kept(tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_are_kept(tmp_path):
     run = Storage(str(tmp_path))
     log = RunLog(run)
     log.add(row(1, val_loss=math.inf, other=math.nan))
@@ -223,7 +213,7 @@ def test_figures_that_are_not_finite_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("speed", [None, Throughput(1e3, 1e-3, 1e-5, 0.25, 100)])
-def test_a_result_comes_back_from_its_json(speed: Throughput | None) -> None:
+def test_a_result_comes_back_from_its_json(speed):
     result = RunResult(
         "stopped",
         12,

@@ -6,16 +6,14 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
@@ -30,7 +28,7 @@ CPU = torch.device("cpu")
 class Net(nn.Module):
     """BatchNorm, dropout, a buffer that is not saved, and a frozen layer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
@@ -38,7 +36,7 @@ class Net(nn.Module):
         self.layers[3].bias.requires_grad_(False)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.calls += 1
         return self.layers(inputs)
 
@@ -50,10 +48,10 @@ class Hungry(Task):
 
     def __init__(
         self,
-        fits: int,
-        where: str = "forward",
-        error: Callable[[], Exception] | None = None,
-    ) -> None:
+        fits,
+        where="forward",
+        error=None,
+    ):
         self.fits = fits
         self.where = where
         self.error = error or (
@@ -66,45 +64,45 @@ class Hungry(Task):
         )  # which throw-away passes do not put back: it is no class of ours
 
     @property
-    def tried(self) -> list[int]:
+    def tried(self):
         return self.record.tried
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         generator = torch.Generator().manual_seed(1)
         return TensorDataset(
             torch.randn(50, 4, generator=generator), torch.arange(50) % 2
         )
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         self.tried.append(len(batch[0]))
         outputs = model(batch[0])
         if self.where == "forward" and len(batch[0]) > self.fits:
             raise self.error()
         return outputs
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         random.random()
         np.random.rand()
         return batch[0] + torch.randn_like(batch[0]), batch[1]
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         loss = nn.functional.cross_entropy(outputs, batch[1])
         if self.where == "backward" and len(batch[0]) > self.fits:
             loss.register_hook(self._fail)
         return loss
 
-    def _fail(self, gradient: Tensor) -> Tensor:
+    def _fail(self, gradient):
         raise self.error()
 
 
 def choose(
-    task: Task,
-    wanted: int | str,
-    share: int,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | None = None,
-    **known: Any,
-) -> int:
+    task,
+    wanted,
+    share,
+    model=None,
+    optimizer=None,
+    **known,
+):
     model = model if model is not None else Net()
     optimizer = optimizer or AdamW(model.parameters(), fused=True)
     group = Group(0, 1, CPU)
@@ -129,9 +127,7 @@ def choose(
         (100, 60, 50, [100, 50]),  # more than the dataset has: samples repeat
     ],
 )
-def test_auto_lands_on_the_largest_part_that_fits(
-    where: str, share: int, fits: int, expected: int, tried: list[int]
-) -> None:
+def test_auto_lands_on_the_largest_part_that_fits(where, share, fits, expected, tried):
     task = Hungry(fits, where)
     assert choose(task, "auto", share) == expected
     assert sizes(task) == tried
@@ -140,13 +136,13 @@ def test_auto_lands_on_the_largest_part_that_fits(
     assert all(task.tried.count(size) == 1 + (size <= fits) for size in tried)
 
 
-def sizes(task: Hungry) -> list[int]:
+def sizes(task):
     """The sizes in the order in which they were tried."""
     return [size for size, _ in itertools.groupby(task.tried)]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_fixed_size_that_does_not_fit_raises(where: str) -> None:
+def test_a_fixed_size_that_does_not_fit_raises(where):
     task = Hungry(8, where)
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         choose(task, 16, 64)
@@ -158,13 +154,13 @@ class OwnState(Optimizer):
     (schedule-free, Prodigy).
     """
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.5, "k": 0})
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["mean"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         (group,) = self.param_groups
         group["k"] += 1
         for parameter in group["params"]:
@@ -174,7 +170,7 @@ class OwnState(Optimizer):
             )
 
 
-def optimizers(model: nn.Module) -> dict[str, Callable[[], Optimizer]]:
+def optimizers(model):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return {
         "adamw": lambda: AdamW(trained, lr=0.5, weight_decay=0.1, fused=True),
@@ -184,21 +180,19 @@ def optimizers(model: nn.Module) -> dict[str, Callable[[], Optimizer]]:
     }
 
 
-def rng() -> tuple[Any, ...]:
+def rng():
     return (
         random.getstate(),
         np.random.get_state()[1].tolist(),
         torch.get_rng_state().tolist(),
-    )  # type: ignore[index]
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "own"])
 @pytest.mark.parametrize(
     ("wanted", "fits"), [("auto", 64), ("auto", 5), (16, 64), (16, 5)]
 )
-def test_everything_is_put_back_to_the_bit(
-    name: str, wanted: int | str, fits: int
-) -> None:
+def test_everything_is_put_back_to_the_bit(name, wanted, fits):
     model = Net()
     optimizer = optimizers(model)[name]()
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -224,9 +218,9 @@ def test_everything_is_put_back_to_the_bit(
     assert model.training
 
 
-def test_the_optimizers_own_memory_counts() -> None:
+def test_the_optimizers_own_memory_counts():
     class Large(OwnState):
-        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):
             if task.tried[-1] > 8:
                 raise torch.OutOfMemoryError("no room for the moments")
             super().step()
@@ -240,14 +234,14 @@ def test_the_optimizers_own_memory_counts() -> None:
 
 
 @pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])
-def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
+def test_auto_takes_as_few_parts_as_fit(share):
     """The largest even part that fits, for every limit; no size is tried twice, and few
     that do not fit.
     """
     for limit in range(1, share + 1):
         tried = []
 
-        def fits(size: int, limit: int = limit, tried: list[int] = tried) -> bool:
+        def fits(size, limit=limit, tried=tried):
             tried.append(size)
             return size <= limit
 
@@ -259,9 +253,7 @@ def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
         assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1
 
 
-def told(
-    fits: int, wanted: int | str, bounds: tuple[int | None, int | None]
-) -> tuple[int, set[int], list[tuple[int, bool]]]:
+def told(fits, wanted, bounds):
     """The size where other trials have told `bounds`, the sizes that were tried, and
     what was told.
     """
@@ -278,7 +270,7 @@ def told(
 
 
 @pytest.mark.parametrize("fits", [2, 5, 13, 31, 63, 64])
-def test_it_lands_where_it_would_without(fits: int) -> None:
+def test_it_lands_where_it_would_without(fits):
     size, tried, said = told(fits, "auto", (None, None))
     assert {one for one, _ in said} == tried
     assert all(verdict == (one <= fits) for one, verdict in said)
@@ -288,19 +280,19 @@ def test_it_lands_where_it_would_without(fits: int) -> None:
     assert told(fits, "auto", (low, high)) == (size, set(), [])
 
 
-def test_a_wanted_size_that_is_known_to_fit_is_not_tried() -> None:
+def test_a_wanted_size_that_is_known_to_fit_is_not_tried():
     assert told(40, 32, (40, None)) == (32, set(), [])
 
 
 @pytest.mark.parametrize("wanted", [32, 33, 64])
-def test_a_wanted_size_that_is_known_not_to_fit_is_refused(wanted: int) -> None:
+def test_a_wanted_size_that_is_known_not_to_fit_is_refused(wanted):
     with pytest.raises(
         torch.OutOfMemoryError, match="a microbatch of 32 is known not to fit"
     ):
         told(31, wanted, (16, 32))
 
 
-def test_when_not_even_one_sample_fits_auto_is_refused() -> None:
+def test_when_not_even_one_sample_fits_auto_is_refused():
     with pytest.raises(
         torch.OutOfMemoryError, match="a microbatch of 1 is known not to fit"
     ):

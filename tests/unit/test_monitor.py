@@ -4,11 +4,10 @@ pass without waiting.
 
 import logging
 import types
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.unit.test_loop import PER_EPOCH, SAMPLES, train
 from trainers.loop.monitor import BackwardTimer, Monitor
@@ -23,12 +22,12 @@ CPU = torch.device("cpu")
 class Ranks:
     """A group of two, of which the other rank says what it is told to."""
 
-    def __init__(self, rank: int = 0, **other: Any) -> None:
+    def __init__(self, rank=0, **other):
         self.rank = rank
         self.world_size = 2
         self.other = other
 
-    def gather(self, row: Any) -> list[Any]:
+    def gather(self, row):
         return [row, row | {"rank": 1 - self.rank} | self.other]
 
 
@@ -37,12 +36,12 @@ class Clock(StepClock):
 
     def steps(
         self,
-        count: int,
-        seconds: float,
-        samples: int = 10,
-        own: int | None = None,
-        wait_s: float = 0.0,
-    ) -> None:
+        count,
+        seconds,
+        samples=10,
+        own=None,
+        wait_s=0.0,
+    ):
         for _ in range(count):
             self.start_span()
             self._began -= seconds
@@ -52,13 +51,13 @@ class Clock(StepClock):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     """Time stands still but for the steps."""
     monkeypatch.setattr("trainers.measure.clock.time.perf_counter", lambda: 100.0)
     return Clock(CPU)
 
 
-def monitor(clock: StepClock, group: Any = None, flops: float | None = None) -> Monitor:
+def monitor(clock, group=None, flops=None):
     group = group or types.SimpleNamespace(
         rank=0, world_size=1, gather=lambda row: [row]
     )
@@ -74,7 +73,7 @@ def monitor(clock: StepClock, group: Any = None, flops: float | None = None) -> 
     return Monitor(parts, clock)
 
 
-def test_a_window_is_about_its_own_steps(clock: Clock) -> None:
+def test_a_window_is_about_its_own_steps(clock):
     watch = monitor(clock)
     clock.steps(3, 1.0)
     assert watch.window()["step_time_s"] == pytest.approx(1.0)
@@ -87,7 +86,7 @@ def test_a_window_is_about_its_own_steps(clock: Clock) -> None:
     assert "samples_per_s" not in watch.window(), "no step in between"
 
 
-def test_mfu_where_the_peak_is_known(clock: Clock) -> None:
+def test_mfu_where_the_peak_is_known(clock):
     watch = monitor(clock, Ranks(), flops=1e9)
     watch.peak = 1e11
     clock.steps(6, 0.5)
@@ -95,9 +94,7 @@ def test_mfu_where_the_peak_is_known(clock: Clock) -> None:
     assert watch.mfu(clock.throughput().samples_per_s) == pytest.approx(0.1)
 
 
-def test_a_comparison_is_about_the_steps_since_the_last(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_comparison_is_about_the_steps_since_the_last(clock, caplog):
     watch = monitor(clock, Ranks(data_wait_share=0.5))
     clock.steps(4, 1.0, samples=10, own=5, wait_s=0.02)
     with caplog.at_level(logging.WARNING):
@@ -129,13 +126,13 @@ def test_a_comparison_is_about_the_steps_since_the_last(
 class Now:
     """A clock that passes only where a test lets it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.time_s = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.time_s
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.time_s += seconds
 
 
@@ -146,11 +143,11 @@ class Slow(torch.autograd.Function):
     """Takes a while in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+    def forward(ctx, inputs):
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, gradient):
         NOW.sleep(0.02)
         return gradient
 
@@ -160,19 +157,19 @@ class Sleepy(nn.Module):
     the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(2, 2)
         self.last = nn.Linear(2, 2)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         NOW.sleep(0.05)
         return self.last(Slow.apply(self.first(inputs)))
 
 
 def test_the_backward_timer_leaves_out_what_is_before_and_after(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("trainers.loop.monitor.time", NOW)
     model = Sleepy()
     timer = BackwardTimer(model, CPU)
@@ -190,7 +187,7 @@ def test_the_backward_timer_leaves_out_what_is_before_and_after(
     assert timer.take() is None
 
 
-def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:
+def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
     result = train(tmp_path, epochs=2)
     rows = [row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row]
     assert all(
@@ -211,8 +208,8 @@ def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:
 
 
 def test_steps_are_timed_to_the_end_of_an_epoch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """On a GPU steps are counted when the device is next waited for: an epoch may end
     in between.
     """

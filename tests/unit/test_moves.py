@@ -7,19 +7,16 @@ refuses CUDA.
 
 import dataclasses
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from trainers.causes import failure_of
 from trainers.checkpoint.run_state import match_layout
 from trainers.config.sections import DataConfig
-from trainers.data.batch import Batch
 from trainers.data.feed import Pinnable, copied
 from trainers.devices.group import Group
 from trainers.errors import DeviceMismatchError
@@ -50,16 +47,16 @@ class Recorded:
     handed over.
     """
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events):
         self.events = events
         self.pending = []
 
-    def begin(self, batch: Batch) -> Batch:
+    def begin(self, batch):
         self.events.append(f"copy {batch}")
         self.pending.append(batch)
         return batch
 
-    def hand_over(self, batch: Batch) -> Batch:
+    def hand_over(self, batch):
         # A wait covers everything that is in the copying stream: more than this batch
         # would be waited for in vain.
         assert self.pending == [batch]
@@ -68,10 +65,10 @@ class Recorded:
         return batch
 
 
-def traced(ahead: bool, count: int = 3) -> list[str]:
+def traced(ahead, count=3):
     events = []
 
-    def load() -> Iterator[int]:
+    def load():
         for number in range(count):
             events.append(f"load {number}")
             yield number
@@ -81,7 +78,7 @@ def traced(ahead: bool, count: int = 3) -> list[str]:
     return events
 
 
-def test_the_next_copy_begins_before_the_step_at_hand() -> None:
+def test_the_next_copy_begins_before_the_step_at_hand():
     expected = "load 0, copy 0, wait 0, load 1, copy 1, step 0, wait 1, load 2, copy 2, step 1, wait 2, step 2"
     assert ", ".join(traced(ahead=True)) == expected
 
@@ -97,15 +94,13 @@ def test_the_next_copy_begins_before_the_step_at_hand() -> None:
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_pinning_keeps_every_nesting(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pinning_keeps_every_nesting(batch, monkeypatch):
     """torch's own pinning passes dataclasses by, so their copies would wait for the
     device.
     """
     pinned = []
 
-    def pin(tensor: Tensor) -> Tensor:
+    def pin(tensor):
         pinned.append(tensor)
         return tensor.clone()
 
@@ -127,32 +122,32 @@ def test_pinning_keeps_every_nesting(
 class Plain(nn.Module):
     """Its mask is a plain attribute: `to()` does not move it."""
 
-    def __init__(self, where: torch.device) -> None:
+    def __init__(self, where):
         super().__init__()
         self.layer = nn.Linear(3, 2)
         self.masks = [torch.ones(2, device=where)]
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.layer(inputs) * self.masks[0]
 
 
 class Buffered(Plain):
-    def __init__(self, where: torch.device) -> None:
+    def __init__(self, where):
         super().__init__(CPU)
         self.register_buffer("scale", torch.ones(2, device=where))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return self.layer(inputs) * self.scale
 
 
 class Weighted(Task):
     """Class weights of a loss, the usual tensor that nobody moves."""
 
-    def __init__(self, where: torch.device = CPU, made: torch.device = CPU) -> None:
+    def __init__(self, where=CPU, made=CPU):
         self.balance = {"classes": torch.ones(2, device=where)}
         self.made = made
 
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def loss(self, outputs, batch):
         labels = (
             batch.labels if isinstance(batch, (Sample, Holder)) else batch["labels"]
         )
@@ -162,7 +157,7 @@ class Weighted(Task):
         )
         return (per_sample * made).mean()
 
-    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+    def forward(self, model, batch):
         return model(
             batch.inputs if isinstance(batch, (Sample, Holder)) else batch["inputs"]
         )
@@ -171,16 +166,16 @@ class Weighted(Task):
 class Holder:
     """No nesting that is moved: a class without fields."""
 
-    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+    def __init__(self, inputs, labels):
         self.inputs = inputs
         self.labels = labels
 
 
-def good() -> dict[str, Tensor]:
+def good():
     return {"inputs": torch.ones(4, 3), "labels": torch.zeros(4, dtype=torch.int64)}
 
 
-def cases() -> dict[str, tuple[Task, nn.Module, Batch, str]]:
+def cases():
     far = {name: tensor.to(META) for name, tensor in good().items()}
     return {
         "batch": (
@@ -238,7 +233,7 @@ FIXES = {
 
 
 @pytest.mark.parametrize("case", list(cases()))
-def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> None:
+def test_a_tensor_on_another_device_is_named_with_both_devices(case):
     task, model, batch, words = cases()[case]
     forward = ForwardPass(model, task, TABLE["fp32"], CPU)
     with pytest.raises(DeviceMismatchError) as raised:
@@ -253,9 +248,9 @@ def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> Non
     assert words in failed.message
 
 
-def test_the_probe_and_evaluation_name_it_too() -> None:
+def test_the_probe_and_evaluation_name_it_too():
     class Far(Weighted):
-        def transform(self, batch: Batch, training: bool) -> Batch:
+        def transform(self, batch, training):
             return {"inputs": batch[0].to(META), "labels": batch[1]}
 
     data = TensorDataset(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64))
@@ -277,25 +272,23 @@ def test_the_probe_and_evaluation_name_it_too() -> None:
 # --- memory formats
 
 
-def sgd(parameters: Any) -> Optimizer:
+def sgd(parameters):
     return SGD(parameters, lr=0.1, momentum=0.9, fused=True)
 
 
-def adamw(parameters: Any) -> Optimizer:
+def adamw(parameters):
     return AdamW(parameters, lr=0.1, fused=True)
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
-def test_moments_of_another_memory_format_are_taken_back_right(
-    make: Callable[[Any], Optimizer], before: bool, after: bool
-) -> None:
+def test_moments_of_another_memory_format_are_taken_back_right(make, before, after):
     """A fused step walks weight and moment in memory order: of two formats it would mix
     up the elements, silently.
     """
     inputs = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
 
-    def train(switch: bool) -> Tensor:
+    def train(switch):
         torch.manual_seed(0)
         model = nn.Conv2d(3, 8, 3)
         model = TABLE["fp32"].with_layout(before, model, CPU).convert_model(model)
@@ -315,7 +308,7 @@ def test_moments_of_another_memory_format_are_taken_back_right(
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
-        return model.weight.detach().contiguous()  # type: ignore[operator, union-attr]
+        return model.weight.detach().contiguous()
 
     torch.testing.assert_close(
         train(switch=True), train(switch=False), rtol=1e-5, atol=1e-6

@@ -3,12 +3,9 @@ what needs that is refused.
 """
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import tests.unit.test_predict as predicted
 from tests.unit.test_loop import (
@@ -25,13 +22,11 @@ from trainers.loop.fit import fit
 
 
 class Unseen(Tiny):
-    def dataset(self, split: str) -> Dataset[Any] | None:
+    def dataset(self, split):
         return super().dataset(split) if split == "train" else None
 
 
-def test_it_trains_as_with_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_trains_as_with_one(tmp_path, caplog):
     train(tmp_path / "with")
     with caplog.at_level(logging.INFO):
         result = train(tmp_path / "without", Unseen())
@@ -45,7 +40,7 @@ def test_it_trains_as_with_one(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_best_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_refused(tmp_path):
     with pytest.raises(
         ConfigError,
         match=r'`checkpoint\.best` is "val_loss".*dataset\("val"\) gives none; return a few',
@@ -57,9 +52,7 @@ def test_the_best_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("watched", "refused"), [("val_accuracy", True), ("train_loss", False)]
 )
-def test_an_objective_that_needs_an_evaluation_is_refused(
-    watched: str, refused: bool
-) -> None:
+def test_an_objective_that_needs_an_evaluation_is_refused(watched, refused):
     context = Context(None)
     context.watches = ("samples_per_s", watched)
     if refused:
@@ -70,8 +63,8 @@ def test_an_objective_that_needs_an_evaluation_is_refused(
 
 
 def test_a_split_that_is_none_can_neither_be_evaluated_nor_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     predicted.train(tmp_path)
     found = predicted.Kept.dataset
     monkeypatch.setattr(

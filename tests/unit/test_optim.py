@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from trainers.model.optimizer import (
 )
 
 
-def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
+def config(optimizer=None, **changes):
     tree = {
         "task": "t:T",
         "epochs": 1,
@@ -45,9 +44,7 @@ def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConf
         ("sde", 256, 0.2),
     ],
 )
-def test_the_learning_rate_follows_the_batch_size(
-    rule: str, batch: int, expected: float
-) -> None:
+def test_the_learning_rate_follows_the_batch_size(rule, batch, expected):
     scaling = {"rule": rule, "base_batch_size": 64}
     assert built_lr(
         config(global_batch_size=batch, lr_scaling=scaling)
@@ -57,7 +54,7 @@ def test_the_learning_rate_follows_the_batch_size(
 ADAM = {"name": "adamw", "weight_decay": 0.5, "betas": [0.9, 0.999], "eps": 1e-6}
 
 
-def by_sde(size: int, optimizer: dict[str, Any]) -> dict[str, Any]:
+def by_sde(size, optimizer):
     """The options of the only group at a batch size, lr 0.1 at 64."""
     made = config(
         optimizer,
@@ -68,7 +65,7 @@ def by_sde(size: int, optimizer: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-def test_sde_by_hand() -> None:
+def test_sde_by_hand():
     larger = by_sde(256, ADAM)
     assert larger["lr"] == pytest.approx(0.2)
     assert larger["betas"] == pytest.approx((0.6561, 0.996005996))  # 0.9^4, 0.999^4
@@ -92,7 +89,7 @@ def test_sde_by_hand() -> None:
 
 
 @pytest.mark.parametrize("size", [32, 128, 1024])
-def test_betas_by_sde_are_those_of_the_paper_to_the_first_order(size: int) -> None:
+def test_betas_by_sde_are_those_of_the_paper_to_the_first_order(size):
     """1 - k (1 - beta), which is below 0 where k is above 10 and beta 0.9."""
     betas = by_sde(size, {"betas": [1 - 1e-5, 1 - 1e-6]})["betas"]
     assert betas == pytest.approx(
@@ -101,7 +98,7 @@ def test_betas_by_sde_are_those_of_the_paper_to_the_first_order(size: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_sde_keeps_every_time_scale_in_samples(seed: int) -> None:
+def test_sde_keeps_every_time_scale_in_samples(seed):
     draw = random.Random(seed)
     base = {
         "betas": [draw.uniform(0.5, 0.99), draw.uniform(0.9, 0.9999)],
@@ -131,7 +128,7 @@ def test_sde_keeps_every_time_scale_in_samples(seed: int) -> None:
     assert scales[0] == pytest.approx(scales[1])
 
 
-def test_an_optimizer_without_betas_is_refused_by_sde() -> None:
+def test_an_optimizer_without_betas_is_refused_by_sde():
     parameters = [nn.Parameter(torch.ones(1))]
     with pytest.raises(ConfigError) as raised:
         check_optimizer(torch.optim.RMSprop(parameters), "Mine", "sde")
@@ -140,17 +137,17 @@ def test_an_optimizer_without_betas_is_refused_by_sde() -> None:
     check_optimizer(torch.optim.RMSprop(parameters), "Mine", "sqrt")
 
 
-def factors(total: int, **schedule: Any) -> list[float]:
+def factors(total, **schedule):
     return [lr_factor(ScheduleConfig(**schedule), step, total) for step in range(total)]
 
 
-def test_warm_up_reaches_one_at_its_last_step() -> None:
+def test_warm_up_reaches_one_at_its_last_step():
     assert factors(6, warmup=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert factors(6, warmup=0.5) == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0])
     assert factors(3, warmup=10) == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_cosine_is_half_a_cosine() -> None:
+def test_cosine_is_half_a_cosine():
     expected = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
     assert factors(8, name="cosine") == pytest.approx(expected)
     assert factors(10, name="cosine", warmup=2)[2:] == pytest.approx(expected)
@@ -167,9 +164,7 @@ def test_cosine_is_half_a_cosine() -> None:
         ({"name": "sgd", "momentum": 0.9, "nesterov": True}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     ],
 )  # fmt: skip
-def test_the_configured_optimizer_is_built(
-    options: dict[str, Any], cls: type, expected: dict[str, Any]
-) -> None:
+def test_the_configured_optimizer_is_built(options, cls, expected):
     optimizer = build_optimizer(nn.Linear(2, 2), config(options))
     assert type(optimizer) is cls
     (group,) = optimizer.param_groups
@@ -178,7 +173,7 @@ def test_the_configured_optimizer_is_built(
     assert {name: group[name] for name in expected} == expected
 
 
-def test_frozen_parameters_are_there_for_later_and_weights_of_bits_are_not() -> None:
+def test_frozen_parameters_are_there_for_later_and_weights_of_bits_are_not():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
     model[0].bias = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)

@@ -3,9 +3,7 @@ cannot keep that is refused.
 """
 
 import random
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -28,8 +25,8 @@ from tests.unit.test_loop import (
     config,
     train,
 )
-from trainers import GroupedByLength, TrainConfig
-from trainers.data.order import Drawn
+from trainers import GroupedByLength
+from trainers.data.sampler import Drawn
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 
@@ -43,17 +40,17 @@ class By:
 
     draw: Any
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(self.draw())
 
 
 class Epochs:
     """A curriculum: it looks at the epoch that it was told."""
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter([(self.epoch + number) % SAMPLES for number in range(SAMPLES)])
 
 
@@ -72,35 +69,33 @@ SAMPLERS = {
 class Sampled(Tiny):
     """Notes the samples of each step by a column that only counts."""
 
-    def __init__(self, sampler: Iterable[int] | None = None) -> None:
+    def __init__(self, sampler=None):
         super().__init__()
         self.given = sampler
         self.trained = [[0][:0]]
 
-    def dataset(self, split: str) -> Dataset[Any]:
-        inputs, labels = super().dataset(split).tensors  # type: ignore[attr-defined]
+    def dataset(self, split):
+        inputs, labels = super().dataset(split).tensors
         return TensorDataset(inputs, labels, torch.arange(len(labels)))
 
-    def sampler(
-        self, dataset: Dataset[Any], config: TrainConfig
-    ) -> Iterable[int] | None:
+    def sampler(self, dataset, config):
         return self.given
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         if training:
             self.trained.append(batch[2].tolist())
         return super().transform(batch[:2], training)
 
 
-def trained(sampler: Any, path: Path | None = None, **changes: Any) -> list[int]:
+def trained(sampler, path=None, **changes):
     task = Sampled(sampler)
     train(path, task, **changes)
     return [index for batch in task.trained for index in batch]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_an_order_is_a_function_of_seed_and_epoch(name: str) -> None:
-    def orders(epochs: Iterable[int], seed: int = 3) -> list[list[int]]:
+def test_an_order_is_a_function_of_seed_and_epoch(name):
+    def orders(epochs, seed=3):
         drawn = Drawn(SAMPLERS[name](), SAMPLES, seed, CPU)
         return [drawn(epoch).tolist() for epoch in epochs]
 
@@ -117,9 +112,7 @@ def test_an_order_is_a_function_of_seed_and_epoch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["weighted with a generator", "by epoch"])
-def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(name, tmp_path):
     reference = Sampled(SAMPLERS[name]())
     train(tmp_path / "whole", reference, epochs=2)
     every = [index for batch in reference.trained for index in batch]
@@ -139,7 +132,7 @@ def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(
         assert 0 < len(rest) < len(every)
 
 
-def test_batches_by_length_are_of_about_one_length_and_in_no_order() -> None:
+def test_batches_by_length_are_of_about_one_length_and_in_no_order():
     lengths = torch.randint(1, 500, (2005,), generator=torch.Generator().manual_seed(1))
     order = Drawn(GroupedByLength(lengths, 8), 2005, 0, CPU)(0)
     assert order.sort().values.tolist() == list(range(2005))
@@ -156,11 +149,11 @@ def test_batches_by_length_are_of_about_one_length_and_in_no_order() -> None:
 
 
 class Growing(Epochs):
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         return iter(range(self.epoch + 5))
 
 
-def own_numpy() -> By:
+def own_numpy():
     generator = np.random.default_rng(0)
     return By(lambda: generator.permutation(SAMPLES))
 
@@ -177,7 +170,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_keeps_no_order_is_refused(name: str) -> None:
+def test_what_keeps_no_order_is_refused(name):
     with pytest.raises(ConfigError, match="sampler"):
         trained(REFUSED[name], epochs=2)
 
@@ -188,10 +181,8 @@ def test_what_keeps_no_order_is_refused(name: str) -> None:
     ({"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)},
      {"sampler": WeightedRandomSampler(WEIGHTS.tolist(), SAMPLES)}),
 ])  # fmt: skip
-def test_a_run_does_not_go_on_in_another_order(
-    then: dict[str, Any], now: dict[str, Any], tmp_path: Path
-) -> None:
-    def go(epochs: int, sampler: Any = None, **changes: Any) -> None:
+def test_a_run_does_not_go_on_in_another_order(then, now, tmp_path):
+    def go(epochs, sampler=None, **changes):
         train(tmp_path, Sampled(sampler), epochs=epochs, **changes)
 
     go(1, **then)

@@ -2,9 +2,6 @@
 without a process group.
 """
 
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -17,7 +14,7 @@ from trainers.model.strategy import wrap_model
 class Block(nn.Module):
     """Has a Sequential of its own, as a transformer's block has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(4)
         self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
@@ -28,7 +25,7 @@ class Pair(nn.Sequential):
 
 
 class Language(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 4)
         self.blocks = nn.ModuleList([Block(), Block()])
@@ -36,7 +33,7 @@ class Language(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def names(model: nn.Module) -> list[str]:
+def names(model):
     units = shard_units(model)
     return [
         name
@@ -45,7 +42,7 @@ def names(model: nn.Module) -> list[str]:
     ]
 
 
-def test_repeated_blocks_are_sharded_whole() -> None:
+def test_repeated_blocks_are_sharded_whole():
     assert names(Language()) == ["blocks.0", "blocks.1"]
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == [
         "0",
@@ -61,7 +58,7 @@ def test_repeated_blocks_are_sharded_whole() -> None:
     assert names(Block()) == ["mlp.0", "mlp.2"]
 
 
-def test_blocks_that_share_a_parameter_stay_with_the_root() -> None:
+def test_blocks_that_share_a_parameter_stay_with_the_root():
     tied = nn.Sequential(nn.Embedding(7, 4), Block(), nn.Linear(4, 7, bias=False))
     tied[2].weight = tied[0].weight
     assert names(tied) == ["1"]
@@ -72,10 +69,10 @@ def test_blocks_that_share_a_parameter_stay_with_the_root() -> None:
     assert names(nn.ModuleList([inside])) == ["0"]
 
 
-def test_dp_takes_all_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dp_takes_all_gpus_of_its_process(monkeypatch):
     seen = {}
 
-    def build(self: Any, module: nn.Module, device_ids: list[int]) -> None:
+    def build(self, module, device_ids):
         nn.Module.__init__(self)
         self.module = module
         seen["ids"] = device_ids

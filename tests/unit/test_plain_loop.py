@@ -5,7 +5,6 @@ resumes, and evaluated as trained.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_trained_as_by_a_plain_loop(kind: str, tmp_path: Path) -> None:
+def test_every_kind_is_trained_as_by_a_plain_loop(kind, tmp_path):
     make = KINDS[kind]
     for end in (2, 6, STEPS):
         found = in_the_loop(
@@ -43,7 +42,7 @@ def test_every_kind_is_trained_as_by_a_plain_loop(kind: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "kind", ["thawed once", "thawed again", "lazy buffer", "words complex"]
 )
-def test_a_moving_average_follows_what_is_unfrozen(kind: str, tmp_path: Path) -> None:
+def test_a_moving_average_follows_what_is_unfrozen(kind, tmp_path):
     """As of a model of which nothing was frozen: what does not move is its own average."""
     means = {}
     for name, ends in (("whole", [STEPS]), ("resumed", [3, 6, STEPS])):

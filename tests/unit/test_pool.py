@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -20,26 +18,26 @@ SHAPE = Shape(1, (("CPU", 1.0),), "PACK", (), "{}")
 class Group:
     """A placement group that is there, or never is."""
 
-    def __init__(self, is_placed: bool) -> None:
+    def __init__(self, is_placed):
         self.future = asyncio.get_running_loop().create_future()
         if is_placed:
             self.future.set_result(None)
 
-    def ready(self) -> asyncio.Future[None]:
+    def ready(self):
         return self.future
 
 
 @pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def removed(monkeypatch):
     """The groups that were removed; the first that is made has its place, and no other."""
     groups = []
     gone = []
 
-    def make(*args: Any, **options: Any) -> Group:
+    def make(*args, **options):
         groups.append(Group(is_placed=not groups))
         return groups[-1]
 
-    async def start(pool: Pool, lane: Any) -> None:
+    async def start(pool, lane):
         lane.is_up = lane.placed.done()
 
     monkeypatch.setattr(pools, "reserve", make)
@@ -50,8 +48,8 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     return gone
 
 
-def run(steps: Callable[[Pool], Coroutine[Any, Any, Any]]) -> Any:
-    async def all_of_it() -> Any:
+def run(steps):
+    async def all_of_it():
         pool = Pool("", "s")
         pool._watching = True
         pool._begin(SHAPE)
@@ -61,8 +59,8 @@ def run(steps: Callable[[Pool], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(all_of_it())
 
 
-def test_a_lane_that_is_being_given_back_is_waited_for(removed: list[Group]) -> None:
-    async def steps(pool: Pool) -> tuple[int, int]:
+def test_a_lane_that_is_being_given_back_is_waited_for(removed):
+    async def steps(pool):
         await pool.borrow(SHAPE, "trial")
         pool._lanes[0].borrower = ""  # it settles
         asking = asyncio.ensure_future(pool.borrow(SHAPE, "other"))
@@ -76,9 +74,9 @@ def test_a_lane_that_is_being_given_back_is_waited_for(removed: list[Group]) -> 
 
 
 def test_a_trial_ends_once_as_many_as_are_expected_have_begun(
-    removed: list[Group],
-) -> None:
-    async def steps(pool: Pool) -> list[bool]:
+    removed,
+):
+    async def steps(pool):
         await pool.enter("first")
         await pool.expect(2)
         seen = [await pool.may_leave("first")]

@@ -1,8 +1,5 @@
 """What each precision name does on a CPU, and where it is refused."""
 
-from collections.abc import Iterator
-from typing import Literal
-
 import pytest
 import torch
 from torch import nn
@@ -25,11 +22,11 @@ NAMES = ["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
     ],
 )
 def test_a_row(
-    name: str,
-    autocast: torch.dtype | None,
-    scaler: bool,
-    parameters: torch.dtype | None,
-) -> None:
+    name,
+    autocast,
+    scaler,
+    parameters,
+):
     spec = resolve_precision(name, CPU)
     assert (spec.autocast, spec.scaler, spec.parameters, spec.matmul) == (
         autocast,
@@ -39,7 +36,7 @@ def test_a_row(
     )
 
 
-def test_tf32_is_refused_on_a_cpu_with_what_it_can_do() -> None:
+def test_tf32_is_refused_on_a_cpu_with_what_it_can_do():
     with pytest.raises(ConfigError) as raised:
         resolve_precision("tf32", CPU)
     text = str(raised.value)
@@ -52,13 +49,11 @@ def test_tf32_is_refused_on_a_cpu_with_what_it_can_do() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)]
 )
-def test_pure_formats_convert_parameters_buffers_and_floating_inputs(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_pure_formats_convert_parameters_buffers_and_floating_inputs(name, dtype):
     spec = resolve_precision(name, CPU)
     model = spec.convert_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     assert {tensor.dtype for tensor in model.parameters()} == {dtype}
-    assert model[1].running_mean.dtype is dtype  # type: ignore[union-attr]
+    assert model[1].running_mean.dtype is dtype
     batch = {
         "x": torch.ones(2),
         "ids": torch.ones(2, dtype=torch.int64),
@@ -72,11 +67,11 @@ def test_pure_formats_convert_parameters_buffers_and_floating_inputs(
         torch.bool,
     ]
     assert converted["name"] == "a"
-    assert batch["x"].dtype is torch.float32  # type: ignore[union-attr]
+    assert batch["x"].dtype is torch.float32
 
 
 @pytest.fixture
-def switches_come_back() -> Iterator[None]:
+def switches_come_back():
     yield
     apply_matmul(TABLE["fp32"])
 
@@ -86,9 +81,7 @@ def switches_come_back() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "expected"), [("fp32", False), ("bf16", False), ("tf32", True)]
 )
-def test_matmul_switches_are_set_whatever_they_were(
-    name: str, expected: bool, before: str
-) -> None:
+def test_matmul_switches_are_set_whatever_they_were(name, expected, before):
     """By every name that torch has for them: reading one that contradicts another
     raises.
     """
@@ -97,12 +90,12 @@ def test_matmul_switches_are_set_whatever_they_were(
         torch.backends.cudnn.allow_tf32 = not expected
     elif before == "newer":
         torch.backends.cuda.matmul.fp32_precision = "ieee" if expected else "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "ieee" if expected else "tf32"  # type: ignore[attr-defined]
+        torch.backends.cudnn.conv.fp32_precision = "ieee" if expected else "tf32"
     elif before == "cuDNN":
-        torch.backends.cudnn.fp32_precision = "ieee" if expected else "tf32"  # type: ignore[attr-defined]
+        torch.backends.cudnn.fp32_precision = "ieee" if expected else "tf32"
     else:
-        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
-        torch.backends.mkldnn.conv.fp32_precision = "bf16"  # type: ignore[attr-defined]
+        torch.backends.fp32_precision = "tf32"
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"
     apply_matmul(TABLE[name])
     assert (
         torch.backends.cuda.matmul.allow_tf32
@@ -113,32 +106,32 @@ def test_matmul_switches_are_set_whatever_they_were(
         torch.backends.cuda.matmul,
         torch.backends.cudnn.conv,
         torch.backends.cudnn.rnn,
-    ):  # type: ignore[attr-defined]
+    ):
         assert (part.fp32_precision == "tf32") is expected
     assert torch.get_float32_matmul_precision() == ("high" if expected else "highest")
-    assert torch.backends.mkldnn.conv.fp32_precision == "none"  # type: ignore[attr-defined]
+    assert torch.backends.mkldnn.conv.fp32_precision == "none"
 
 
 class Mixed(nn.Module):
     """Parameters of four and of five dimensions, and a buffer of four."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.flat = nn.Conv2d(3, 8, 3)
         self.deep = nn.Conv3d(3, 8, 3)
         self.register_buffer("picture", torch.randn(1, 3, 4, 4))
 
 
-def test_channels_last_is_the_layout_of_4d_tensors_only() -> None:
+def test_channels_last_is_the_layout_of_4d_tensors_only():
     before = Mixed()
     spec = resolve_precision("fp32", CPU).with_layout(True, before, CPU)
     weight = before.flat.weight.detach().clone()
     model = spec.convert_model(before)
     for tensor in (model.flat.weight, model.picture):
-        assert tensor.is_contiguous(memory_format=torch.channels_last)  # type: ignore[operator, union-attr]
-        assert not tensor.is_contiguous()  # type: ignore[operator, union-attr]
-    assert model.deep.weight.is_contiguous()  # type: ignore[operator, union-attr]
-    assert torch.equal(model.flat.weight, weight)  # type: ignore[arg-type]
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        assert not tensor.is_contiguous()
+    assert model.deep.weight.is_contiguous()
+    assert torch.equal(model.flat.weight, weight)
     images = torch.randn(2, 3, 4, 4)
     labels = torch.arange(2)
     mask = torch.ones(2, 3, 4, 4, dtype=torch.int64)
@@ -152,9 +145,7 @@ def test_channels_last_is_the_layout_of_4d_tensors_only() -> None:
 @pytest.mark.parametrize(
     ("wanted", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)]
 )
-def test_channels_last_by_itself_is_for_convolutions_on_cuda(
-    wanted: Literal["auto"], device: str, expected: bool
-) -> None:
+def test_channels_last_by_itself_is_for_convolutions_on_cuda(wanted, device, expected):
     spec = TABLE["fp32"]
     where = torch.device(device)
     assert spec.with_layout(wanted, Mixed(), where).channels_last is expected

@@ -7,13 +7,11 @@ import gzip
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
@@ -33,7 +31,7 @@ GPU = torch.device("cuda", 1)
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def config(**changes: Any) -> TrainConfig:
+def config(**changes):
     tree = {
         "task": "tests.tasks:Blobs",
         "max_steps": 20,
@@ -47,7 +45,7 @@ def config(**changes: Any) -> TrainConfig:
     return build(TrainConfig, tree | changes, "test")
 
 
-def train(path: Path | None, task: Blobs | None = None, **changes: Any) -> RunResult:
+def train(path, task=None, **changes):
     return fit(
         task or Blobs(),
         config(**changes),
@@ -55,7 +53,7 @@ def train(path: Path | None, task: Blobs | None = None, **changes: Any) -> RunRe
     )
 
 
-def losses(path: Path) -> list[float]:
+def losses(path):
     return [
         record["train_loss"]
         for record in read_log(Storage(str(path)))
@@ -63,7 +61,7 @@ def losses(path: Path) -> list[float]:
     ]
 
 
-def profiled_steps(path: Path) -> set[str]:
+def profiled_steps(path):
     with gzip.open(path / "profile" / "trace.json.gz", "rt") as stream:
         events = json.load(stream)["traceEvents"]
     return {
@@ -74,17 +72,13 @@ def profiled_steps(path: Path) -> set[str]:
 
 
 @pytest.fixture
-def log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[pytest.LogCaptureFixture]:
+def log(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="trainers"):
         yield caplog
 
 
-def test_the_steps_after_warm_up_are_recorded_and_left_out(
-    tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path, log):
     result = train(tmp_path / "profiled", profile_steps=3)
     plain = train(tmp_path / "plain")
 
@@ -103,26 +97,15 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(
     )
     assert "aten::addmm" in table
     assert "Self CPU" in table
-    points = json.loads(
-        (tmp_path / "profiled" / "profile" / "memory_timeline.json").read_text()
-    )
-    assert max(allocated for _, allocated in points) > 203 * 4
-    assert (
-        (tmp_path / "profiled" / "profile" / "memory_timeline.png")
-        .read_bytes()
-        .startswith(b"\x89PNG")
-    )
 
 
-def test_a_run_that_ends_inside_the_window_keeps_what_there_is(
-    tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_ends_inside_the_window_keeps_what_there_is(tmp_path, log):
     train(tmp_path, profile_steps=50, max_steps=WARMUP_STEPS + 1 + 2)
     assert "profile of 2 steps" in log.text
     assert len(profiled_steps(tmp_path)) >= 2
 
 
-def test_a_failure_inside_the_window_leaves_no_profiler_running(tmp_path: Path) -> None:
+def test_a_failure_inside_the_window_leaves_no_profiler_running(tmp_path):
     with pytest.raises(ValueError, match="injected"):
         train(tmp_path, Blobs(fail_at=WARMUP_STEPS + 1 + 3), profile_steps=50)
     assert not torch.autograd._profiler_enabled()
@@ -131,9 +114,9 @@ def test_a_failure_inside_the_window_leaves_no_profiler_running(tmp_path: Path) 
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(
-    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
+    tmp_path, log, monkeypatch
+):
+    def full(*_):
         raise StorageError("could not write: no space left")
 
     monkeypatch.setattr(Storage, "copy", full)
@@ -142,7 +125,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda(monkeypatch):
     """CUDA's memory calls, where there is no device."""
     monkeypatch.setattr(
         torch.cuda, "memory_summary", lambda device: f"|summary of {device}|"
@@ -156,9 +139,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
-def test_out_of_memory_is_reported(
-    error: Exception, cuda: None, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_out_of_memory_is_reported(error, cuda, tmp_path, log):
     save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
     assert (
         tmp_path / "memory" / "rank-3-summary.txt"
@@ -174,16 +155,12 @@ def test_out_of_memory_is_reported(
     ("error", "device"),
     [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))],
 )
-def test_nothing_else_is_reported(
-    error: Exception, device: torch.device, cuda: None, tmp_path: Path
-) -> None:
+def test_nothing_else_is_reported(error, device, cuda, tmp_path):
     save_memory_report(error, device, Storage(str(tmp_path)), 0)
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_run_that_ends_out_of_memory_leaves_a_report(
-    cuda: None, tmp_path: Path
-) -> None:
+def test_a_run_that_ends_out_of_memory_leaves_a_report(cuda, tmp_path):
     context = LocalContext(Storage(str(tmp_path)), "local")
     with pytest.raises(type(OOM)), memory_watched(config(), context):
         raise OOM
@@ -193,19 +170,19 @@ def test_a_run_that_ends_out_of_memory_leaves_a_report(
 class Broken(nn.Sequential):
     """Its graph breaks once."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         hidden = self[0](inputs)
         torch._dynamo.graph_break()
         return self[1](hidden)
 
 
 class BreakingBlobs(Blobs):
-    def model(self) -> nn.Module:
+    def model(self):
         return Broken(nn.Linear(self.features, 8), nn.Linear(8, 4))
 
 
 @pytest.fixture
-def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def dynamo(monkeypatch):
     """Graphs are traced and guarded as they always are, and then run as they are: no
     compiler, in a second.
     """
@@ -217,9 +194,7 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_training_its_loss_and_evaluation_are_one_graph_each(
-    tmp_path: Path, dynamo: None
-) -> None:
+def test_training_its_loss_and_evaluation_are_one_graph_each(tmp_path, dynamo):
     result = train(tmp_path, compile="default")
     assert result.compile == {"graphs": 3, "graph_breaks": 0, "recompiles": 1}
     assert result.throughput is not None
@@ -233,9 +208,7 @@ def test_training_its_loss_and_evaluation_are_one_graph_each(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
     ],
 )
-def test_a_model_of_torchs_own_class_is_one_graph(
-    model: nn.Module, dynamo: None
-) -> None:
+def test_a_model_of_torchs_own_class_is_one_graph(model, dynamo):
     """By itself torch 2.11 leaves such a module eager, and says nothing."""
     compile_model(model, "default", fullgraph=True)
     watch = profiler.CompileWatch()
@@ -247,16 +220,14 @@ def test_a_model_of_torchs_own_class_is_one_graph(
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU"
 )
-def test_so_they_are_where_code_is_generated(tmp_path: Path) -> None:
+def test_so_they_are_where_code_is_generated(tmp_path):
     torch._dynamo.reset()
     result = train(tmp_path, compile="default")
     assert result.compile == {"graphs": 3, "graph_breaks": 0, "recompiles": 1}
     torch._dynamo.reset()
 
 
-def test_graph_breaks_are_counted_and_named(
-    tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture
-) -> None:
+def test_graph_breaks_are_counted_and_named(tmp_path, dynamo, log):
     result = train(tmp_path, BreakingBlobs(), compile="default")
     assert result.compile["graph_breaks"] == 1
     assert result.compile["graphs"] >= 2
@@ -270,9 +241,7 @@ def test_graph_breaks_are_counted_and_named(
 
 
 @pytest.mark.full
-def test_a_step_that_compiles_again_is_no_measure_of_speed(
-    tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_compiles_again_is_no_measure_of_speed(tmp_path, dynamo, log):
     # 203 = 3 x 60 + 23: the fourth step of an epoch is another shape, in the warm-up;
     # evaluation has its own graphs.
     short = train(tmp_path / "warm", compile="default", global_batch_size=60)

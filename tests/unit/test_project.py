@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
 
 
-def test_the_version_is_one() -> None:
+def test_the_version_is_one():
     changes = (REPOSITORY / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
     assert versions[:2] == ["Unreleased", PROJECT["version"]], "the newest first"
@@ -34,13 +33,13 @@ def test_the_version_is_one() -> None:
     )
 
 
-def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def steps(workflow):
     for job in workflow["jobs"].values():
         yield from job["steps"]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_may_little_and_runs_what_is_there(path: Any) -> None:
+def test_a_workflow_may_little_and_runs_what_is_there(path):
     workflow = yaml.safe_load(path.read_text())
     targets = re.findall(
         r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE
@@ -69,7 +68,7 @@ def test_a_workflow_may_little_and_runs_what_is_there(path: Any) -> None:
             )
 
 
-def test_only_publishing_gets_an_identity_and_it_needs_the_environment() -> None:
+def test_only_publishing_gets_an_identity_and_it_needs_the_environment():
     jobs = {
         name: job
         for path in WORKFLOWS
@@ -94,7 +93,7 @@ FUNCTIONS = {"max", "sum", "count", "by", "label_values"}
 
 
 @pytest.fixture
-def metrics() -> dict[str, set[str]]:
+def metrics():
     """Tags by metric."""
     with (MONITORING / "metrics.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
@@ -103,11 +102,11 @@ def metrics() -> dict[str, set[str]]:
 
 
 @pytest.fixture
-def dashboard() -> dict[str, Any]:
+def dashboard():
     return json.loads((MONITORING / "grafana.json").read_text(encoding="utf-8"))
 
 
-def queries(dashboard: dict[str, Any]) -> list[str]:
+def queries(dashboard):
     found = [
         target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
     ]
@@ -119,13 +118,13 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
     ]
 
 
-def words(query: str) -> set[str]:
+def words(query):
     return set(re.findall(r"[A-Za-z_]\w*", re.sub(r'"[^"]*"', "", query))) - FUNCTIONS
 
 
 def test_queries_name_only_metrics_that_there_are_with_tags_that_they_have(
-    metrics: dict[str, set[str]], dashboard: dict[str, Any]
-) -> None:
+    metrics, dashboard
+):
     assert all("run" in tags <= BOUNDED_TAGS for tags in metrics.values())
     for query in queries(dashboard):
         [name] = [word for word in words(query) if word.startswith("ray_")]
@@ -133,17 +132,15 @@ def test_queries_name_only_metrics_that_there_are_with_tags_that_they_have(
         assert words(query) - {name} <= metrics[name], query
 
 
-def test_every_metric_is_shown(
-    metrics: dict[str, set[str]], dashboard: dict[str, Any]
-) -> None:
+def test_every_metric_is_shown(metrics, dashboard):
     targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
     assert set(metrics) <= set().union(*(words(target["expr"]) for target in targets))
     for target in targets:
-        kept = set(re.findall(r"\w+", re.search(r"by \(([^)]*)\)", target["expr"])[1]))  # type: ignore[index]
+        kept = set(re.findall(r"\w+", re.search(r"by \(([^)]*)\)", target["expr"])[1]))
         assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= kept, target
 
 
-def test_prometheus_finds_nodes_where_ray_writes_them() -> None:
+def test_prometheus_finds_nodes_where_ray_writes_them():
     from ray._private.ray_constants import PROMETHEUS_SERVICE_DISCOVERY_FILE
 
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))
@@ -164,7 +161,7 @@ KEYS = {
 }
 
 
-def tree_of(name: str) -> dict[str, Any]:
+def tree_of(name):
     text = (
         REPOSITORY / (".devcontainer" if name.endswith("json") else "cluster") / name
     ).read_text(encoding="utf-8")
@@ -179,13 +176,13 @@ def tree_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", KEYS)
-def test_it_has_keys_of_its_schema_alone(place: str) -> None:
+def test_it_has_keys_of_its_schema_alone(place):
     name, _, part = place.partition(", ")
     tree = tree_of(name)
     assert set(tree[part] if part else tree) <= set(KEYS[place].split())
 
 
-def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage() -> None:
+def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage():
     tree = tree_of("skypilot.yaml")
     versions = expected_versions()
     script = f"{tree['setup']}\n{tree['run']}"
@@ -206,12 +203,12 @@ def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage() -
     ), "SkyPilot's own Ray is there"
 
 
-def test_validate_says_whose_file_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_says_whose_file_it_is(capsys):
     assert main(["validate", str(REPOSITORY / "cluster" / "skypilot.yaml")]) == 2
     assert "SkyPilot" in capsys.readouterr().err
 
 
-def test_the_devcontainer_sets_up_what_make_does() -> None:
+def test_the_devcontainer_sets_up_what_make_does():
     command = tree_of("devcontainer.json")["postCreateCommand"]
     assert command.split()[0] == "make"
     done = subprocess.run(

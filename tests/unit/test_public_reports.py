@@ -8,13 +8,11 @@ ranks) is not here again.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
@@ -45,23 +43,23 @@ BASE = {
 class Line(Task):
     """A linear regression."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         torch.manual_seed(0)
         return nn.Linear(3, 1).double()
 
-    def dataset(self, split: str) -> Any:
+    def dataset(self, split):
         generator = torch.Generator().manual_seed(len(split))
         inputs = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
         return TensorDataset(inputs, inputs.sum(1, keepdim=True) + 1)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.mse_loss(outputs, batch[1])
 
 
 class Masked(Line):
     """No sample has a label."""
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return torch.zeros(())
 
 
@@ -70,11 +68,11 @@ class Another(Line):
     or in the middle.
     """
 
-    def __init__(self, what: str, start: int = 0) -> None:
+    def __init__(self, what, start=0):
         self.what = what
         self.start = start
 
-    def dataset(self, split: str) -> Any:
+    def dataset(self, split):
         data = super().dataset(split)
         if self.what == "grows" and split == "train":
             self.samples = [data[row] for row in range(SAMPLES)]
@@ -86,11 +84,11 @@ class Another(Line):
         )
         return TensorDataset(*(tensor[rows] for tensor in data.tensors))
 
-    def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
+    def on_evaluate(self, metrics, step):
         if self.what == "grows":
             self.samples.append(self.samples[0])
 
-    def schedule(self, optimizer: Any, config: Any) -> Any:
+    def schedule(self, optimizer, config):
         if self.what == "one cycle":
             return torch.optim.lr_scheduler.OneCycleLR(
                 optimizer, RATE, total_steps=3 * config.epochs
@@ -115,12 +113,12 @@ COSINE = {"name": "cosine"}
     ],
 )
 def test_what_a_run_that_goes_on_is_told(
-    what: str,
-    changes: dict[str, Any],
-    warnings: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    what,
+    changes,
+    warnings,
+    tmp_path,
+    caplog,
+):
     keys = {key: value for key, value in changes.items() if key != "epochs"}
     with contextlib.suppress(Power):
         fit(Another(what), config(**BASE | keys), Context(tmp_path, cut_at_step=4))
@@ -144,9 +142,7 @@ def test_what_a_run_that_goes_on_is_told(
         ),  # new samples were left out
     ],
 )
-def test_what_cannot_go_on_is_refused(
-    what: str, changes: dict[str, Any], refused: str, tmp_path: Path
-) -> None:
+def test_what_cannot_go_on_is_refused(what, changes, refused, tmp_path):
     with contextlib.suppress(Power):
         fit(Another(what), config(**BASE), Context(tmp_path, cut_at_step=4))
     with pytest.raises(ConfigError) as raised:
@@ -154,9 +150,7 @@ def test_what_cannot_go_on_is_refused(
     assert raised.value.field == refused
 
 
-def test_steps_without_a_label_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_without_a_label_are_said(tmp_path, caplog):
     """trl#6668: their loss was logged as zero."""
     fit(Masked(), config(**BASE), Context(tmp_path))
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
@@ -167,11 +161,11 @@ class Figures(Line):
     one (Lightning#9683).
     """
 
-    def __init__(self, names: str) -> None:
+    def __init__(self, names):
         self.names = names
         self.calls = 0
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+    def metrics(self, outputs, batch):
         self.calls += 1
         error = (outputs - batch[1]).abs()[:, 0]
         high = batch[0][:, 0] > 0
@@ -191,7 +185,7 @@ class Figures(Line):
 
 
 @pytest.mark.parametrize("names", ["one of two", "other order", "torchmetrics"])
-def test_metrics_whose_names_differ_between_batches(names: str, tmp_path: Path) -> None:
+def test_metrics_whose_names_differ_between_batches(names, tmp_path):
     """Lightning#21409: figures were given under each other's names."""
     size = {"one of two": 1}.get(names, 3)
     fit(

@@ -25,7 +25,6 @@ from trainers.launch.from_python import plain
 from trainers.storage import Storage
 from tune.config import Range
 from tune.sweeps import sweep as sweep_module
-from tune.sweeps.spec import SweepSpec
 
 RUN = {
     "task": Blobs,
@@ -39,7 +38,7 @@ RUN = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _here(tmp_path, monkeypatch):
     """Each test has its own directory, and its own path for imports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -48,8 +47,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_class_trains_and_its_run_can_be_used(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     before = [
         logging.getLogger("trainers").handlers[:],
         logging.getLogger("trainers").level,
@@ -86,7 +85,7 @@ def test_a_class_trains_and_its_run_can_be_used(
     assert train(RUN, fresh=True, epochs=1).steps == run.steps
 
 
-def test_a_file_is_read_as_the_command_reads_it(tmp_path: Path) -> None:
+def test_a_file_is_read_as_the_command_reads_it(tmp_path):
     tree = {**RUN, "task": "its_task:Mine", "epochs": 1}
     (tmp_path / "user").mkdir()
     (tmp_path / "user/its_task.py").write_text(
@@ -99,8 +98,8 @@ def test_a_file_is_read_as_the_command_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_failure_of_the_task_is_the_cause_of_the_error(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     with pytest.raises(RunFailedError, match="the run ended as `error`") as raised:
         train(RUN, task_args={"fail_at": 3})
     assert isinstance(raised.value.__cause__, ValueError)
@@ -130,9 +129,7 @@ def test_a_failure_of_the_task_is_the_cause_of_the_error(
         ("", "`the file` cannot be read"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_starts(
-    run: Any, said: str
-) -> None:
+def test_what_cannot_be_trained_is_said_before_anything_starts(run, said):
     with pytest.raises(ConfigError) as raised:
         train(run)
     assert str(raised.value).startswith(said)
@@ -140,10 +137,10 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(
 
 
 @pytest.mark.parametrize("call", ["train", "sweep"])
-def test_a_thread_hears_no_interrupt(call: str) -> None:
+def test_a_thread_hears_no_interrupt(call):
     raised = []
 
-    def body() -> None:
+    def body():
         try:
             train(RUN) if call == "train" else tune.sweep(RUN, {"seed": [1]})
         except ConfigError as error:
@@ -164,13 +161,13 @@ class AskedError(Exception):
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+def asked(monkeypatch):
     """Call `sweep()`; returns what would run."""
 
-    def run(spec: SweepSpec, fresh: bool, checked: bool) -> None:
+    def run(spec, fresh, checked):
         raise AskedError(spec)
 
-    def call(*args: Any, **keys: Any) -> SweepSpec:
+    def call(*args, **keys):
         with pytest.raises(AskedError) as raised:
             tune.sweep(*args, **keys)
         [spec] = raised.value.args
@@ -180,7 +177,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def test_a_sweep_is_the_one_that_a_file_would_be(asked: Any, tmp_path: Path) -> None:
+def test_a_sweep_is_the_one_that_a_file_would_be(asked, tmp_path):
     spec = asked(
         RUN,
         {"optimizer.lr": {"loguniform": (1e-4, 1e-2)}, "seed": np.arange(2)},
@@ -257,13 +254,13 @@ class Silent(Base):
 
 
 @pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
+def notebook(monkeypatch):
     """Run a cell; returns the notebook's names."""
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     cells = iter(range(100))
 
-    def run(source: str) -> Any:
+    def run(source):
         name = f"/cells/{next(cells)}.py"
         monkeypatch.setitem(
             linecache.cache, name, (len(source), None, source.splitlines(True), name)
@@ -275,8 +272,8 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(
-    notebook: Any,
-) -> None:
+    notebook,
+):
     cells = notebook(NOTEBOOK)
     run = train(RUN, task=cells.Mine, epochs=1)
     [file] = Path("notebook_tasks").glob("*.py")
@@ -305,9 +302,7 @@ def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(
         train(RUN, task=cells.Silent)
 
 
-def test_a_script_s_class_is_imported_from_the_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_s_class_is_imported_from_the_script(tmp_path, monkeypatch):
     script = tmp_path / "my_script.py"
     script.write_text("class Mine: pass\n")
     main = ModuleType("__main__")

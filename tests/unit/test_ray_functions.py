@@ -4,7 +4,6 @@ import asyncio
 import functools
 import json
 import types
-from typing import Any
 
 import pytest
 import ray.train
@@ -14,7 +13,6 @@ from ray.tune.schedulers import (
     HyperBandScheduler,
     MedianStoppingRule,
     PopulationBasedTraining,
-    TrialScheduler,
 )
 
 import tests.unit.test_ray_functions
@@ -28,34 +26,34 @@ SCALING = {"num_workers": 2}
 made = []
 
 
-def ScalingConfig(**given: Any) -> None:
+def ScalingConfig(**given):
     made.append(given)
 
 
-def literal(config: dict[str, Any]) -> None:
+def literal(config):
     ScalingConfig(num_workers=2, use_gpu=False, resources_per_worker={"CPU": 2})
 
 
-def splatted(config: dict[str, Any]) -> None:
+def splatted(config):
     ScalingConfig(**SCALING)
 
 
-def computed(config: dict[str, Any]) -> None:
+def computed(config):
     ScalingConfig(num_workers=config["workers"], placement_strategy="SPREAD")
 
 
-def unknown_name(config: dict[str, Any]) -> None:
+def unknown_name(config):
     ScalingConfig(num_wokers=2)
 
 
-def labelled(config: dict[str, Any]) -> None:
+def labelled(config):
     ScalingConfig(num_workers=2, label_selector=[{"zone": "a"}, {"zone": "b"}])
 
 
-def test_the_likely_lane_is_read_and_not_run() -> None:
+def test_the_likely_lane_is_read_and_not_run():
     inside = 4
 
-    def enclosed(config: dict[str, Any]) -> None:
+    def enclosed(config):
         ScalingConfig(num_workers=inside)
 
     assert likely_scaling(literal) == {
@@ -76,36 +74,34 @@ def test_the_likely_lane_is_read_and_not_run() -> None:
     ("driver", "num_workers"),
     [(literal, 2), (splatted, 2), (computed, 1), (labelled, 2), (unknown_name, None)],
 )
-def test_no_guess_at_the_first_lane_fails_a_run(
-    driver: Any, num_workers: int | None
-) -> None:
+def test_no_guess_at_the_first_lane_fails_a_run(driver, num_workers):
     shape = likely_shape(driver)
     assert (shape and shape.num_workers) == num_workers
 
 
-def TorchTrainer(*args: Any, **given: Any) -> None:
+def TorchTrainer(*args, **given):
     made.append(given)
 
 
-def build(config: dict[str, Any]) -> None:
+def build(config):
     TorchTrainer(literal, train_loop_config=config)
 
 
-def calls_another(config: dict[str, Any]) -> None:
+def calls_another(config):
     build(config)
 
 
-def imports_inside(config: dict[str, Any]) -> None:
+def imports_inside(config):
     from ray.train.torch import TorchTrainer
 
     TorchTrainer(literal)
 
 
-def with_module(config: dict[str, Any]) -> None:
+def with_module(config):
     tests.unit.test_ray_functions.build(config)
 
 
-def plain(config: dict[str, Any]) -> float:
+def plain(config):
     return float(
         len(
             [
@@ -120,20 +116,20 @@ def plain(config: dict[str, Any]) -> float:
     )
 
 
-def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -> None:
-    def enclosing(function: Any) -> Any:
+def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself():
+    def enclosing(function):
         return lambda config: function(config)
 
-    def recursive(config: dict[str, Any]) -> None:
+    def recursive(config):
         recursive(later(config))
 
     assert not makes_trainer(recursive)  # one of its cells is empty still
     assert likely_scaling(recursive) == {}
 
-    def later(config: dict[str, Any]) -> Any:
+    def later(config):
         return build(config)
 
-    def given_the_class(trainer_class: Any) -> Any:
+    def given_the_class(trainer_class):
         return lambda config: trainer_class(literal)
 
     assert makes_trainer(recursive)
@@ -166,17 +162,15 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -
         ({"batch_size": 0}, None, None),
     ],
 )
-def test_the_batch_is_found_by_its_key(
-    config: dict[str, Any], key: str | None, size: int | None
-) -> None:
+def test_the_batch_is_found_by_its_key(config, key, size):
     found = sized("train", config, key)
     assert (found and found.size) == size
 
 
-def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are() -> None:
+def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are():
     pool = Pool("", "")
 
-    def why_not(size: int, function: str = "train", **others: Any) -> str | None:
+    def why_not(size, function="train", **others):
         found = sized(
             function,
             {"batch_size": size, "precision": "fp32", "layers": 4, "lr": 0.1, **others},
@@ -207,7 +201,7 @@ def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are() -> None:
         assert why_not(128, **other) is None
 
 
-def test_a_cluster_holds_so_many_lanes() -> None:
+def test_a_cluster_holds_so_many_lanes():
     shape = Shape(2, (("CPU", 2.0), ("GPU", 1.0)), "PACK", (), "{}")
     assert most_lanes(shape, {"CPU": 16.0, "GPU": 5.0}) == 2
     assert most_lanes(shape, {"CPU": 7.0, "GPU": 8.0}) == 1
@@ -224,9 +218,7 @@ def test_a_cluster_holds_so_many_lanes() -> None:
         (PopulationBasedTraining(hyperparam_mutations={"lr": [0.1, 0.2]}), False),
     ],
 )
-def test_trials_that_are_compared_or_let_pause_all_run(
-    scheduler: TrialScheduler | None, is_paced: bool
-) -> None:
+def test_trials_that_are_compared_or_let_pause_all_run(scheduler, is_paced):
     config = TuneConfig(scheduler=scheduler)
     _Pace("pool").limit(config)
     assert getattr(config.search_alg, "max_concurrent", None) == (
@@ -234,7 +226,7 @@ def test_trials_that_are_compared_or_let_pause_all_run(
     )
 
 
-def test_no_run_goes_on_from_another_that_began_in_the_same_second() -> None:
+def test_no_run_goes_on_from_another_that_began_in_the_same_second():
     unnamed = ray.train.RunConfig()
     named = ray.train.RunConfig(name="mine")
     assert len({with_own_name(unnamed).name for _ in range(3)} | {unnamed.name}) == 4

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -25,9 +24,7 @@ from tune.trials.live import read_live
 
 
 @pytest.fixture
-def seen(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> pytest.LogCaptureFixture:
+def seen(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("tune"), "propagate", True)
     return caplog
@@ -42,9 +39,7 @@ def seen(
         ("train_time_s", float("inf")),
     ],
 )
-def test_an_evaluation_at_no_place_of_a_run_is_refused(
-    name: str, value: float | None, tmp_path: Path
-) -> None:
+def test_an_evaluation_at_no_place_of_a_run_is_refused(name, value, tmp_path):
     """What searches and figures count with; None: it is not there."""
     whole = asdict(done()[0])
     rows = [row for row in whole["curve"] if row is not whole["curve"][-1]]
@@ -63,7 +58,7 @@ def test_an_evaluation_at_no_place_of_a_run_is_refused(
         journal.find(whole["id"])
 
 
-def test_a_record_under_another_trials_name_is_refused(tmp_path: Path) -> None:
+def test_a_record_under_another_trials_name_is_refused(tmp_path):
     journal = Journal(Storage(str(tmp_path)))
     first, second = done()[:2]
     journal.append(first)
@@ -77,11 +72,11 @@ FILES = [b"", b"[]", b"{", b"\xff", b'{"a": "b"}', b'{"a": NaN}', b"[" * 100_000
 
 @pytest.mark.parametrize("data", [*FILES, "fifo", "directory", "device"])
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
-    data: bytes | str,
-    tmp_path: Path,
-    seen: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    data,
+    tmp_path,
+    seen,
+    capsys,
+):
     for name in (
         "microbatch.json",
         "boundary.json",
@@ -121,7 +116,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"\xff"])
-def test_a_damaged_line_of_the_log_is_named(tmp_path: Path, line: bytes) -> None:
+def test_a_damaged_line_of_the_log_is_named(tmp_path, line):
     storage = Storage(str(tmp_path))
     storage.write("log/000000000001.jsonl", b'{"step": 1}\n' + line + b"\n")
     with pytest.raises(CheckpointError):
@@ -129,7 +124,7 @@ def test_a_damaged_line_of_the_log_is_named(tmp_path: Path, line: bytes) -> None
 
 
 @pytest.mark.parametrize("kind", ["fifo", "bytes"])
-def test_a_run_resumes_beside_a_damaged_log(kind: str, tmp_path: Path) -> None:
+def test_a_run_resumes_beside_a_damaged_log(kind, tmp_path):
     train(tmp_path, max_steps=4)
     path = tmp_path / "log/000000000002.jsonl"
     path.unlink()

@@ -4,14 +4,13 @@ energy, and who is named.
 
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
 
 from trainers.devices.energy import EnergyMeter, counts_energy
 from trainers.devices.nvml import GpuReadings
-from trainers.measure.ranks import RankFigures, findings, total_energy_j
+from trainers.measure.ranks import findings, total_energy_j
 
 GPU = torch.device("cuda", 1)
 
@@ -26,7 +25,7 @@ class FakeNvml(types.ModuleType):
     NVML_TEMPERATURE_GPU = 0
     NVMLError = NVMLError
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__("pynvml")
         self.loads = iter([20, 60])
         self.energies = iter([5_000, 9_500])
@@ -36,44 +35,44 @@ class FakeNvml(types.ModuleType):
         self.asked = []
         self.open = 0
 
-    def nvmlInit(self) -> None:
+    def nvmlInit(self):
         self.open += 1
 
-    def nvmlShutdown(self) -> None:
+    def nvmlShutdown(self):
         self.open -= 1
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+    def nvmlDeviceGetHandleByUUID(self, uuid):
         if uuid not in self.by_uuid:
             raise NVMLError("not found")
         return self.by_uuid[uuid]
 
-    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> str:
+    def nvmlDeviceGetHandleByPciBusId(self, address):
         return self.by_address[address]
 
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+    def nvmlDeviceGetUtilizationRates(self, handle):
         self.asked.append(handle)
         return types.SimpleNamespace(gpu=next(self.loads))
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+    def nvmlDeviceGetMemoryInfo(self, handle):
         return types.SimpleNamespace(used=3 * 2**30, total=80 * 2**30)
 
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+    def nvmlDeviceGetPowerUsage(self, handle):
         return 312_500
 
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         if handle != "second":
             raise NVMLError("not supported")
         return next(self.energies)
 
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+    def nvmlDeviceGetTemperature(self, handle, sensor):
         raise NVMLError("not supported")
 
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
         return next(self.reasons)
 
 
 @pytest.fixture
-def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+def nvml(monkeypatch):
     fake = FakeNvml()
     properties = types.SimpleNamespace(
         uuid="11112222", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
@@ -84,15 +83,13 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("trainers.devices.nvml.time.monotonic", lambda: clock[0])
     return clock
 
 
-def test_means_of_the_samples_and_every_reason_met(
-    nvml: FakeNvml, now: list[float]
-) -> None:
+def test_means_of_the_samples_and_every_reason_met(nvml, now):
     readings = GpuReadings(GPU)
     readings.sample()
     now[0] += 0.5
@@ -113,7 +110,7 @@ def test_means_of_the_samples_and_every_reason_met(
     assert nvml.open == 0
 
 
-def test_energy_is_what_the_gpu_has_used_since_the_meter_began(nvml: FakeNvml) -> None:
+def test_energy_is_what_the_gpu_has_used_since_the_meter_began(nvml):
     readings = GpuReadings(GPU)
     meter = EnergyMeter(GPU, readings)
     assert (meter.used_j(), meter.source) == (4.5, "11112222")
@@ -122,16 +119,14 @@ def test_energy_is_what_the_gpu_has_used_since_the_meter_began(nvml: FakeNvml) -
     assert EnergyMeter(GPU, GpuReadings(GPU)).used_j() is None, "a slice has no counter"
 
 
-def test_a_slice_of_a_gpu_is_found_by_its_own_uuid(nvml: FakeNvml) -> None:
+def test_a_slice_of_a_gpu_is_found_by_its_own_uuid(nvml):
     nvml.by_uuid = {"MIG-11112222": "slice"}
     GpuReadings(GPU).sample()
     assert nvml.asked == ["slice"]
 
 
 @pytest.mark.parametrize("what", ["no library", "no device", "no package", "cpu"])
-def test_without_nvml_there_is_nothing(
-    what: str, nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_nvml_there_is_nothing(what, nvml, monkeypatch):
     if what == "no library":
         monkeypatch.setattr(
             nvml,
@@ -150,28 +145,28 @@ def test_without_nvml_there_is_nothing(
     assert nvml.open == 0
 
 
-def row(rank: int, **changes: Any) -> RankFigures:
+def row(rank, **changes):
     even = {
         "rank": rank, "host": f"node-{rank}", "device": "cuda:0", "steps": 100, "train_time_s": 4.0,
         "samples_per_s": 800.0, "samples_per_step": 32.0, "step_time_s": 0.04, "data_wait_share": 0.02,
         "idle_share": 0.0, "backward_s": 0.01, "allocated_bytes": 2**30, "reserved_bytes": 2**31,
         "peak_bytes": 3 * 2**30, "total_bytes": 80 * 2**30, "gpu": None,
     }  # fmt: skip
-    return even | changes  # type: ignore[return-value]
+    return even | changes
 
 
-def said(*rows: RankFigures) -> list[str]:
+def said(*rows):
     return [words for _, words in findings(list(rows))]
 
 
-def test_even_ranks_are_not_named() -> None:
+def test_even_ranks_are_not_named():
     assert said(row(0), row(1, data_wait_share=0.05, backward_s=0.0115), row(2)) == []
     assert said(row(0, data_wait_share=0.9)) == [], (
         "one rank has nobody to be compared with"
     )
 
 
-def test_a_rank_that_waits_for_data_is_named() -> None:
+def test_a_rank_that_waits_for_data_is_named():
     words = "rank 3 (node-3) waits 41% of its time for data, the others 2%"
     assert said(row(0), row(1), row(2), row(3, data_wait_share=0.41)) == [words]
     assert said(*(row(rank, data_wait_share=0.41) for rank in range(4))) == [], (
@@ -179,7 +174,7 @@ def test_a_rank_that_waits_for_data_is_named() -> None:
     )
 
 
-def test_a_slow_rank_is_named() -> None:
+def test_a_slow_rank_is_named():
     words = "rank 1 (node-1) takes 31% longer for a backward pass (13.10 ms, the others 10.00)"
     assert said(row(0), row(1, backward_s=0.0131), row(2)) == [words]
     assert said(row(0), row(1, backward_s=0.0131, samples_per_step=40.0), row(2)) == [
@@ -187,7 +182,7 @@ def test_a_slow_rank_is_named() -> None:
     ]
 
 
-def test_a_difference_that_costs_nothing_is_not_named() -> None:
+def test_a_difference_that_costs_nothing_is_not_named():
     assert said(row(0, backward_s=0.001), row(1, backward_s=0.002)) == [], (
         "1 ms of a 40 ms step"
     )
@@ -199,7 +194,7 @@ def test_a_difference_that_costs_nothing_is_not_named() -> None:
     assert said(row(0, backward_s=None), row(1, backward_s=0.02)) == []
 
 
-def test_an_idle_rank_is_named_and_not_called_slow_or_fast() -> None:
+def test_an_idle_rank_is_named_and_not_called_slow_or_fast():
     (words,) = said(
         row(0),
         row(1, idle_share=1.0, samples_per_step=0.0, backward_s=0.02, train_time_s=0.1),
@@ -210,7 +205,7 @@ def test_an_idle_rank_is_named_and_not_called_slow_or_fast() -> None:
     )
 
 
-def test_heat_is_named_and_a_power_cap_is_not() -> None:
+def test_heat_is_named_and_a_power_cap_is_not():
     assert said(
         row(0, gpu={"slowed_by": ["power cap"]}),
         row(1, gpu={"slowed_by": ["heat", "power cap"]}),
@@ -220,7 +215,7 @@ def test_heat_is_named_and_a_power_cap_is_not() -> None:
 CPU = torch.device("cpu")
 
 
-def test_a_gpu_is_counted_and_a_processor_is_not() -> None:
+def test_a_gpu_is_counted_and_a_processor_is_not():
     readings = GpuReadings(CPU)
     assert EnergyMeter(CPU, readings).used_j() is None
     assert not counts_energy("cpu")
@@ -229,7 +224,7 @@ def test_a_gpu_is_counted_and_a_processor_is_not() -> None:
     assert EnergyMeter(torch.device("cuda", 0), readings).used_j() == 15.0
 
 
-def test_ranks_of_one_source_count_once() -> None:
+def test_ranks_of_one_source_count_once():
     rows = [
         row(0, energy_j=5.0, energy_of="a"),
         row(1, energy_j=5.5, energy_of="a"),

@@ -2,24 +2,18 @@
 samples: equal loss curves.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Sampler, TensorDataset
 
 from tests.unit.test_loop import Context, config
-from trainers import TrainConfig
 from trainers.data.batch import map_tensors
-from trainers.data.order import Drawn
-from trainers.data.sampler import StepSampler
+from trainers.data.sampler import Drawn, StepSampler
 from trainers.loop.fit import fit
 from trainers.task import Task
 
@@ -35,14 +29,14 @@ SETTINGS = {
 }
 
 
-def curve(task: Task, path: Path, microbatch: int, **changes: Any) -> list[float]:
+def curve(task, path, microbatch, **changes):
     """The loss of each step."""
     context = Context(path)
     fit(task, config(**SETTINGS | changes, microbatch_size=microbatch), context)
     return [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
 
 
-def descend(optimizer: Optimizer, loss: Tensor) -> float:
+def descend(optimizer, loss):
     """A plain step down a loss; its value."""
     optimizer.zero_grad()
     loss.backward()
@@ -50,7 +44,7 @@ def descend(optimizer: Optimizer, loss: Tensor) -> float:
     return loss.item()
 
 
-def order(task: Task) -> Iterator[list[int]]:
+def order(task):
     """The samples of each step."""
     dataset = task.dataset("train")
     given = task.sampler(dataset, config(**SETTINGS))
@@ -70,10 +64,10 @@ def order(task: Task) -> Iterator[list[int]]:
 class Single(Task):
     """Before a task of float64 among the bases: the same in float32."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return super().model().float()
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         batch = super().transform(batch, training)
         return map_tensors(
             lambda one: one.float() if one.is_floating_point() else one, batch
@@ -83,7 +77,7 @@ class Single(Task):
 class Taught(nn.Module):
     """A small student beside a frozen teacher; (student's logits, teacher's)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.teacher = (
             nn.Sequential(nn.Linear(5, 32), nn.ReLU(), nn.Linear(32, 3))
@@ -92,7 +86,7 @@ class Taught(nn.Module):
         )
         self.student = nn.Linear(5, 3).double()
 
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows):
         with torch.no_grad():
             taught = self.teacher.eval()(rows)
         return self.student(rows), taught
@@ -101,10 +95,10 @@ class Taught(nn.Module):
 class Distilled(Task):
     """Hinton's loss: labels, and the teacher's softened answers."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Taught()
 
-    def dataset(self, split: str) -> TensorDataset:
+    def dataset(self, split):
         rows = torch.randn(
             33,
             5,
@@ -113,13 +107,11 @@ class Distilled(Task):
         )
         return TensorDataset(rows, rows.argmax(1) % 3)
 
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return distillation(*outputs, batch[1])
 
 
-def distillation(
-    student: Tensor, teacher: Tensor, labels: Tensor, heat: float = 3.0
-) -> Tensor:
+def distillation(student, teacher, labels, heat=3.0):
     soft = F.kl_div(
         (student / heat).log_softmax(1),
         (teacher / heat).softmax(1),
@@ -131,10 +123,10 @@ def distillation(
 class Repeated(Sampler[int]):
     """Repeated augmentation: three copies of a third of the samples, side by side."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         yield from (
             torch.randperm(self.length).repeat_interleave(3)[: self.length].tolist()
         )
@@ -145,12 +137,12 @@ class Reference(Task):
     warm-up, EMA.
     """
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(
             nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
         ).double()
 
-    def dataset(self, split: str) -> TensorDataset:
+    def dataset(self, split):
         rows = torch.randn(
             33,
             5,
@@ -159,22 +151,22 @@ class Reference(Task):
         )
         return TensorDataset(rows, rows.argmax(1) % 3)
 
-    def sampler(self, dataset: Any, config: TrainConfig) -> Repeated:
+    def sampler(self, dataset, config):
         return Repeated(len(dataset))
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return (
             mixup(*batch) if training else (batch[0], F.one_hot(batch[1], 3).double())
         )
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.cross_entropy(outputs, batch[1], label_smoothing=0.1)
 
-    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> Any:
+    def schedule(self, optimizer, config):
         return warmed_up(optimizer)
 
 
-def mixup(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def mixup(rows, labels):
     share = torch.distributions.Beta(0.2, 0.2).sample()
     targets = F.one_hot(labels, 3).double()
     return rows * share + rows.roll(1, 0) * (1 - share), targets * share + targets.roll(
@@ -182,7 +174,7 @@ def mixup(rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     ) * (1 - share)
 
 
-def warmed_up(optimizer: Optimizer) -> SequentialLR:
+def warmed_up(optimizer):
     return SequentialLR(
         optimizer,
         [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8)],
@@ -190,7 +182,7 @@ def warmed_up(optimizer: Optimizer) -> SequentialLR:
     )
 
 
-def test_torchvisions_reference(tmp_path: Path) -> None:
+def test_torchvisions_reference(tmp_path):
     task = Reference()
     rows, labels = task.dataset("train").tensors
     torch.manual_seed(SEED)

@@ -7,14 +7,12 @@ import itertools
 import json
 import logging
 import tarfile
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -36,17 +34,17 @@ from trainers.task import Task  # noqa: E402
 class Words(Task):
     """Which letter a word ends in, decoded in `collate`."""
 
-    def __init__(self, directory: Path, kind: str, shuffle: bool = False) -> None:
+    def __init__(self, directory, kind, shuffle=False):
         self.directory = directory
         self.kind = kind
         self.shuffle = shuffle
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(
             nn.Embedding(27, 6), nn.Flatten(), nn.Linear(30, 3)
         ).double()
 
-    def stream(self, split: str) -> Any:
+    def stream(self, split):
         files = sorted(map(str, self.directory.glob(f"{split}-*.{self.kind}")))
         reader = {"jsonl": "json", "tar": "webdataset"}.get(self.kind, self.kind)
         cache = str(self.directory / "cache")
@@ -59,19 +57,19 @@ class Words(Task):
             else stream
         )
 
-    def collate(self, samples: list[Any]) -> Any:
+    def collate(self, samples):
         texts = [sample["txt"] for sample in samples]
         tokens = torch.tensor([[ord(letter) - 96 for letter in text] for text in texts])
         return {"tokens": tokens, "label": tokens[:, -1] % 3}
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        return model(batch["tokens"])  # type: ignore[no-any-return]
+    def forward(self, model, batch):
+        return model(batch["tokens"])
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.cross_entropy(outputs, batch["label"])
 
 
-def write(path: Path, texts: list[str]) -> None:
+def write(path, texts):
     if path.suffix == ".parquet":
         pq.write_table(pa.table({"txt": texts}), path, row_group_size=50)
     elif path.suffix == ".jsonl":
@@ -85,7 +83,7 @@ def write(path: Path, texts: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     made = tmp_path_factory.mktemp("words")
     draw = torch.Generator().manual_seed(0)
     for split, number in itertools.product(("train", "val"), range(FILES)):
@@ -97,14 +95,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def plain(task: Words) -> list[float]:
+def plain(task):
     """A loop as the library's documentation has it, pass after pass."""
     torch.manual_seed(SEED)
     model = task.model()
     stream = task.stream("train")
     optimizer = SGD(model.parameters(), 0.2)
 
-    def samples() -> Any:
+    def samples():
         for epoch in itertools.count():
             stream.set_epoch(epoch)
             yield from stream
@@ -120,9 +118,7 @@ def plain(task: Words) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "shuffle"), [("tar", False), ("jsonl", True)])
-def test_it_trains_as_a_plain_loop_does(
-    directory: Path, tmp_path: Path, kind: str, shuffle: bool
-) -> None:
+def test_it_trains_as_a_plain_loop_does(directory, tmp_path, kind, shuffle):
     task = Words(directory, kind, shuffle)
     steps = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH}
     losses = curve(task, tmp_path / "run", 20, **steps, data={"num_workers": 1})
@@ -131,12 +127,12 @@ def test_it_trains_as_a_plain_loop_does(
 
 @pytest.mark.parametrize(("kind", "shuffle"), [("parquet", False), ("jsonl", True)])
 def test_cut_and_resumed_it_goes_on_to_the_bit(
-    directory: Path,
-    tmp_path: Path,
-    kind: str,
-    shuffle: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    directory,
+    tmp_path,
+    kind,
+    shuffle,
+    caplog,
+):
     caplog.set_level(logging.INFO)
     settings = SETTINGS | {
         "epochs": None,

@@ -3,12 +3,10 @@ equal loss curves.
 """
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import Dataset
 from transformers import (
@@ -42,7 +40,7 @@ ROW = 16
 
 
 @functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = SPECIAL + [f"w{number}" for number in range(WORDS - len(SPECIAL))]
@@ -67,7 +65,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def bert(kind: Any) -> nn.Module:
+def bert(kind):
     sizes = {
         "hidden_size": 8,
         "num_hidden_layers": 1,
@@ -91,7 +89,7 @@ def bert(kind: Any) -> nn.Module:
     return model.double()
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2():
     """Without a cache, for with one it looks from a flattened sequence into those
     before.
     """
@@ -113,7 +111,7 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, **dropout)).double()
 
 
-def t5() -> nn.Module:
+def t5():
     sizes = {
         "vocab_size": WORDS,
         "d_model": 8,
@@ -132,7 +130,7 @@ class Sentences(Dataset[Any]):
     of training has them.
     """
 
-    def __init__(self, kind: str, split: str) -> None:
+    def __init__(self, kind, split):
         self.kind = kind
         generator = torch.Generator().manual_seed(len(split))
         lengths = (
@@ -145,10 +143,10 @@ class Sentences(Dataset[Any]):
             for n in lengths
         ]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.sentences)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         words = self.sentences[index]
         sample = tokenizer()(" ".join(f"w{word}" for word in words))
         if self.kind in ("padded", "default"):
@@ -201,27 +199,27 @@ its norms in that.
 class Collated(Task):
     """A collator of transformers as it is, and the loss that the model gives."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
         self.collate = KINDS[kind][0]()
 
-    def model(self) -> nn.Module:
+    def model(self):
         return KINDS[self.kind][1]()
 
-    def dataset(self, split: str) -> Sentences:
+    def dataset(self, split):
         return Sentences(self.kind, split)
 
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        return outputs.loss  # type: ignore[no-any-return]
+    def loss(self, outputs, batch):
+        return outputs.loss
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         labels = batch["labels"]
         if self.kind in ("causal", "flattened"):
             labels = labels[:, 1:]  # nothing predicts the first token
-        return (labels != -100).sum()  # type: ignore[no-any-return]
+        return (labels != -100).sum()
 
 
-def whole_batches(task: Task) -> list[float]:
+def whole_batches(task):
     """A loop as PyTorch's tutorials have it, over the steps of the same order."""
     data = task.dataset("train")
     torch.manual_seed(SEED)
@@ -234,16 +232,14 @@ def whole_batches(task: Task) -> list[float]:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked"])
 @pytest.mark.parametrize(("microbatch", "num_workers"), [(1, 0), (4, 1)])
-def test_a_collator_as_it_is(
-    kind: str, microbatch: int, num_workers: int, tmp_path: Path
-) -> None:
+def test_a_collator_as_it_is(kind, microbatch, num_workers, tmp_path):
     ours = curve(
         Collated(kind), tmp_path, microbatch, data={"num_workers": num_workers}
     )
     assert ours == pytest.approx(whole_batches(Collated(kind)), rel=KINDS[kind][2])
 
 
-def test_hidden_words_are_the_same_after_a_resume(tmp_path: Path) -> None:
+def test_hidden_words_are_the_same_after_a_resume(tmp_path):
     steps = {
         "epochs": 2,
         "global_batch_size": BATCH,
@@ -256,7 +252,7 @@ def test_hidden_words_are_the_same_after_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "flattened"])
-def test_an_evaluation_in_batches_is_one_over_all_tokens(kind: str) -> None:
+def test_an_evaluation_in_batches_is_one_over_all_tokens(kind):
     size = 4
     task = Collated(kind)
     data = Sentences(kind, "val")

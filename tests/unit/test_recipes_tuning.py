@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from torch import nn
 
 import tests.unit.test_predict as predicted
 from tests.unit.test_loop import check_resume
@@ -18,16 +17,16 @@ pytestmark = pytest.mark.full
 class WithPeft(predicted.Kept):
     """PEFT's own wrapper: adapters with dropout on both layers."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         import peft
 
         adapters = peft.LoraConfig(
             r=2, lora_alpha=4, target_modules=["0", "4"], lora_dropout=0.1
         )
-        return peft.get_peft_model(super().model(), adapters)  # type: ignore[no-any-return]
+        return peft.get_peft_model(super().model(), adapters)
 
 
-def test_a_model_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_peft(tmp_path, monkeypatch):
     """Adapters alone are kept, a resume is bit-equal, and the commands take the base
     from the task.
     """

@@ -4,14 +4,14 @@ import pytest
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
-from trainers.config.model import Settings, build, child_model, keys_of
+from trainers.config.model import build, child_model, keys_of
 from trainers.config.overrides import set_key
 from trainers.config.reference import entries, reference
 from trainers.config.yaml import parse_yaml
 from tune.config import SweepConfig
 
 
-def keys(model: type[Settings], prefix: str = "") -> list[str]:
+def keys(model, prefix=""):
     found = []
     for name in keys_of(model):
         below = child_model(model, name)
@@ -20,7 +20,7 @@ def keys(model: type[Settings], prefix: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("model", [TrainConfig, FunctionConfig, SweepConfig])
-def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
+def test_every_key_is_there_with_its_meaning(model):
     found = {
         key: (default, description) for key, default, description in entries(model)
     }
@@ -29,7 +29,7 @@ def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
     assert all(key in reference(model) for key in found)
 
 
-def test_the_defaults_it_shows_are_the_defaults() -> None:
+def test_the_defaults_it_shows_are_the_defaults():
     """Written into a file they change nothing."""
     needed = {
         "task": "t:T",
@@ -45,5 +45,5 @@ def test_the_defaults_it_shows_are_the_defaults() -> None:
         TrainConfig,
         {**tree, **needed, "optimizer": {**tree["optimizer"], "lr": 0.1}},
         "f",
-    )  # type: ignore[dict-item]
+    )
     assert shown == build(TrainConfig, needed, "f")

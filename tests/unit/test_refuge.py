@@ -2,30 +2,24 @@
 taken away, or to be longer.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.specs import make
 from trainers.context import RunContext
 from trainers.errors import PreemptedError
-from trainers.measure.result import RunResult
 from trainers.storage import Storage
 
 
 class Lane(RunContext):
     """Without storage; `taken`: its node is about to be taken away."""
 
-    def __init__(self, refuge: Storage | None, taken: bool = False) -> None:
+    def __init__(self, refuge, taken=False):
         super().__init__(None, "test")
         self.refuge = refuge
         self._taken = taken
         self.rows = []
 
-    def report(
-        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
-    ) -> None:
+    def report(self, metrics, checkpoint, elapsed_s):
         if checkpoint is None:
             self.rows.append(
                 {
@@ -35,11 +29,11 @@ class Lane(RunContext):
                 }
             )
 
-    def preempted(self, elapsed_s: float) -> bool:
+    def preempted(self, elapsed_s):
         return self._taken
 
 
-def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path):
     spec = make(tmp_path, checkpoint={})
     refuge = Storage(str(tmp_path / "refuge"))
     unbroken = Lane(refuge)
@@ -68,12 +62,12 @@ def test_it_goes_on_elsewhere_as_if_nothing_had_been(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_refuge_the_notice_is_told_all_the_same(tmp_path: Path) -> None:
+def test_without_a_refuge_the_notice_is_told_all_the_same(tmp_path):
     with pytest.raises(PreemptedError, match="step 10 is kept in None"):
         make(tmp_path).execute(Lane(None, taken=True))
 
 
-def longer(tmp_path: Path, **changes: Any) -> tuple[Lane, RunResult, Lane]:
+def longer(tmp_path, **changes):
     """A run of 25 steps, which is then one of 50; and one that was that from its
     beginning.
     """
@@ -89,8 +83,8 @@ def longer(tmp_path: Path, **changes: Any) -> tuple[Lane, RunResult, Lane]:
 
 
 def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Neither the window of the log nor the evaluation that the shorter one ended with
     is one of its own.
     """
@@ -101,7 +95,7 @@ def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(
     assert result.warnings == []
 
 
-def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path: Path) -> None:
+def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path):
     """Which stays as it is."""
     first, second = (Storage(str(tmp_path / name)) for name in ("first", "second"))
     make(tmp_path, max_steps=20).execute(Lane(first))
@@ -133,8 +127,8 @@ def test_another_run_may_begin_with_the_state_that_one_ended_in(tmp_path: Path) 
     ],
 )
 def test_where_a_longer_run_would_have_been_another_it_begins_anew_and_says_so(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+    tmp_path, changes, words
+):
     lane, result, unbroken = longer(tmp_path, **changes)
     assert result.earlier_time_s == 0
     assert lane.rows == unbroken.rows

@@ -5,21 +5,18 @@ no mean, taken names, NaN.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from tests.unit.test_evaluation import Weighted
 from tests.unit.test_loop import RARE, Context, Tiny, config, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
-from trainers.config import TrainConfig
 from trainers.errors import ConfigError, DivergedError
 from trainers.loop.fit import fit
 
@@ -31,11 +28,11 @@ class Scheduled(Tiny):
     step, or a rate set in a hook.
     """
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.how = how
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         self.made = AdamW(model.parameters(), lr=0.01, fused=True)
         if self.how == "idle":
             self.scheduler = StepLR(self.made, step_size=1)
@@ -46,10 +43,10 @@ class Scheduled(Tiny):
             self.made.register_step_post_hook(lambda *_: self.lower())
         return self.made
 
-    def lower(self) -> None:
+    def lower(self):
         self.made.param_groups[0]["lr"] *= 0.9
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         if self.how == "late" and not hasattr(self, "scheduler"):
             self.scheduler = LambdaLR(self.made, lambda step: 0.5**step)
         if self.how == "late":
@@ -58,7 +55,7 @@ class Scheduled(Tiny):
 
 
 @pytest.mark.parametrize("how", ["idle", "attached", "late", "by hand"])
-def test_a_scheduler_of_the_task_is_refused(how: str, tmp_path: Path) -> None:
+def test_a_scheduler_of_the_task_is_refused(how, tmp_path):
     with pytest.raises(ConfigError, match=r"schedule\(\)"):
         train(tmp_path, Scheduled(how), **RARE)
     assert not (tmp_path / "checkpoints").exists()
@@ -67,7 +64,7 @@ def test_a_scheduler_of_the_task_is_refused(how: str, tmp_path: Path) -> None:
 class Contrastive(Tiny):
     """Every sample against all others of its batch."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         features = nn.functional.normalize(outputs)
         return nn.functional.cross_entropy(
             features @ features.T, torch.arange(len(features))
@@ -79,11 +76,11 @@ class Tokens(Tiny):
     not.
     """
 
-    def __init__(self, weighted: bool) -> None:
+    def __init__(self, weighted):
         super().__init__()
         self.weighted = weighted
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         generator = torch.Generator().manual_seed(1)
         return TensorDataset(
             torch.randn(22, 4, generator=generator),
@@ -91,26 +88,26 @@ class Tokens(Tiny):
             1 + torch.arange(22) % 5,
         )
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return batch
 
-    loss = Weighted.loss  # type: ignore[assignment]
+    loss = Weighted.loss
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return batch[2].sum() if self.weighted else super().weight(batch)
 
 
 class Classes(Tiny):
     """Divides by the weights of the classes in a batch."""
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return nn.functional.cross_entropy(
             outputs, batch[1], weight=outputs.new_tensor([0.4, 16.7])
         )
 
 
 class Summed(Tiny):
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1], reduction="sum")
 
 
@@ -119,21 +116,21 @@ class Padded(Tokens):
     cut, has to be read again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(weighted=True)
 
-    def collate(self, samples: list[Any]) -> Any:
+    def collate(self, samples):
         return [*super().collate(samples), ["a name"] * len(samples)]
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         tensors = super().dataset(split)
-        return [tensors[index] for index in range(22)]  # type: ignore[return-value]
+        return [tensors[index] for index in range(22)]
 
 
 class Knowingly(Contrastive):
     """Says that each piece of a step is by itself."""
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return torch.tensor(float(len(batch[0])))
 
 
@@ -153,12 +150,12 @@ class Knowingly(Contrastive):
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
-    task: Tiny,
-    said: str,
-    precision: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    task,
+    said,
+    precision,
+    tmp_path,
+    caplog,
+):
     changes = {"max_steps": 1, "precision": precision, **RARE}
     if said == "refused":
         with pytest.raises(ConfigError) as raised:
@@ -181,18 +178,16 @@ def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
 class Named(Tiny):
     """Metrics of these names."""
 
-    def __init__(self, *names: Any) -> None:
+    def __init__(self, *names):
         super().__init__()
         self.names = names
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[Any, Any]:
+    def metrics(self, outputs, batch):
         return dict.fromkeys(self.names, outputs.argmax(1) == batch[1])
 
 
 @pytest.mark.parametrize("name", ["loss", 3])
-def test_a_metric_that_takes_a_name_of_ours_is_refused(
-    name: Any, tmp_path: Path
-) -> None:
+def test_a_metric_that_takes_a_name_of_ours_is_refused(name, tmp_path):
     with pytest.raises(ConfigError):
         train(tmp_path, Named("accuracy", name), max_steps=1, **RARE)
     assert not (tmp_path / "checkpoints").exists()
@@ -214,8 +209,8 @@ def test_a_metric_that_takes_a_name_of_ours_is_refused(
 )
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_misspelt_metric_ends_a_run_at_its_first_evaluation(
-    changes: dict[str, Any], field: str, keeps: bool, tmp_path: Path
-) -> None:
+    changes, field, keeps, tmp_path
+):
     context = Context(tmp_path if keeps else None)
     with pytest.raises(ConfigError) as raised:
         fit(Tiny(), config(evaluate={"every_steps": 1}, **changes), context)
@@ -226,20 +221,18 @@ def test_a_misspelt_metric_ends_a_run_at_its_first_evaluation(
     )
 
 
-def test_no_training_data_is_said_in_its_own_words() -> None:
+def test_no_training_data_is_said_in_its_own_words():
     class Without(Tiny):
-        def dataset(self, split: str) -> Dataset[Any] | None:
+        def dataset(self, split):
             return None if split == "train" else super().dataset(split)
 
     with pytest.raises(ConfigError):
         train(None, Without())
 
 
-def test_a_parameter_that_is_not_trained_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parameter_that_is_not_trained_is_said(tmp_path, caplog):
     class Spare(Tiny):
-        def model(self) -> nn.Module:
+        def model(self):
             model = super().model()
             model[0].spare = nn.Parameter(torch.ones(2))
             model[0].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
@@ -257,11 +250,11 @@ def test_a_parameter_that_is_not_trained_is_said(
 class Made(Tiny):
     """Made in a way that cannot be trained."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         super().__init__()
         self.way = way
 
-    def model(self) -> Any:
+    def model(self):
         model = super().model()
         if self.way == "two":
             return model, model
@@ -273,7 +266,7 @@ class Made(Tiny):
             model.spare = nn.Embedding(3, 3, sparse=True)
         return model
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+    def optimizer(self, model, config):
         if self.way == "LBFGS":
             return torch.optim.LBFGS(model.parameters())
         if self.way == "with its scheduler":
@@ -283,14 +276,14 @@ class Made(Tiny):
         self.given = super().optimizer(model, config)
         return self.given
 
-    def after_step(self, model: Any, step: int) -> None:
+    def after_step(self, model, step):
         if self.way == "replaced" and step == 2:
             model[0].bias = nn.Parameter(model[0].bias.detach().clone())
         if self.way == "given later":
-            self.given.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})  # type: ignore[union-attr]
+            self.given.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def _add_parameter(model: nn.Module, inputs: Any) -> None:
+def _add_parameter(model, inputs):
     if not hasattr(model, "late"):
         model.late = nn.Parameter(torch.zeros(2))
 
@@ -313,8 +306,8 @@ def _add_parameter(model: nn.Module, inputs: Any) -> None:
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_a_checkpoint(
-    way: str, changes: dict[str, Any], field: str, tmp_path: Path
-) -> None:
+    way, changes, field, tmp_path
+):
     with pytest.raises(ConfigError) as refused:
         train(tmp_path, Made(way), **changes)
     assert refused.value.field == field
@@ -324,24 +317,24 @@ def test_what_cannot_be_trained_is_refused_before_a_checkpoint(
 class Spoilt(Tiny):
     """NaN in one place."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         super().__init__()
         self.where = where
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
         if self.where == "model":
             nn.init.constant_(model[4].bias, float("nan"))
         return model
 
-    def dataset(self, split: str) -> Dataset[Any]:
-        inputs, labels = super().dataset(split).tensors  # type: ignore[attr-defined]
+    def dataset(self, split):
+        inputs, labels = super().dataset(split).tensors
         inputs = inputs.clone()
         if self.where == "data" and split == "train":
             inputs[17, 2] = float("nan")
         return TensorDataset(inputs, labels)
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return (batch[0] / (0.0 if self.where == "transform" else 1.0), batch[1])
 
 
@@ -353,9 +346,7 @@ class Spoilt(Tiny):
         ("model", "4.bias"),
     ],
 )
-def test_a_bad_loss_is_traced_to_what_held_it(
-    where: str, words: str, tmp_path: Path
-) -> None:
+def test_a_bad_loss_is_traced_to_what_held_it(where, words, tmp_path):
     with pytest.raises(DivergedError, match=words) as raised:
         train(tmp_path, Spoilt(where), **RARE)
     assert ("optimizer.lr" in raised.value.advice) == (where == "model")
@@ -364,11 +355,11 @@ def test_a_bad_loss_is_traced_to_what_held_it(
 class Refuses(Hungry):
     """A loss over pairs: fewer than `least` samples are an error of another kind."""
 
-    def __init__(self, fits: int, least: int, **options: Any) -> None:
+    def __init__(self, fits, least, **options):
         super().__init__(fits, "backward", **options)
         self.least = least
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         if len(outputs) < self.least:
             raise ValueError(f"fewer than {self.least} samples")
         return super().loss(outputs, batch)
@@ -376,8 +367,8 @@ class Refuses(Hungry):
 
 @pytest.mark.parametrize("least", [0, 2])
 def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(
-    least: int,
-) -> None:
+    least,
+):
     """With 0 it is the BatchNorm in the model that refuses a single sample."""
     with pytest.raises(torch.OutOfMemoryError) as raised:
         choose(Refuses(0, least), "auto", 32)
@@ -387,7 +378,7 @@ def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(
     assert classify(host.value) == "out_of_host_memory"
 
 
-def test_a_resumed_run_knows_what_was_before(tmp_path: Path) -> None:
+def test_a_resumed_run_knows_what_was_before(tmp_path):
     stopped = train(
         tmp_path, max_steps=6, stop=lambda: True, checkpoint={"every_steps": 3}
     )
@@ -405,10 +396,10 @@ class ScheduleFree(Optimizer):
 
     beta = 0.9
 
-    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+    def __init__(self, parameters, lr=0.05):
         super().__init__(parameters, {"lr": lr, "k": 0, "train_mode": False})
 
-    def _switch(self, train_mode: bool) -> None:
+    def _switch(self, train_mode):
         for group in self.param_groups:
             if group["train_mode"] is not train_mode:
                 for parameter in group["params"]:
@@ -417,14 +408,14 @@ class ScheduleFree(Optimizer):
                         parameter.data.lerp_(self.state[parameter]["z"], weight)
                 group["train_mode"] = train_mode
 
-    def train(self) -> None:
+    def train(self):
         self._switch(True)
 
-    def eval(self) -> None:
+    def eval(self):
         self._switch(False)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             if not group["train_mode"]:
                 raise RuntimeError(
@@ -442,16 +433,16 @@ class ScheduleFree(Optimizer):
 class Free(Tiny):
     """Keeps the weights that it is evaluated with."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.evaluated = []
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         self.net = model
         self.made = ScheduleFree(model.parameters())
         return self.made
 
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, outputs, batch):
         if not self.net.training:
             assert (
                 not self.made.param_groups[0]["train_mode"]
@@ -464,8 +455,8 @@ class Free(Tiny):
 
 
 def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     task = Free()
     changes = {
         "lr_schedule": {"name": "constant"},

@@ -4,7 +4,6 @@ figures there.
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ SMALL = """Math.min(...[...document.querySelectorAll('main p, main td, main th, 
   .map(element => parseFloat(getComputedStyle(element).fontSize)))"""
 
 
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
+def test_the_page_in_a_browser(tmp_path):
     sweep = Storage(str(tmp_path / "digits-sweep"))
     write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
     page = look_at(
@@ -50,7 +49,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert page.found[f"report-light: {INK}"] != page.found[f"report-dark: {INK}"]
 
 
-def test_a_wide_table_fits_the_page(tmp_path: Path) -> None:
+def test_a_wide_table_fits_the_page(tmp_path):
     """Keys that never vary are in a line above it, and on a narrow page rows become
     lists.
     """
@@ -78,8 +77,8 @@ def test_a_wide_table_fits_the_page(tmp_path: Path) -> None:
 
 
 def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     records = [
         replace(
             record,

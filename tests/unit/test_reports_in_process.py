@@ -8,7 +8,6 @@ import contextlib
 import queue
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.util.queue import Empty
@@ -20,7 +19,7 @@ from tune.ray.controller import report_in_process
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Any:
+def session(monkeypatch):
     """What of Ray's session the reports touch."""
     session = SimpleNamespace(
         result_queue=queue.Queue(1),
@@ -32,21 +31,19 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Any:
     return session
 
 
-def test_no_report_is_lost_or_overtaken_by_the_trials_end(
-    session: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_report_is_lost_or_overtaken_by_the_trials_end(session, monkeypatch):
     """Tune has just looked for a report when the last one comes, and with it the end."""
     reports = session._inter_actor_queue
     heard = []
     look = queue.Queue.get
 
-    def function() -> None:
+    def function():
         reports.put("loss")
         session.result_queue.put("end")
 
     thread = threading.Thread(target=function)
 
-    def late(self: Any, block: bool = True, timeout: float | None = None) -> Any:
+    def late(self, block=True, timeout=None):
         try:
             return look(self, block, timeout)
         except queue.Empty:
@@ -66,10 +63,10 @@ def test_no_report_is_lost_or_overtaken_by_the_trials_end(
     assert heard == ["loss", "end"]
 
 
-def test_a_report_that_nobody_takes_ends_with_the_trial(session: Any) -> None:
+def test_a_report_that_nobody_takes_ends_with_the_trial(session):
     raised = []
 
-    def function() -> None:
+    def function():
         try:
             session._inter_actor_queue.put(1)
         except TrialStopped as error:

@@ -4,7 +4,6 @@ themselves find what they are for.
 
 import re
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 from tests.rooms import (
     FLOORS,
@@ -25,16 +24,16 @@ from tests.rooms import (
 FILES = file_arrows()
 
 
-def test_no_rooms_and_no_files_import_each_other() -> None:
+def test_no_rooms_and_no_files_import_each_other():
     for arrows in (room_arrows(FILES), FILES):
         TopologicalSorter(arrows).prepare()  # it names a circle
 
 
-def test_every_import_goes_down_and_every_file_lies_in_a_room() -> None:
+def test_every_import_goes_down_and_every_file_lies_in_a_room():
     assert upward(FILES) == []
 
 
-def test_ray_is_imported_in_its_folders_only() -> None:
+def test_ray_is_imported_in_its_folders_only():
     assert ray_elsewhere() == []
     places = [
         place
@@ -44,13 +43,13 @@ def test_ray_is_imported_in_its_folders_only() -> None:
     assert places == [], "a place without Ray needs no permission"
 
 
-def _has_ray(path: Path, place: str) -> bool:
+def _has_ray(path, place):
     return str(path.relative_to(REPOSITORY)).startswith(place) and any(
         name.split(".")[0] == "ray" for name in imported_modules(path)
     )
 
 
-def test_what_ray_does_not_promise_is_used_in_two_files_at_most(tmp_path: Path) -> None:
+def test_what_ray_does_not_promise_is_used_in_two_files_at_most(tmp_path):
     found = {
         str(path.relative_to(REPOSITORY)): ray_internals_in(path)
         for path in source_files()
@@ -74,7 +73,7 @@ def test_what_ray_does_not_promise_is_used_in_two_files_at_most(tmp_path: Path) 
     assert not ray_internals_in(probe)
 
 
-def test_nothing_of_the_product_imports_tests_examples_or_benchmarks() -> None:
+def test_nothing_of_the_product_imports_tests_examples_or_benchmarks():
     for path in source_files():
         assert not {name.split(".")[0] for name in imported_modules(path)} & {
             "tests",
@@ -83,9 +82,7 @@ def test_nothing_of_the_product_imports_tests_examples_or_benchmarks() -> None:
         }, path
 
 
-def test_the_architecture_page_draws_these_floors_and_names_rooms_and_files_that_are_there() -> (
-    None
-):
+def test_the_architecture_page_draws_these_floors_and_names_rooms_and_files_that_are_there():
     page = (REPOSITORY / "docs" / "architecture.md").read_text()
     assert mermaid(FILES) in page, "python -m tests.rooms prints the drawing"
     for floor, rooms in FLOORS.items():

@@ -6,9 +6,6 @@ import hashlib
 import io
 import json
 import resource
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.unit.test_checkpoint import edit_manifest, flip_a_bit
 from trainers.checkpoint.manifest import Manifest, folder_name, rank_file, shard_file
-from trainers.checkpoint.row_shards import FORMATS, Cut, cut_rows, write_tensors
+from trainers.checkpoint.row_shards import FORMATS, cut_rows, write_tensors
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError
@@ -33,7 +30,7 @@ class Tied(nn.Module):
     ranks, and a large buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(1003, 300)
         self.head = nn.Linear(300, 1003, bias=False)
@@ -44,7 +41,7 @@ class Tied(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def state() -> dict[str, Any]:
+def state():
     torch.manual_seed(0)
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -62,7 +59,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def write(path: Path, state: dict[str, Any], world_size: int) -> list[Cut]:
+def write(path, state, world_size):
     """Write the state as so many ranks would, one after another."""
     archive = Archive(Storage(str(path)))
     cuts = [
@@ -77,7 +74,7 @@ def write(path: Path, state: dict[str, Any], world_size: int) -> list[Cut]:
     return cuts
 
 
-def same(ours: Any, theirs: Any) -> None:
+def same(ours, theirs):
     if isinstance(theirs, Tensor):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
@@ -94,9 +91,7 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_any_number_of_ranks_wrote_any_number_reads(
-    world_size: int, state: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_any_number_of_ranks_wrote_any_number_reads(world_size, state, tmp_path):
     cuts = write(tmp_path, state, world_size)
     assert len({cut.digest() for cut in cuts}) == 1
     moments = {
@@ -130,7 +125,7 @@ def test_what_any_number_of_ranks_wrote_any_number_reads(
             assert all(len(part[name]) == 0 for part in parts[len(chunks) :])
 
 
-def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+def test_the_files_are_those_of_the_safetensors_library(tmp_path):
     tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in FORMATS}
     tensors |= {
         "none": torch.empty(0, 4),
@@ -144,16 +139,14 @@ def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
 
 
-def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path: Path) -> None:
+def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path):
     rows = {str(number): torch.rand(5_000_000) for number in range(10)}  # 200 MB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Archive(Storage(str(tmp_path))).write_rows(NAME, shard_file(0), rows)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
 
 
-def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(
-    state: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(state, tmp_path):
     rank = 1
     write(tmp_path, state, 3)
     archive = Archive(Storage(str(tmp_path)))
@@ -164,7 +157,7 @@ def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(
         archive.verify(NAME, rank, 3)
 
 
-def replace(where: Path, file: str, data: bytes) -> None:
+def replace(where, file, data):
     """Give the file another content, with a manifest that fits."""
     (where / file).write_bytes(data)
     files = json.loads((where / "manifest.json").read_text())["files"]
@@ -177,10 +170,10 @@ def replace(where: Path, file: str, data: bytes) -> None:
     )
 
 
-def header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+def header(change):
     """A change of a file's header, whose length stays that of the file's."""
 
-    def made(data: bytes) -> bytes:
+    def made(data):
         size = int.from_bytes(data[:8], "little")
         tree = json.loads(data[8 : 8 + size])
         change(tree)
@@ -190,7 +183,7 @@ def header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]
     return made
 
 
-def entry(**values: Any) -> Callable[[dict[str, Any]], None]:
+def entry(**values):
     return lambda tree: tree["model/embed.weight"].update(values)
 
 
@@ -208,9 +201,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_strangers_rows_are_refused_in_a_sentence(
-    name: str, state: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_strangers_rows_are_refused_in_a_sentence(name, state, tmp_path):
     write(tmp_path, state, 2)
     where = tmp_path / "checkpoints" / NAME
     replace(where, shard_file(0), STRANGE[name]((where / shard_file(0)).read_bytes()))
@@ -220,12 +211,12 @@ def test_a_strangers_rows_are_refused_in_a_sentence(
         read_model(archive)
 
 
-def read_model(archive: Archive) -> Any:
+def read_model(archive):
     found, rows = archive.read_state(NAME)
     return rows.fill(found["model"])
 
 
-def endless() -> dict[str, Any]:
+def endless():
     tree = {}
     tree["again"] = [tree, tree]
     return tree
@@ -239,9 +230,7 @@ STRANGE_STATES = {
 
 
 @pytest.mark.parametrize("name", STRANGE_STATES)
-def test_a_strangers_state_is_refused_before_memory_is_asked_for(
-    name: str, state: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_strangers_state_is_refused_before_memory_is_asked_for(name, state, tmp_path):
     cut = write(tmp_path, state, 2)[0]
     made = io.BytesIO()
     torch.save({**cut.rest, "task": {"theirs": STRANGE_STATES[name]()}}, made)

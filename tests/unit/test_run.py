@@ -5,10 +5,7 @@ complete already.
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,6 @@ from trainers.errors import ConfigError, StorageError
 from trainers.launch.run_directory import check_kept, prepare_storage
 from trainers.launch.spec import (
     MARK,
-    RunSpec,
     check_precision,
     read_file,
     torchrun_world_size,
@@ -48,7 +44,7 @@ TREE = {
 
 
 @pytest.fixture
-def user(user: Path) -> Iterator[Path]:
+def user(user):
     """With a task and its run."""
     (user / f"{MODULE}.py").write_text(TASK)
     (user / "train.yaml").write_text(dump_yaml(TREE))
@@ -56,12 +52,12 @@ def user(user: Path) -> Iterator[Path]:
     sys.modules.pop(MODULE, None)
 
 
-def read(user: Path, **overrides: Any) -> RunSpec:
+def read(user, **overrides):
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     return read_spec(str(user / "train.yaml"), dotted)
 
 
-def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
+def test_a_file_becomes_a_spec(user, tmp_path):
     spec = read(user)
     assert spec.uri == f"{tmp_path}/cwd/results/mine"
     assert spec.path == (str(user),)
@@ -72,7 +68,7 @@ def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
     assert parse_mapping(dump_yaml(spec.tree), "again") == spec.tree
 
 
-def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
+def test_a_file_that_is_not_there_has_a_near_miss(user):
     with pytest.raises(ConfigError) as raised:
         read_file(str(user / "trian.yaml"))
     assert f"{user}/train.yaml" in raised.value.fix
@@ -80,9 +76,7 @@ def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
         read_file(str(user / "nothing_like_it"))
 
 
-def test_the_size_of_a_cluster_is_not_this_machines(
-    user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_cluster_is_not_this_machines(user, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert (
         read(
@@ -92,7 +86,7 @@ def test_the_size_of_a_cluster_is_not_this_machines(
     )
 
 
-def test_torchrun_decides_the_number_of_workers(user: Path) -> None:
+def test_torchrun_decides_the_number_of_workers(user):
     (user / "train.yaml").write_text(
         dump_yaml({**TREE, "launcher": "ray", "scaling": {"num_workers": [1, 4]}})
     )
@@ -101,9 +95,7 @@ def test_torchrun_decides_the_number_of_workers(user: Path) -> None:
     assert spec.config.launcher == "spawn"
 
 
-def test_torchrun_on_many_machines_is_not_held_against_this_one(
-    user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchrun_on_many_machines_is_not_held_against_this_one(user, monkeypatch):
     cores = len(os.sched_getaffinity(0))
     for name, value in {
         "RANK": 0,
@@ -118,7 +110,7 @@ def test_torchrun_on_many_machines_is_not_held_against_this_one(
     assert spec.config.scaling.num_workers == 4 * cores
 
 
-def test_the_precision_is_checked_where_workers_run(user: Path) -> None:
+def test_the_precision_is_checked_where_workers_run(user):
     spec = read(user, precision="tf32")
     check_precision(spec, "cuda")
     with pytest.raises(ConfigError) as met:
@@ -127,7 +119,7 @@ def test_the_precision_is_checked_where_workers_run(user: Path) -> None:
     check_precision(read(user, device="cpu"))
 
 
-def finish(spec: RunSpec, status: Any = "done") -> RunResult:
+def finish(spec, status="done"):
     """What a run leaves when it ends."""
     result = RunResult(
         status, 2, 2.0, 1, 8, 8, 1, 1.0, 2.0, 100, metrics={"val_loss": 0.5}
@@ -136,7 +128,7 @@ def finish(spec: RunSpec, status: Any = "done") -> RunResult:
     return result
 
 
-def test_a_new_run_leaves_its_configuration(user: Path) -> None:
+def test_a_new_run_leaves_its_configuration(user):
     spec = read(user)
     assert prepare_storage(spec, fresh=False) is None
     assert spec.storage.names() == ["config.yaml"]
@@ -144,7 +136,7 @@ def test_a_new_run_leaves_its_configuration(user: Path) -> None:
     assert kept == {**spec.tree, "task_dir": spec.path[0]}, "and where its task is"
 
 
-def test_a_complete_run_is_not_run_again(user: Path) -> None:
+def test_a_complete_run_is_not_run_again(user):
     spec = read(user)
     prepare_storage(spec, fresh=False)
     result = finish(spec)
@@ -153,14 +145,14 @@ def test_a_complete_run_is_not_run_again(user: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["stopped", "diverged"])
-def test_an_incomplete_run_goes_on(user: Path, status: str) -> None:
+def test_an_incomplete_run_goes_on(user, status):
     spec = read(user)
     prepare_storage(spec, fresh=False)
     finish(spec, status)
     assert prepare_storage(spec, fresh=False) is None
 
 
-def test_a_longer_run_goes_on_until_it_is_done(user: Path) -> None:
+def test_a_longer_run_goes_on_until_it_is_done(user):
     prepare_storage(read(user), fresh=False)
     finish(read(user))
     longer = read(user, epochs=5)
@@ -180,9 +172,7 @@ def test_a_longer_run_goes_on_until_it_is_done(user: Path) -> None:
         {"task_args": {"width": 4}},
     ],
 )
-def test_another_run_of_the_same_name_is_refused(
-    user: Path, overrides: dict[str, Any]
-) -> None:
+def test_another_run_of_the_same_name_is_refused(user, overrides):
     prepare_storage(read(user), fresh=False)
     with pytest.raises(ConfigError) as raised:
         prepare_storage(read(user, **overrides), fresh=False)
@@ -193,7 +183,7 @@ def test_another_run_of_the_same_name_is_refused(
     assert prepare_storage(read(user, name="other", **overrides), fresh=False) is None
 
 
-def test_workers_and_speed_may_change_between_launches(user: Path) -> None:
+def test_workers_and_speed_may_change_between_launches(user):
     prepare_storage(read(user), fresh=False)
     changed = {
         "microbatch_size": 2,
@@ -204,7 +194,7 @@ def test_workers_and_speed_may_change_between_launches(user: Path) -> None:
     assert prepare_storage(read(user, **changed), fresh=False) is None
 
 
-def test_fresh_starts_anew(user: Path) -> None:
+def test_fresh_starts_anew(user):
     spec = read(user)
     prepare_storage(spec, fresh=False)
     finish(spec)
@@ -213,7 +203,7 @@ def test_fresh_starts_anew(user: Path) -> None:
     assert spec.storage.names() == ["config.yaml"]
 
 
-def test_fresh_deletes_nothing_that_is_no_run(user: Path, tmp_path: Path) -> None:
+def test_fresh_deletes_nothing_that_is_no_run(user, tmp_path):
     """`--name` and `--storage_path` are typed by hand: a directory without our files is
     not ours to delete.
     """
@@ -226,7 +216,7 @@ def test_fresh_deletes_nothing_that_is_no_run(user: Path, tmp_path: Path) -> Non
     assert (tmp_path / "home" / "mine" / "thesis.tex").exists()
 
 
-def checkpoint(spec: RunSpec) -> str:
+def checkpoint(spec):
     """A checkpoint as its manifest describes it; where it is."""
     entries = {name: FileEntry(0, "0" * 64) for name in ("state.pt", "rank-00000.pt")}
     kept = spec.storage.child("checkpoints", folder_name(2))
@@ -237,9 +227,7 @@ def checkpoint(spec: RunSpec) -> str:
 
 
 @pytest.mark.parametrize("lost", ["manifest.json", "state.pt", "rank-00000.pt", ""])
-def test_a_result_is_worth_no_more_than_its_checkpoint(
-    user: Path, caplog: pytest.LogCaptureFixture, lost: str
-) -> None:
+def test_a_result_is_worth_no_more_than_its_checkpoint(user, caplog, lost):
     """Of a run that has just ended, and of one that is found to be complete; wherever
     the run lies by now.
     """
@@ -259,7 +247,7 @@ def test_a_result_is_worth_no_more_than_its_checkpoint(
     assert "goes on from its newest checkpoint" in caplog.text
 
 
-def test_fresh_leaves_the_lease(user: Path) -> None:
+def test_fresh_leaves_the_lease(user):
     spec = read(user)
     with held(spec.storage, MARK) as token:
         prepare_storage(spec, fresh=True)
@@ -269,9 +257,7 @@ def test_fresh_leaves_the_lease(user: Path) -> None:
     assert spec.storage.names() == ["config.yaml", "log"]
 
 
-def test_a_live_run_is_neither_started_again_nor_deleted(
-    user: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_run_is_neither_started_again_nor_deleted(user, capsys):
     from trainers.__main__ import main
 
     spec = read(user)

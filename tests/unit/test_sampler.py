@@ -3,14 +3,12 @@ workers.
 """
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from tests.unit.test_batch_schedule import drawn
-from trainers.data.batch_schedule import Sizes
 from trainers.data.sampler import StepSampler, split_share
 
 _RANDOM = random.Random(20261101)
@@ -34,19 +32,17 @@ TRIPLES = [
 ]
 
 
-def make(
-    n: int, batch: int | Sizes, workers: int = 1, rank: int = 0, **options: object
-) -> StepSampler:
+def make(n, batch, workers=1, rank=0, **options):
     dataset = TensorDataset(torch.arange(n))
     return StepSampler(
         dataset, global_batch_size=batch, num_replicas=workers, rank=rank, **options
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
 def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
-    n: int, batch: int | Sizes, workers: int
-) -> None:
+    n, batch, workers
+):
     alone = make(n, batch, seed=3)
     ranks = [make(n, batch, workers, rank, seed=3) for rank in range(workers)]
     for epoch in range(14 if isinstance(batch, list) else 2):
@@ -61,12 +57,13 @@ def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
             assert torch.cat(shares).tolist() == alone.share(step).tolist()
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
             assert len(alone.share(step)) == alone.step_size(step)
+            assert all(len(sampler.anchor(step)) == 1 for sampler in ranks)
             used += alone.share(step).tolist()
         assert sorted(used) == list(range(n))
 
 
-def test_the_order_follows_seed_and_epoch() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
+def test_the_order_follows_seed_and_epoch():
+    def order(seed, epoch):
         sampler = make(50, 8, seed=seed)
         sampler.set_epoch(epoch)
         return sampler.rows(0, 50).tolist()
@@ -80,9 +77,7 @@ def test_the_order_follows_seed_and_epoch() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("n", "workers"), [(10, 1), (10, 3), (3, 4), (64, 4), (7, 7)])
-def test_iterating_it_is_torchs_distributed_sampler(
-    n: int, workers: int, drop_last: bool, shuffle: bool
-) -> None:
+def test_iterating_it_is_torchs_distributed_sampler(n, workers, drop_last, shuffle):
     dataset = TensorDataset(torch.arange(n))
     for rank in range(workers):
         ours = make(n, 4, workers, rank, seed=5, drop_last=drop_last, shuffle=shuffle)
@@ -95,9 +90,9 @@ def test_iterating_it_is_torchs_distributed_sampler(
             assert len(ours) == len(torchs)
 
 
-def test_a_dataset_without_length_is_refused() -> None:
+def test_a_dataset_without_length_is_refused():
     class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
+        def __iter__(self):
             return iter(range(4))
 
     with pytest.raises(TypeError):
@@ -107,7 +102,7 @@ def test_a_dataset_without_length_is_refused() -> None:
 @pytest.mark.parametrize(
     ("size", "limit"), [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)]
 )
-def test_a_share_is_split_evenly(size: int, limit: int) -> None:
+def test_a_share_is_split_evenly(size, limit):
     share = torch.randperm(size)
     parts = split_share(share, limit)
     sizes = [len(part) for part in parts]

@@ -4,22 +4,16 @@ resume changes none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim import SGD, lr_scheduler
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
     LinearLR,
-    LRScheduler,
     SequentialLR,
 )
-from torch.utils.data import Dataset
 
 from tests.unit.test_graphs import Fake, make
 from tests.unit.test_loop import (
@@ -31,11 +25,9 @@ from tests.unit.test_loop import (
     curve,
     train,
 )
-from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 from trainers.model.schedule import Schedule, StandIn
-from trainers.task import Task
 
 STEPS = 3 * PER_EPOCH
 BY_NAME = {
@@ -59,19 +51,17 @@ OWN = {"lr_schedule": {}, "optimizer": SGD_CONFIG}
 class Named(Tiny):
     """Brings a scheduler of torch's by its name."""
 
-    def __init__(self, name: str, every: Any = "step", **options: Any) -> None:
+    def __init__(self, name, every="step", **options):
         super().__init__()
         self.name = name
         self.every = every
         self.options = options or BY_NAME[name]
 
-    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> Any:
+    def schedule(self, optimizer, config):
         return getattr(lr_scheduler, self.name)(optimizer, **self.options), self.every
 
 
-def plain(
-    name: str, every: str, kind: type[Optimizer] = SGD, **options: Any
-) -> list[dict[str, Any]]:
+def plain(name, every, kind=SGD, **options):
     """The options of each step of a plain loop."""
     optimizer = kind([nn.Parameter(torch.zeros(1))], lr=0.05, **options)
     scheduler = getattr(lr_scheduler, name)(optimizer, **BY_NAME[name])
@@ -86,9 +76,7 @@ def plain(
 
 @pytest.mark.parametrize("every", ["step", "epoch"])
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_rates_are_those_of_a_plain_loop(
-    name: str, every: str, tmp_path: Path
-) -> None:
+def test_the_rates_are_those_of_a_plain_loop(name, every, tmp_path):
     train(tmp_path, Named(name, every), **OWN, checkpoint={"every_steps": 99})
     expected = plain(name, every, momentum=0.9)
     assert [lr for _, lr, _ in curve(tmp_path)] == [group["lr"] for group in expected]
@@ -105,18 +93,18 @@ def test_the_rates_are_those_of_a_plain_loop(
 class Chosen(Tiny):
     """Brings a scheduler of its own."""
 
-    def __init__(self, how: str = "sequential") -> None:
+    def __init__(self, how="sequential"):
         super().__init__()
         self.how = how
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         first, *others = model.parameters()
         self.made = SGD(
             [{"params": [first], "lr": 0.5}, {"params": others}], lr=0.05, fused=True
         )
         return self.made
 
-    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
+    def schedule(self, optimizer, config):
         if self.how == "lambda":
             return LambdaLR(optimizer, lambda step: 0.5**step)
         if self.how == "another":
@@ -130,7 +118,7 @@ class Chosen(Tiny):
         return SequentialLR(optimizer, parts, milestones=[4])
 
 
-def test_the_tasks_own(tmp_path: Path) -> None:
+def test_the_tasks_own(tmp_path):
     train(tmp_path, Chosen("lambda"), lr_schedule={}, checkpoint={"every_steps": 99})
     assert [lr for _, lr, _ in curve(tmp_path)] == [0.5 * 0.5**n for n in range(STEPS)]
     state = torch.load(
@@ -144,7 +132,7 @@ def test_the_tasks_own(tmp_path: Path) -> None:
 PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.3}
 
 
-def plateau() -> Named:
+def plateau():
     return Named("ReduceLROnPlateau", **PLATEAU)
 
 
@@ -159,9 +147,7 @@ def plateau() -> Named:
     ],
 )
 @pytest.mark.parametrize("at", [3, 10])
-def test_a_resume_is_bit_equal(
-    task: Callable[[], Tiny], changes: dict[str, Any], at: int, tmp_path: Path
-) -> None:
+def test_a_resume_is_bit_equal(task, changes, at, tmp_path):
     check_resume(tmp_path, task, at, **changes)
     assert len({lr for _, lr, _ in curve(tmp_path / "cut")}) > 2
 
@@ -169,9 +155,7 @@ def test_a_resume_is_bit_equal(
 @pytest.mark.parametrize(
     ("by", "mode"), [("step", "min"), ("val_loss", "min"), ("val_accuracy", "max")]
 )
-def test_a_plateau_is_one_of_the_evaluations(
-    by: str, mode: Any, tmp_path: Path
-) -> None:
+def test_a_plateau_is_one_of_the_evaluations(by, mode, tmp_path):
     context = Context(tmp_path)
     fit(
         Named("ReduceLROnPlateau", by, mode=mode, **PLATEAU),
@@ -195,7 +179,7 @@ def test_a_plateau_is_one_of_the_evaluations(
 
 
 class Unseen(Named):
-    def dataset(self, split: str) -> Dataset[Any] | None:
+    def dataset(self, split):
         return super().dataset(split) if split == "train" else None
 
 
@@ -223,24 +207,24 @@ class Unseen(Named):
         ),
     ],
 )
-def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:
+def test_mistakes(task, chosen, field):
     with pytest.raises(ConfigError) as raised:
         train(None, task, lr_schedule=chosen)
     assert raised.value.field == field
 
 
-def test_another_scheduler_does_not_go_on(tmp_path: Path) -> None:
+def test_another_scheduler_does_not_go_on(tmp_path):
     train(tmp_path, Named("StepLR", "epoch"), **OWN)
     with pytest.raises(CheckpointError, match="schedule"):
         fit(Named("ExponentialLR", "epoch"), config(**OWN), Context(tmp_path))
 
 
-def test_a_captured_step_takes_rates_but_no_momenta() -> None:
+def test_a_captured_step_takes_rates_but_no_momenta():
     step = make(
         Fake(), lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True)
     )
 
-    def follow(name: str) -> None:
+    def follow(name):
         stand_in = StandIn(step.optimizer)
         made = Schedule(
             Named(name).schedule(stand_in, config()),

@@ -6,7 +6,6 @@ import logging
 import os
 import pickle
 import stat
-from pathlib import Path
 
 import pytest
 
@@ -64,7 +63,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("text", NAMED)
-def test_what_is_named_as_a_secret_is_hidden(text: str) -> None:
+def test_what_is_named_as_a_secret_is_hidden(text):
     shown = redact(text.format(*[SECRET] * 2))
     assert SECRET not in shown
     assert SECRET[:6] not in shown
@@ -73,7 +72,7 @@ def test_what_is_named_as_a_secret_is_hidden(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_all_else_stays_what_it_is(text: str) -> None:
+def test_all_else_stays_what_it_is(text):
     assert redact(text) == text
 
 
@@ -87,9 +86,7 @@ def test_all_else_stays_what_it_is(text: str) -> None:
         "AWS_ACCESS_KEY_ID",
     ],
 )
-def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(name, monkeypatch):
     monkeypatch.setenv(name, SECRET)
     assert (
         redact(f"ValueError: cannot log in as <{SECRET}>")
@@ -99,7 +96,7 @@ def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(
     assert redact("no short word is taken for one") == "no short word is taken for one"
 
 
-def test_nothing_moves_the_cursor() -> None:
+def test_nothing_moves_the_cursor():
     """Escape sequences could rewrite what stands above; a lone surrogate would end the
     program that prints it.
     """
@@ -121,7 +118,7 @@ def test_nothing_moves_the_cursor() -> None:
 URI = f"s3://AKIAIOSFODNN7:{SECRET.replace('/', '%2F')}@bucket/runs"
 
 
-def test_errors_hide_it_however_they_are_made() -> None:
+def test_errors_hide_it_however_they_are_made():
     errors = [
         ConfigError(
             "storage_path", URI, f"cannot be opened ({URI})", "use another", URI
@@ -145,9 +142,7 @@ def test_errors_hide_it_however_they_are_made() -> None:
     assert "FEMI" not in first_line(OSError(URI)) + last_line(OSError(f"a\n{URI}"))
 
 
-def test_the_log_and_tracebacks_hide_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_log_and_tracebacks_hide_it(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     setup_logging(0)
     for name in ("trainers", "cluster", "tune"):
@@ -162,7 +157,7 @@ def test_the_log_and_tracebacks_hide_it(
 
 
 @pytest.mark.parametrize("text", NAMED[:12])
-def test_storage_takes_no_credentials(text: str) -> None:
+def test_storage_takes_no_credentials(text):
     """No run has them in its address, so none can be saved with one, or be shown by
     Ray, pyarrow or the shell.
     """
@@ -173,9 +168,7 @@ def test_storage_takes_no_credentials(text: str) -> None:
     assert "AWS_SECRET_ACCESS_KEY" in str(raised.value)
 
 
-def test_no_door_takes_credentials(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_door_takes_credentials(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_STORAGE", URI)
     (tmp_path / "train.yaml").write_text(
         "task: tests.tasks:Blobs\nepochs: 1\nglobal_batch_size: 8\noptimizer: {lr: 1}"
@@ -196,13 +189,13 @@ def test_no_door_takes_credentials(
 @pytest.mark.parametrize(
     "uri", ["s3://AKIA:wJalrXUtn/FEMI@bucket/x", "s3://[wJalrXUtnFEMI:x@bucket"]
 )
-def test_a_password_that_breaks_the_uri_is_not_shown_either(uri: str) -> None:
+def test_a_password_that_breaks_the_uri_is_not_shown_either(uri):
     with pytest.raises(ConfigError) as raised:
         Storage(uri).exists()
     assert "FEMI" not in str(raised.value)
 
 
-def mode(path: Path) -> int:
+def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
@@ -211,12 +204,12 @@ def mode(path: Path) -> int:
     [(None, 0o600, 0o700), ("640", 0o640, 0o750), ("0644", 0o644, 0o755)],
 )
 def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    asked: str | None,
-    file: int,
-    directory: int,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    asked,
+    file,
+    directory,
+):
     if asked:
         monkeypatch.setenv("PACELINE_FILE_MODE", asked)
     before = os.umask(0o022)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -64,13 +63,13 @@ SCALARS = {
 
 
 @pytest.mark.parametrize("text", SCALARS)
-def test_scalars_are_read_by_yaml_1_2(text: str) -> None:
+def test_scalars_are_read_by_yaml_1_2(text):
     value = parse_yaml(f"key: {text}\n", "f")["key"]
     assert value == SCALARS[text]
     assert type(value) is type(SCALARS[text])
 
 
-def test_a_key_that_stands_twice_is_named_with_its_line() -> None:
+def test_a_key_that_stands_twice_is_named_with_its_line():
     with pytest.raises(ConfigError) as raised:
         parse_yaml("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", "train.yaml")
     assert "train.yaml" in str(raised.value)
@@ -99,7 +98,7 @@ def test_a_key_that_stands_twice_is_named_with_its_line() -> None:
         "a: " + "9" * 5000,
     ],
 )
-def test_what_is_not_yaml_is_a_config_error_that_names_the_file(text: str) -> None:
+def test_what_is_not_yaml_is_a_config_error_that_names_the_file(text):
     with pytest.raises(ConfigError, match=r"train\.yaml"):
         parse_yaml(text, "train.yaml")
 
@@ -114,7 +113,7 @@ def test_what_is_not_yaml_is_a_config_error_that_names_the_file(text: str) -> No
         "!!python/module:antigravity",
     ],
 )
-def test_a_python_tag_is_refused_and_runs_nothing(tmp_path: Path, value: str) -> None:
+def test_a_python_tag_is_refused_and_runs_nothing(tmp_path, value):
     target = tmp_path / "made"
     with pytest.raises(ConfigError, match="python"):
         parse_yaml("task_args:\n  x: " + value.format(target), "evil.yaml")
@@ -122,7 +121,7 @@ def test_a_python_tag_is_refused_and_runs_nothing(tmp_path: Path, value: str) ->
 
 
 @pytest.mark.parametrize("text", ["", "- a", "3", "word", "1: x", "null: x"])
-def test_a_file_must_be_a_mapping_of_names(text: str) -> None:
+def test_a_file_must_be_a_mapping_of_names(text):
     with pytest.raises(ConfigError, match="must be a mapping"):
         parse_mapping(text, "f")
 
@@ -161,7 +160,7 @@ class Outer(Settings):
     """Ratio."""
 
     @model_validator(mode="after")
-    def _check(self) -> Outer:
+    def _check(self):
         if self.ratio == 0.25:
             raise ConfigError(
                 "ratio", self.ratio, "must not be a quarter", "take a third"
@@ -169,7 +168,7 @@ class Outer(Settings):
         return self
 
 
-def test_an_override_replaces_the_other_keys_of_its_group() -> None:
+def test_an_override_replaces_the_other_keys_of_its_group():
     tree = {"size": 3, "needed": "x", "inner": {"steps": 1, "epochs": None}}
     assert override(Outer, tree, {"share": 0.5}) == {
         "share": 0.5,
@@ -184,12 +183,12 @@ def test_an_override_replaces_the_other_keys_of_its_group() -> None:
     assert override(Outer, tree, {"ratio": 0.1}) == {**tree, "ratio": 0.1}
 
 
-def test_a_key_below_a_value_is_a_config_error() -> None:
+def test_a_key_below_a_value_is_a_config_error():
     with pytest.raises(ConfigError, match=r"`optimizer\.lr`.*`optimizer`"):
         set_key({"optimizer": "adam"}, "optimizer.lr", 1)
 
 
-def sentence(tree: dict[str, Any], model: type[Settings] = Outer) -> str:
+def sentence(tree, model=Outer):
     with pytest.raises(ConfigError) as raised:
         build(model, tree, "f.yaml")
     return str(raised.value)
@@ -202,46 +201,46 @@ GOOD = {"needed": "x"}
     ("tree", "words"),
     [
         (
-            {"rato": 0.5},
+            "rato: 0.5",
             "`rato` is 0.5, but there is no such key; did you mean `ratio`?",
         ),
         (
-            {"inner": {"step": 1}},
+            "inner: {step: 1}",
             "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?",
         ),
-        ({"size": "many"}, '`size` is "many", but must be a whole number; write'),
+        ("size: many", '`size` is "many", but must be a whole number; write'),
         (
-            {"kind": False},
+            "kind: false",
             "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`",
         ),
         (
-            {"needed": ""},
+            "needed: ''",
             '`needed` is "", but must not be empty; write for example `needed: word`',
         ),
         (
-            {"inner": {"steps": 0}},
+            "inner: {steps: 0}",
             "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`",
         ),
-        ({"inner": [1]}, "`inner` is [1], but must be a mapping; write"),
-        ({"free": 3}, "`free` is 3, but must be a mapping; write"),
-        ({"ratio": 0.25}, "`ratio` is 0.25, but must not be a quarter; take a third"),
+        ("inner: [1]", "`inner` is [1], but must be a mapping; write"),
+        ("free: 3", "`free` is 3, but must be a mapping; write"),
+        ("ratio: 0.25", "`ratio` is 0.25, but must not be a quarter; take a third"),
         (
-            {"ratio": None},
+            "ratio: null",
             "`ratio` is null, but must be a number; write for example `ratio: 0.5`",
         ),
         (
-            {"many": "x"},
+            "many: x",
             '`many` is "x", but must be one or several; write for example `many: 2`',
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(tree: dict[str, Any], words: str) -> None:
-    text = sentence(GOOD | tree)
+def test_a_mistake_is_one_sentence(tree, words):
+    text = sentence(GOOD | parse_mapping(tree, "test"))
     assert len(text.splitlines()) == 1
     assert text.startswith(f"f.yaml: {words}")
 
 
-def test_several_mistakes_are_a_line_each() -> None:
+def test_several_mistakes_are_a_line_each():
     with pytest.raises(ConfigErrors) as raised:
         build(
             Outer, {"size": "x", "ratio": 7, "inner": {"steps": -1}, "zzz": 1}, "f.yaml"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +19,7 @@ ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 @pytest.mark.parametrize("first", ALL)
 @pytest.mark.parametrize("second", ALL)
-def test_only_a_second_interrupt_ends_it(
-    first: signal.Signals, second: signal.Signals
-) -> None:
+def test_only_a_second_interrupt_ends_it(first, second):
     before = {number: signal.signal(number, signal.SIG_DFL) for number in ALL}
     told = []
     try:
@@ -42,14 +39,14 @@ def test_only_a_second_interrupt_ends_it(
             signal.signal(number, handler)
 
 
-def test_a_signal_amid_a_write_waits_for_its_end() -> None:
+def test_a_signal_amid_a_write_waits_for_its_end():
     """A buffered stream that is told from the handler itself would raise: it is being
     written to.
     """
     stream = threading.Lock()
     told = []
 
-    def tell(name: str) -> None:
+    def tell(name):
         with stream:
             told.append(name)
 
@@ -60,7 +57,7 @@ def test_a_signal_amid_a_write_waits_for_its_end() -> None:
     assert told == ["SIGTERM"]
 
 
-def test_under_nohup_a_hang_up_is_ignored() -> None:
+def test_under_nohup_a_hang_up_is_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert signal.SIGHUP not in stop_signals()
@@ -85,7 +82,7 @@ with subprocess.Popen([sys.executable, "-c", {WORKER!r}], stdout=subprocess.PIPE
 """
 
 
-def test_a_worker_ends_with_torchruns_agent() -> None:
+def test_a_worker_ends_with_torchruns_agent():
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT],
         stdout=subprocess.PIPE,
@@ -123,7 +120,7 @@ print(before, threads())
 """
 
 
-def test_a_group_that_was_left_is_gone(tmp_path: Path) -> None:
+def test_a_group_that_was_left_is_gone(tmp_path):
     """One that stays until the process ends makes it abort now and then: `terminate
     called ...`.
     """

@@ -3,7 +3,6 @@ each step once after a resume.
 """
 
 import struct
-from pathlib import Path
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -15,7 +14,7 @@ from trainers.measure.run_log import RunLog
 from trainers.storage import Storage
 
 
-def events(run: Path) -> list[Event]:
+def events(run):
     """All events in the order in which TensorBoard reads them; every checksum holds."""
     found = []
     for path in sorted((run / "tensorboard").iterdir()):
@@ -33,7 +32,7 @@ def events(run: Path) -> list[Event]:
     return found
 
 
-def series(run: Path, name: str) -> list[tuple[int, float]]:
+def series(run, name):
     return [
         (event.step, value.simple_value)
         for event in events(run)
@@ -42,9 +41,7 @@ def series(run: Path, name: str) -> list[tuple[int, float]]:
     ]
 
 
-def test_numbers_are_scalars_and_nothing_else_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers_are_scalars_and_nothing_else_is(tmp_path, monkeypatch):
     monkeypatch.setattr("trainers.measure.run_log.time.time", lambda: 1234.5)
     log = RunLog(Storage(str(tmp_path)), tensorboard=True)
     log.add(
@@ -71,7 +68,7 @@ def test_numbers_are_scalars_and_nothing_else_is(
     ]
 
 
-def test_a_run_and_its_curve(tmp_path: Path) -> None:
+def test_a_run_and_its_curve(tmp_path):
     train(tmp_path, epochs=2, tracking=["tensorboard"])
     for index, name in ((1, "lr"), (2, "train_loss")):
         wanted = [
@@ -84,9 +81,7 @@ def test_a_run_and_its_curve(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut_at_step", [4, 5, 8])
-def test_after_a_power_cut_each_step_is_there_once(
-    cut_at_step: int, tmp_path: Path
-) -> None:
+def test_after_a_power_cut_each_step_is_there_once(cut_at_step, tmp_path):
     changes = {
         "tracking": ["tensorboard"],
         "checkpoint": {"every_steps": 4},

@@ -4,7 +4,6 @@ for anything.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,19 +14,19 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     directory = tmp_path_factory.mktemp("site")
     assert SITE["build"](directory) == 0
     return directory / "site"
 
 
-def html(built: Path) -> dict[str, str]:
+def html(built):
     return {
         str(path.relative_to(built)): path.read_text() for path in built.rglob("*.html")
     }
 
 
-def test_every_page_is_in_it(built: Path) -> None:
+def test_every_page_is_in_it(built):
     expected = {
         re.sub(r"README\.md$", "index.html", page).replace(".md", ".html")
         for page in SITE["pages"]()
@@ -40,7 +39,7 @@ def test_every_page_is_in_it(built: Path) -> None:
     assert {"docs/tutorial.html", "docs/config.html"} <= found, "and can be searched"
 
 
-def test_it_asks_no_network_and_lists_are_lists(built: Path) -> None:
+def test_it_asks_no_network_and_lists_are_lists(built):
     for name, text in html(built).items():
         loaded = re.findall(
             r"<(?:script|img|iframe|source)\b[^>]*\bsrc(?:set)?=\"?(https?:[^\" >]+)",
@@ -60,9 +59,7 @@ def test_it_asks_no_network_and_lists_are_lists(built: Path) -> None:
     assert (built / "docs/architecture-1.svg").read_text().startswith("<svg")
 
 
-def test_a_page_that_is_not_right_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_that_is_not_right_is_named(tmp_path, monkeypatch):
     copied = SITE["copied"]
     with pytest.raises(
         SystemExit, match=r"docs/x\.md links images/none\.png, which is not there"
@@ -84,9 +81,7 @@ def test_a_page_that_is_not_right_is_named(
         SITE["build"](tmp_path)
 
 
-def test_an_anchor_that_is_not_there_fails_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_anchor_that_is_not_there_fails_the_build(tmp_path, monkeypatch):
     root = tmp_path / "repository"
     root.mkdir()
     (root / "llms.txt").touch()

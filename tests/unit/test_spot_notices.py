@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from ray.core.generated.instance_manager_pb2 import Instance
 from cluster.__main__ import main
 from cluster.spot import notices, watch
 from cluster.spot.autoscaler import heed_refusals
-from cluster.spot.notices import SERVICES, Notice, wait_for_notice
-from tests.metadata_service import Machine, hang, hang_up, metadata_service, respond
+from cluster.spot.notices import SERVICES, wait_for_notice
+from tests.metadata_service import hang, hang_up, metadata_service, respond
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S, until, when
 
@@ -31,7 +30,7 @@ AT_UNIX = 1947486120.0
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+def machine(monkeypatch):
     """A spot machine; a proxy that nobody answers at stands in the environment."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -40,14 +39,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         yield started
 
 
-def preempt(machine: Machine) -> None:
+def preempt(machine):
     """Take the machine back, as each of the clouds says it."""
     machine.action = {"action": "terminate", "time": AT}
     machine.events.append(eviction("Thu, 18 Sep 2031 08:22:00 GMT"))
     machine.preempted = True
 
 
-def eviction(not_before: str, *names: str, kind: str = "Preempt") -> dict[str, object]:
+def eviction(not_before, *names, kind="Preempt"):
     return {
         "EventType": kind,
         "Resources": list(names or ("WORKER-7",)),
@@ -55,16 +54,14 @@ def eviction(not_before: str, *names: str, kind: str = "Preempt") -> dict[str, o
     }
 
 
-def wait(
-    cloud: str, machine: Machine, looks: int = 100
-) -> tuple[Notice | None, list[float], list[str]]:
+def wait(cloud, machine, looks=100):
     """The notice, how long was waited for Ray's end before each look, and what was
     said; nothing is slept.
     """
     waited = []
     said = []
 
-    def has_ended(wait_s: float) -> bool:
+    def has_ended(wait_s):
         waited.append(wait_s)
         return len(waited) > looks
 
@@ -76,7 +73,7 @@ def wait(
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_notice_is_heard_with_its_deadline(cloud: str, machine: Machine) -> None:
+def test_a_notice_is_heard_with_its_deadline(cloud, machine):
     asked = len(machine.asked)
     assert wait(cloud, machine, looks=3)[0] is None, "Ray ended first"
     assert len(machine.asked) > asked
@@ -92,7 +89,7 @@ def test_a_notice_is_heard_with_its_deadline(cloud: str, machine: Machine) -> No
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_machine_that_is_not_spot_is_left_alone(cloud: str, machine: Machine) -> None:
+def test_a_machine_that_is_not_spot_is_left_alone(cloud, machine):
     machine.is_spot = False
     notice, waited, said = wait(cloud, machine)
     assert (notice, waited, said) == (None, [0.0], ["this is no spot machine"])
@@ -100,9 +97,7 @@ def test_a_machine_that_is_not_spot_is_left_alone(cloud: str, machine: Machine) 
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_service_that_hangs_is_asked_again(
-    cloud: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_service_that_hangs_is_asked_again(cloud, machine, monkeypatch):
     monkeypatch.setattr(notices, "_TIMEOUT_S", 0.5)
     preempt(machine)
     machine.faults.extend([hang] * 2)
@@ -113,9 +108,7 @@ def test_a_service_that_hangs_is_asked_again(
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
-def test_a_service_in_trouble_is_asked_again_and_said_once(
-    cloud: str, machine: Machine
-) -> None:
+def test_a_service_in_trouble_is_asked_again_and_said_once(cloud, machine):
     answers = [
         *((status, "") for status in (200, 400, 401, 403, 404, 410, 429, 500, 503))
     ]
@@ -137,14 +130,14 @@ def test_a_service_in_trouble_is_asked_again_and_said_once(
     assert wait(cloud, machine)[0] is not None
 
 
-def test_ec2_without_a_time_means_two_minutes(machine: Machine) -> None:
+def test_ec2_without_a_time_means_two_minutes(machine):
     machine.action = {"action": "hibernate"}
     before = time.time()
     notice = SERVICES["aws"](machine.address).notice()
     assert before + 120 <= notice.deadline_s <= time.time() + 120
 
 
-def test_azure_tells_the_whole_scale_set(machine: Machine) -> None:
+def test_azure_tells_the_whole_scale_set(machine):
     service = SERVICES["azure"](machine.address)
     machine.events = [
         eviction(AT, "worker-70", "another"),
@@ -163,7 +156,7 @@ def test_azure_tells_the_whole_scale_set(machine: Machine) -> None:
     assert before + 30 <= notice.deadline_s <= time.time() + 30
 
 
-def test_the_command_without_ray(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_ray(capsys):
     assert main(["watch", "aws", "--node", "none-has-this-id"]) != 0
     assert "start Ray, or give --node" in capsys.readouterr().err
 
@@ -173,7 +166,7 @@ NODE = f"unit-test-{os.getpid()}"
 
 
 @pytest.fixture
-def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def raylet(tmp_path):
     """A process that looks like the raylet of the node NODE."""
     command = ["/anywhere/raylet/raylet", "-c", "import time; time.sleep(3600)"]
     flags = [
@@ -189,28 +182,26 @@ def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_watcher_ends_with_ray(
-    machine: Machine,
-    raylet: subprocess.Popen[bytes],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    machine,
+    raylet,
+    capsys,
+):
     when(lambda: bool(machine.asked), raylet.terminate)
     assert main(["watch", "azure", "--node", NODE, "--address", machine.address]) == 0
     assert raylet.wait() != 0
     assert f"azure takes Ray's node {NODE} back" in capsys.readouterr().out
 
 
-def test_ray_is_asked_until_it_drains_the_node(
-    machine: Machine, raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_is_asked_until_it_drains_the_node(machine, raylet, monkeypatch):
     """The head may be away for a moment."""
     asked = []
     answers = iter([RuntimeError("no head"), (False, "not yet"), (True, "")])
 
     class Client:
-        def __init__(self, address: str) -> None:
+        def __init__(self, address):
             assert address == "127.0.0.1:9"
 
-        def drain_node(self, *args: object, timeout: float) -> object:
+        def drain_node(self, *args, timeout):
             asked.append(args)
             answer = next(answers)
             if isinstance(answer, Exception):
@@ -228,9 +219,7 @@ def test_ray_is_asked_until_it_drains_the_node(
     )
 
 
-def test_the_autoscaler_ends_with_ray(
-    raylet: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
+def test_the_autoscaler_ends_with_ray(raylet, tmp_path):
     """It is Ray's own, and writes its log where `ray monitor` looks for it."""
     (tmp_path / "logs").mkdir()
     config = str(REPOSITORY / "cluster" / "aws.yaml")
@@ -251,7 +240,7 @@ def test_the_autoscaler_ends_with_ray(
 STEPS = ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance")
 
 
-def refused() -> dict[str, float]:
+def refused():
     """What Ray thinks of node types after EC2 has refused a spot machine."""
     instance = Instance(
         instance_id="1",
@@ -270,7 +259,7 @@ def refused() -> dict[str, float]:
     return monitor.get_recoverable_resource_availabilities()
 
 
-def test_a_refused_type_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_type_is_left_aside(monkeypatch):
     assert refused() == {}, (
         "Ray by itself; where this fails, cluster/spot/autoscaler.py has become needless"
     )

@@ -9,7 +9,6 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +24,9 @@ from tune.report.answer import answer
 from tune.search.ray_search import reward
 from tune.search.space import grid
 from tune.sweeps.spec import is_complete
-from tune.trials.journal import Journal, trial_id
+from tune.trials.journal import Journal
 from tune.trials.live import Live, Running, write_live
-from tune.trials.record import BY_HAND
+from tune.trials.record import BY_HAND, trial_id
 from tune.trials.steering import Action, Actions, Steering
 
 TRIALS = [f"trial-{number}" for number in range(12)]
@@ -39,7 +38,7 @@ class Driver:
     mailbox of its own.
     """
 
-    def __init__(self, sweep: Storage, ends: dict[str, str]) -> None:
+    def __init__(self, sweep, ends):
         self.actions = Actions(sweep)
         self.ends = ends
         self.steering = Steering()
@@ -47,7 +46,7 @@ class Driver:
         self.running: dict[int, Assignment] = {}
         self.reports = 0
 
-    async def begin(self) -> None:
+    async def begin(self):
         await self.look()
         for lane in range(LANES):
             await self.mailbox.hello(lane)
@@ -55,10 +54,10 @@ class Driver:
             if trial not in self.ends:
                 await self.submit(trial)
 
-    async def submit(self, trial: str) -> None:
+    async def submit(self, trial):
         await self.mailbox.submit(Assignment(new_ticket(trial), trial, {}))
 
-    async def look(self) -> None:
+    async def look(self):
         before = self.steering
         self.steering = self.actions.read()
         await self.mailbox.steer(self.steering)
@@ -67,7 +66,7 @@ class Driver:
         ):
             await self.submit(clone)
 
-    async def work(self, lane: int) -> None:
+    async def work(self, lane):
         """The lane takes a trial, or goes on with the one that it has, which ends at
         its second report.
         """
@@ -95,7 +94,7 @@ class Driver:
             )
             del self.running[lane]
 
-    def waiting(self) -> set[str]:
+    def waiting(self):
         held = {assignment.trial for assignment in self.running.values()}
         return (
             {*TRIALS, *self.steering.clones}
@@ -104,7 +103,7 @@ class Driver:
             - self.steering.stopped
         )
 
-    async def record(self) -> None:
+    async def record(self):
         """Note the trials that have ended; of each there is one end."""
         for trial in (*TRIALS, *self.steering.clones):
             events = await self.mailbox.heard(trial)
@@ -120,9 +119,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
-    tmp_path: Path, seed: int
-) -> None:
+def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(tmp_path, seed):
     """A driver that begins anew knows what the one before knew, and all trials come to
     one end each.
     """
@@ -130,7 +127,7 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
     rng = random.Random(seed)
     random.seed(seed)
 
-    def act(driver: Driver) -> None:
+    def act(driver):
         known = [*TRIALS, *driver.steering.clones]
         kind: Any = rng.choice(
             ["stop", "first", "first", "clone", "pause", "go-on", "go-on", "extend"]
@@ -142,7 +139,7 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
         }.get(kind, {})
         driver.actions.add(Action(kind, trial, keys))
 
-    async def play() -> dict[str, str]:
+    async def play():
         ends: dict[str, str] = {}
         driver = Driver(sweep, ends)
         await driver.begin()
@@ -176,7 +173,7 @@ def test_after_a_hundred_actions_and_kills_in_between_nothing_is_lost(
     assert {"done", "stopped"} == set(ends.values())
 
 
-def test_a_damaged_action_is_left_out(tmp_path: Path) -> None:
+def test_a_damaged_action_is_left_out(tmp_path):
     sweep = Storage(str(tmp_path))
     Actions(sweep).add(Action("pause"))
     sweep.write("steering/0.json", b"{")
@@ -185,8 +182,8 @@ def test_a_damaged_action_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Of the mean over seeds neither is a part; nor do searches hear of what was
     stopped.
     """
@@ -209,9 +206,7 @@ def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
     assert reward(config.objective, again) == 0.9
 
 
-def test_the_command_lists_trials_and_names_them_by_their_beginnings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, capsys):
     spec = begin(tmp_path)
     ended, running = ({"global_batch_size": size} for size in (8, 16))
     Journal(spec.storage).append(record(ended, NEVER))
@@ -254,19 +249,17 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(
     [
         (["halt"], "must be one of stop, pause, go-on, clone, first"),
         (["stop"], "stop needs a trial"),
-        (["pause", "abc"], "pause is for the whole sweep"),
+        (["pause", "abc"], "`TRIAL` is not for pause"),
         (["stop", "nothing"], "is no trial of this sweep"),
         (["stop", ""], "stop needs a trial"),
         (["first", "ENDED"], "has ended already: done"),
-        (["stop", "WAITING", "epochs=8"], "is for a clone"),
+        (["stop", "WAITING", "epochs=8"], "is not for stop"),
         (["clone", "ENDED", "optimizer.lr=-1"], "greater than 0"),
         (["clone", "ENDED", "scaling.num_workers=2"], "cannot vary inside a sweep"),
         (["clone", "ENDED", "optimiser.lr=1"], "did you mean `optimizer`"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_not_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
+def test_what_cannot_be_done_is_said_and_not_written(tmp_path, capsys, words, said):
     spec = begin(tmp_path)
     done, waits = grid(spec.config)
     Journal(spec.storage).append(record(done, NEVER))
@@ -277,13 +270,13 @@ def test_what_cannot_be_done_is_said_and_not_written(
 
 
 def test_a_trial_that_keeps_checkpoints_runs_on_one_lane_at_a_time(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """Its submissions write to the same place; a failed one's is deleted, any other's
     kept.
     """
 
-    async def main() -> None:
+    async def main():
         mailbox = Mailbox(Storage(str(tmp_path)))
         one = Assignment("t/1", "t", {"checkpoint": {"every_epochs": 1}})
         for assignment in (one, replace(one, ticket="t/2"), replace(one, ticket="t/3")):

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -29,22 +27,22 @@ LENGTH = 5
 
 
 class Regression(Task):
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def loss(self, outputs, batch):
         return (outputs.squeeze(-1) - batch[1]).square().mean()
 
 
 class Tokens(Task):
     """Sequences of different lengths: a loss is the mean over tokens that count."""
 
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+    def loss(self, outputs, batch):
         counts = (batch[1] > 0).to(outputs)
         return (outputs.squeeze(-1).square() * counts).sum() / counts.sum().clamp(min=1)
 
-    def weight(self, batch: Batch) -> Tensor:
+    def weight(self, batch):
         return (batch[1] > 0).sum()
 
 
-def regression_data() -> Batch:
+def regression_data():
     generator = torch.Generator().manual_seed(1)
     return (
         torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),
@@ -52,7 +50,7 @@ def regression_data() -> Batch:
     )
 
 
-def token_data() -> Batch:
+def token_data():
     generator = torch.Generator().manual_seed(2)
     counted = torch.rand(SAMPLES, LENGTH, generator=generator) < 0.5
     counted[:, 0] = True
@@ -62,30 +60,28 @@ def token_data() -> Batch:
     ), counted.long()
 
 
-def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+def small_model(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
 
 def make_step(
-    model: nn.Module,
-    task: Task,
-    optimizer: Optimizer,
-    precision: str = "fp32",
-    clip: float | None = None,
-) -> TrainStep:
+    model,
+    task,
+    optimizer,
+    precision="fp32",
+    clip=None,
+):
     forward = ForwardPass(model, task, resolve_precision(precision, CPU), CPU)
     return TrainStep(forward, optimizer, Group(0, 1, CPU), clip)
 
 
-def run_step(
-    step: TrainStep, data: Batch, sizes: list[int], idle: bool = False
-) -> None:
+def run_step(step, data, sizes, idle=False):
     parts = zip(*(tensor.split(sizes) for tensor in data), strict=True)
     step(iter(list(parts)), sizes, sum(sizes), idle)
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
+def gradients(model):
     return [
         parameter.grad.clone()
         for parameter in model.parameters()
@@ -110,9 +106,7 @@ FACTORINGS = [
 @pytest.mark.parametrize(
     ("task", "data"), [(Regression(), regression_data()), (Tokens(), token_data())]
 )
-def test_every_split_of_a_step_gives_the_gradient_of_the_whole(
-    task: Task, data: Batch, sizes: list[int]
-) -> None:
+def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task, data, sizes):
     model = small_model()
     task.loss(task.forward(model, data), data).backward()
     expected = gradients(model)
@@ -137,12 +131,12 @@ class Replayed(torch.autograd.Function):
     pool = torch.empty(1, 4, dtype=torch.float64)
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, rows, weight):
         ctx.save_for_backward(rows)
         return rows @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx, gradient):
         Replayed.pool.copy_(gradient.T @ ctx.saved_tensors[0])
         return None, torch.empty_like(Replayed.pool).set_(
             Replayed.pool
@@ -150,12 +144,12 @@ class Replayed(torch.autograd.Function):
 
 
 class Captured(nn.Linear):
-    def forward(self, rows: Tensor) -> Tensor:
-        return Replayed.apply(rows, self.weight)  # type: ignore[no-untyped-call]
+    def forward(self, rows):
+        return Replayed.apply(rows, self.weight)
 
 
 @pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4]], ids=str)
-def test_gradients_of_captured_passes_add_up(sizes: list[int]) -> None:
+def test_gradients_of_captured_passes_add_up(sizes):
     """`compile: reduce-overhead` and `max-autotune` (pytorch issues 96693 and 169545)."""
     found = {}
     for split, copies in ((sizes, True), (sizes, False), ([SAMPLES], False)):
@@ -177,11 +171,11 @@ class Decay(Optimizer):
     gradient is.
     """
 
-    def __init__(self, parameters: Any, lr: float) -> None:
+    def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.mul_(1 - group["lr"]).sub_(parameter.grad, alpha=group["lr"])
@@ -199,7 +193,7 @@ OPTIMIZERS = {
 }
 
 
-def poisoned(value: float) -> Batch:
+def poisoned(value):
     inputs, targets = (tensor.float() for tensor in regression_data())
     targets = targets.clone()
     targets[5] = value
@@ -208,13 +202,13 @@ def poisoned(value: float) -> Batch:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(name, value):
     """Neither weights nor moments, and no step after it does: what is kept is the last
     good state.
     """
     good = tuple(tensor.float() for tensor in regression_data())
 
-    def train(plan: list[Batch]) -> tuple[nn.Module, TrainStep]:
+    def train(plan):
         model = small_model(torch.float32)
         step = make_step(
             model, Regression(), OPTIMIZERS[name](model.parameters()), clip=1.0
@@ -235,7 +229,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> N
     assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
 
 
-def test_what_weighs_nothing_changes_nothing() -> None:
+def test_what_weighs_nothing_changes_nothing():
     """A microbatch of padding among others, and a step of nothing but padding."""
     inputs, counted = token_data()
     model = small_model()
@@ -255,7 +249,7 @@ def test_what_weighs_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision: str) -> None:
+def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision):
     clip = 0.05
     reference = small_model()
     data = regression_data()
@@ -277,7 +271,7 @@ def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision: str) -> No
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "own"])
-def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
+def test_an_fp16_scaler_skip_is_no_divergence(name):
     """Where the scale is too large gradients overflow: the scaler skips that step,
     lowers it, and training goes on.
     """
@@ -293,7 +287,7 @@ def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
             torch.ones(())
         )  # the scaler makes its tensors at the first call
         step.scaler.update(scale)
-        run_step(step, data, [6, 6])  # type: ignore[arg-type]
+        run_step(step, data, [6, 6])
         states.append(copy.deepcopy(model.state_dict()))
         assert (step.scaler.get_scale() < scale) == (scale == 2.0**40)
     moved = [
@@ -304,10 +298,10 @@ def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
     assert not bool(step.bad)
 
 
-def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() -> None:
+def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum():
     """Fused SGD would allocate the buffers in it and write them in none."""
 
-    def train(skipped: int) -> list[Tensor]:
+    def train(skipped):
         model = small_model(torch.float32)
         step = make_step(
             model,
@@ -333,7 +327,7 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() ->
 @pytest.mark.parametrize(
     "lr", [0.1, torch.tensor(0.1)], ids=["a number", "one tensor of all groups"]
 )
-def test_each_group_gets_a_rate_of_its_own(lr: float | Tensor) -> None:
+def test_each_group_gets_a_rate_of_its_own(lr):
     model = small_model()
     groups = [{"params": [parameter]} for parameter in model.parameters()]
     optimizer = AdamW(groups, lr=lr, foreach=False)

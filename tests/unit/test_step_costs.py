@@ -6,8 +6,6 @@ is seen, and costs nothing.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from tests.unit.test_step import CPU, SAMPLES, Batch, Regression, make_step, run_step
-from trainers.devices.group import Group
-from trainers.step.noise_scale import NoiseScale
+from tests.unit.test_step import SAMPLES, Regression, make_step, run_step
 
 READS = {
     torch.ops.aten._local_scalar_dense.default,
@@ -33,15 +29,13 @@ class Costs(TorchDispatchMode):
     step itself has taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.reads = []
         self.own_bytes = 0
         self.in_model = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func in READS:
             self.reads.append(str(func))
@@ -61,7 +55,7 @@ class Costs(TorchDispatchMode):
         return out
 
     @contextlib.contextmanager
-    def model(self) -> Iterator[None]:
+    def model(self):
         self.in_model += 1
         try:
             yield
@@ -69,30 +63,28 @@ class Costs(TorchDispatchMode):
             self.in_model -= 1
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value):
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def data(dtype: torch.dtype = torch.float32) -> Batch:
+def data(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(SAMPLES, 4, generator=generator, dtype=dtype), torch.randn(
         SAMPLES, generator=generator
     )
 
 
-@pytest.mark.parametrize("noise", [False, True], ids=["", "noise scale"])
 @pytest.mark.parametrize("sizes", [[SAMPLES], [4, 4, 4]], ids=["whole", "accumulated"])
 @pytest.mark.parametrize("clip", [None, 0.1], ids=["", "clip"])
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
 def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
-    precision: str,
-    kind: Any,
-    clip: float | None,
-    sizes: list[int],
-    noise: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    precision,
+    kind,
+    clip,
+    sizes,
+    monkeypatch,
+):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, WIDTH),
@@ -112,15 +104,12 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
         precision,
         clip,
     )
-    if noise:
-        monkeypatch.setattr("trainers.step.noise_scale.EVERY_STEPS", 1)
-        step.noise = NoiseScale(Group(0, 1, CPU))
     costs = Costs()
     loss = step.forward.loss
     backward = step._backward
 
-    def in_model(function: Any) -> Any:
-        def call(*args: Any) -> Any:
+    def in_model(function):
+        def call(*args):
             with costs.model():
                 return function(*args)
 

@@ -3,7 +3,6 @@
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,20 +11,20 @@ from trainers.storage import Storage, storage_uri
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def waits(monkeypatch):
     """The waits between tries, which are not waited."""
     found = []
     monkeypatch.setattr("trainers.storage.time.sleep", found.append)
     return found
 
 
-def files(path: Path) -> list[str]:
+def files(path):
     return sorted(
         str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()
     )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     storage = Storage(str(tmp_path / "not" / "there" / "yet"))
     storage.write("a/b.txt", b"first")
     storage.write("a/b.txt", b"second")
@@ -39,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert not storage.exists("a/c.txt")
 
 
-def test_delete_takes_files_directories_and_nothing(tmp_path: Path) -> None:
+def test_delete_takes_files_directories_and_nothing(tmp_path):
     storage = Storage(str(tmp_path / "run"))
     storage.write("a/b/c", b"")
     storage.write("d", b"")
@@ -55,9 +54,7 @@ def test_delete_takes_files_directories_and_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, b"the old one"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_write_that_breaks_off_leaves_no_trace(
-    tmp_path: Path, error: type[BaseException], before: bytes | None
-) -> None:
+def test_a_write_that_breaks_off_leaves_no_trace(tmp_path, error, before):
     storage = Storage(str(tmp_path))
     if before is not None:
         storage.write("file", before)
@@ -68,14 +65,12 @@ def test_a_write_that_breaks_off_leaves_no_trace(
     assert before is None or storage.read("file") == before
 
 
-def failing_replace(
-    monkeypatch: pytest.MonkeyPatch, times: int, number: int
-) -> list[str]:
+def failing_replace(monkeypatch, times, number):
     """`Path.replace` fails so many times with an errno, then works."""
     calls = []
     replace = Path.replace
 
-    def flaky(self: Path, target: Any) -> Any:
+    def flaky(self, target):
         calls.append(str(target))
         if len(calls) <= times:
             raise OSError(number, os.strerror(number))
@@ -87,8 +82,8 @@ def failing_replace(
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_passing_failure_is_tried_again_with_growing_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float], times: int
-) -> None:
+    tmp_path, monkeypatch, waits, times
+):
     calls = failing_replace(monkeypatch, times, errno.EIO)
     Storage(str(tmp_path)).write("file", b"data")
     assert files(tmp_path) == ["file"]
@@ -98,17 +93,15 @@ def test_a_passing_failure_is_tried_again_with_growing_waits(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_what_no_further_try_can_mend_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float], number: int
-) -> None:
+    tmp_path, monkeypatch, waits, number
+):
     calls = failing_replace(monkeypatch, 99, number)
     with pytest.raises(StorageError):
         Storage(str(tmp_path)).write("file", b"data")
     assert (len(calls), waits) == (1, [])
 
 
-def test_a_place_below_a_regular_file_cannot_be_written(
-    tmp_path: Path, waits: list[float]
-) -> None:
+def test_a_place_below_a_regular_file_cannot_be_written(tmp_path, waits):
     (tmp_path / "file").write_text("in the way")
     storage = Storage(f"{tmp_path}/file/deeper")
     with pytest.raises(ConfigError):
@@ -116,7 +109,7 @@ def test_a_place_below_a_regular_file_cannot_be_written(
     assert waits == []
 
 
-def test_file_uris_are_local(tmp_path: Path) -> None:
+def test_file_uris_are_local(tmp_path):
     folder = tmp_path / "with space"
     storage = Storage(f"file://{tmp_path}/with%20space")
     storage.write("file", b"x")
@@ -129,7 +122,7 @@ def test_file_uris_are_local(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "uri", ["file://x/y", "file:///a?b", "s3://bucket/a#b", "nosuch://bucket/x"]
 )
-def test_no_part_of_a_uri_is_dropped(uri: str) -> None:
+def test_no_part_of_a_uri_is_dropped(uri):
     storage = Storage(uri)
     for action in (
         storage.exists,
@@ -143,15 +136,13 @@ def test_no_part_of_a_uri_is_dropped(uri: str) -> None:
 @pytest.mark.parametrize(
     "path", ["${HOME}/x", "/a/$USER/runs", "s3://$BUCKET/runs", "s3:/bucket/x"]
 )
-def test_what_only_a_shell_reads_is_refused(path: str) -> None:
+def test_what_only_a_shell_reads_is_refused(path):
     with pytest.raises(ConfigError):
         storage_uri(path)
     assert storage_uri("/costs/in $/5") == "/costs/in $/5"
 
 
-def test_only_regular_files_are_read_and_only_small_ones(
-    tmp_path: Path, waits: list[float]
-) -> None:
+def test_only_regular_files_are_read_and_only_small_ones(tmp_path, waits):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     (tmp_path / "to a device").symlink_to("/dev/zero")
@@ -173,8 +164,8 @@ def test_only_regular_files_are_read_and_only_small_ones(
 
 
 def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     storage = Storage(str(tmp_path))
     old = tmp_path / "a.json.01234567.tmp"
     new = tmp_path / "b.89abcdef.tmp"
@@ -204,21 +195,21 @@ def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(
         ),
     ],
 )
-def test_children_lie_below(uri: str, child: str, file: str | None) -> None:
+def test_children_lie_below(uri, child, file):
     assert Storage(uri).child("c", "d").uri == child
     if file is not None:
         assert Storage(uri).locate("f") == file
 
 
 @pytest.fixture
-def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def no_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("PACELINE_STORAGE", raising=False)
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_where_runs_go(no_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_runs_go(no_environment, monkeypatch):
     here = no_environment
     assert storage_uri(None) == f"{here}/results"
     assert storage_uri("runs") == f"{here}/runs"
@@ -233,8 +224,8 @@ def test_where_runs_go(no_environment: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("path", [None, "runs"])
 def test_a_relative_place_inside_a_ray_job_is_refused(
-    no_environment: Path, monkeypatch: pytest.MonkeyPatch, path: str | None
-) -> None:
+    no_environment, monkeypatch, path
+):
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(ConfigError):
         storage_uri(path)

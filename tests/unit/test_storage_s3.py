@@ -3,7 +3,6 @@ is asked twice is done once.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -22,20 +21,20 @@ MIB = 1 << 20
 class Spoils:
     """Spoils the next requests of a kind."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.method = ""
         self.word = ""
         self.kind = ""
         self.times = 0
 
-    def next(self, method: str, kind: str, times: int, word: str = "") -> None:
+    def next(self, method, kind, times, word=""):
         """Requests with this word in their target."""
         self.method = method
         self.kind = kind
         self.times = times
         self.word = word
 
-    def __call__(self, method: str, target: str) -> str:
+    def __call__(self, method, target):
         if not self.times or method != self.method or self.word not in target:
             return ""
         self.times -= 1
@@ -43,22 +42,20 @@ class Spoils:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[Spoils, s3.Proxy, str, str]]:
+def server():
     spoils = Spoils()
     with s3.bucket(spoils) as (proxy, uri, direct):
         yield spoils, proxy, uri, direct
 
 
 @pytest.fixture
-def spoils(server: tuple[Spoils, s3.Proxy, str, str]) -> Iterator[Spoils]:
+def spoils(server):
     yield server[0]
     assert server[0].times == 0, "what was to be injected was not"
 
 
 @pytest.fixture
-def storage(
-    server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch
-) -> Storage:
+def storage(server, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setattr("trainers.storage._WAITS_S", (0.0, 0.0, 0.0))
@@ -66,9 +63,7 @@ def storage(
 
 
 @pytest.mark.parametrize("kind", ["503", "500", "cut request", "cut", "lost"])
-def test_whatever_befalls_a_write_the_object_is_the_new_one(
-    kind: str, storage: Storage, spoils: Spoils
-) -> None:
+def test_whatever_befalls_a_write_the_object_is_the_new_one(kind, storage, spoils):
     name = f"record-{kind.replace(' ', '-')}"
     storage.write(name, b"old")
     spoils.next("PUT", kind, _OF_CLIENT + 1, name)
@@ -79,9 +74,10 @@ def test_whatever_befalls_a_write_the_object_is_the_new_one(
 
 @pytest.mark.full
 def test_a_write_that_fails_for_good_leaves_what_was_there(
-    storage: Storage, spoils: Spoils
-) -> None:
+    storage, spoils, monkeypatch
+):
     """A lease that vanished because it could not be renewed would end the run."""
+    monkeypatch.setattr("trainers.storage._WAITS_S", (0.0,))
     storage.write("lease", b"old")
     spoils.next("PUT", "503", 10**6, "lease")
     with pytest.raises(StorageError):
@@ -92,8 +88,8 @@ def test_a_write_that_fails_for_good_leaves_what_was_there(
 
 @pytest.mark.parametrize("kind", ["cut request", "lost"])
 def test_an_object_in_parts_is_whole_though_its_completion_is_repeated(
-    kind: str, storage: Storage, spoils: Spoils
-) -> None:
+    kind, storage, spoils
+):
     """The server does not know an upload any more that it has completed: all of it is
     sent again.
     """
@@ -103,7 +99,7 @@ def test_an_object_in_parts_is_whole_though_its_completion_is_repeated(
     assert storage.read(f"large-{kind.split()[0]}") == content
 
 
-def test_a_block_that_breaks_off_leaves_no_half_object(storage: Storage) -> None:
+def test_a_block_that_breaks_off_leaves_no_half_object(storage):
     with pytest.raises(ValueError), storage.writer("half") as stream:  # noqa: PT012
         stream.write(b"half")
         raise ValueError
@@ -111,9 +107,7 @@ def test_a_block_that_breaks_off_leaves_no_half_object(storage: Storage) -> None
 
 
 @pytest.mark.parametrize("kind", ["503", "lost"])
-def test_a_deletion_may_be_repeated(
-    kind: str, storage: Storage, spoils: Spoils
-) -> None:
+def test_a_deletion_may_be_repeated(kind, storage, spoils):
     storage.write("gone/a", b"1")
     storage.write("gone/b", b"1")
     spoils.next("DELETE", kind, _OF_CLIENT + 1, "gone")
@@ -125,7 +119,7 @@ def test_a_deletion_may_be_repeated(
     storage.delete("gone")
 
 
-def test_looking_is_tried_again_too(storage: Storage, spoils: Spoils) -> None:
+def test_looking_is_tried_again_too(storage, spoils):
     storage.write("seen/a", b"1")
     spoils.next("HEAD", "503", _OF_CLIENT + 1, "seen/a")
     assert storage.exists("seen/a")
@@ -136,10 +130,10 @@ def test_looking_is_tried_again_too(storage: Storage, spoils: Spoils) -> None:
 
 
 def test_a_small_object_is_one_request(
-    storage: Storage,
-    server: tuple[Spoils, s3.Proxy, str, str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    storage,
+    server,
+    monkeypatch,
+):
     seen = Counter()
     monkeypatch.setattr(
         server[1], "fault", lambda method, target: seen.update([method]) or ""

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ KEEP = {"checkpoint": {"every_steps": 5, "keep": 9}, "evaluate": {"every_steps":
 Change = Callable[[dict[str, Any]], Any]
 
 
-def rewrite(path: Path, step: int, change: Change, file: str = "state.pt") -> None:
+def rewrite(path, step, change, file="state.pt"):
     """Change a file of a checkpoint as somebody would who wants it to be believed."""
     where = folder(path, step)
     archive = Archive(Storage(str(path)))
@@ -38,14 +37,14 @@ def rewrite(path: Path, step: int, change: Change, file: str = "state.pt") -> No
     )
 
 
-def moment(name: str, value: Any) -> Change:
-    def change(state: dict[str, Any]) -> None:
+def moment(name, value):
+    def change(state):
         state["optimizer"]["state"][0][name] = value
 
     return change
 
 
-def cycle() -> list[Any]:
+def cycle():
     inner = []
     inner.append(inner)
     return inner
@@ -103,14 +102,14 @@ RANDOM = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(tmp_path_factory):
     """A run with the checkpoints of steps 5, 10 and 15."""
     path = tmp_path_factory.mktemp("ended")
     train(path, **KEEP)
     return path
 
 
-def copied(ended: Path, path: Path, steps: tuple[int, ...]) -> None:
+def copied(ended, path, steps):
     for step in steps:
         target = folder(path, step)
         target.mkdir(parents=True)
@@ -123,13 +122,13 @@ def copied(ended: Path, path: Path, steps: tuple[int, ...]) -> None:
     [("state.pt", one) for one in STATES] + [("rank-00000.pt", one) for one in RANDOM],
 )
 def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
-    file: str,
-    name: str,
-    ended: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    file,
+    name,
+    ended,
+    tmp_path,
+    monkeypatch,
+    caplog,
+):
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     caplog.set_level(logging.INFO, "trainers")
     copied(ended, tmp_path, (5, 10))
@@ -153,9 +152,7 @@ def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
         {"task_args": {"width": 3}},
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(
-    changes: dict[str, Any], ended: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused(changes, ended, tmp_path):
     train(tmp_path / "other", **KEEP | changes)
     copied(tmp_path / "other", tmp_path / "run", (10,))
     with pytest.raises(CheckpointError, match=f"with {next(iter(changes))}"):
@@ -165,7 +162,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert_same_weights(tmp_path / "run", ended)
 
 
-def assert_same_weights(path: Path, reference: Path) -> None:
+def assert_same_weights(path, reference):
     ours, theirs = (
         torch.load(folder(one, 15) / "state.pt", weights_only=True)["model"]
         for one in (path, reference)
@@ -173,7 +170,7 @@ def assert_same_weights(path: Path, reference: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def model() -> nn.Module:
+def model():
     return nn.Sequential(
         nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(12, 2), nn.LayerNorm(2)
     )
@@ -195,16 +192,14 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 @pytest.mark.parametrize("steps", [0, 3])
-def test_each_of_torchs_optimizers_takes_its_own_state(
-    name: str, options: dict[str, Any], steps: int
-) -> None:
+def test_each_of_torchs_optimizers_takes_its_own_state(name, options, steps):
     kind = (
         type(name, (getattr(torch.optim, name),), {})
         if steps == 3
         else getattr(torch.optim, name)
     )
 
-    def trained(steps: int) -> torch.optim.Optimizer:
+    def trained(steps):
         made = model()
         optimizer = kind(
             [
@@ -224,9 +219,9 @@ def test_each_of_torchs_optimizers_takes_its_own_state(
     check_optimizer(saved, trained(0))
 
 
-def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes() -> None:
+def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes():
     class Sketch(torch.optim.Optimizer):
-        def __init__(self, params: Any) -> None:
+        def __init__(self, params):
             super().__init__(params, {"lr": 0.1, "k": 0, "anything": None})
 
     made = model()
@@ -243,8 +238,8 @@ def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes() -> None:
 
 
 def test_containers_that_double_at_every_level_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("trainers.checkpoint.validation._MOST_PARTS", 100_000)
     tree = []
     for _ in range(60):

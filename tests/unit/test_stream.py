@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,18 @@ class Counted(IterableDataset[Any]):
 
     size = SIZE
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.epoch = 0
         self.epochs = []
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch):
         self.epoch = epoch
         self.epochs.append(epoch)
 
-    def order(self) -> list[int]:
+    def order(self):
         return random.Random(self.epoch).sample(range(self.size), self.size)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for number in self.order():
             yield {"number": number, "data": torch.tensor([number, self.epoch])}
 
@@ -50,12 +49,12 @@ class Counted(IterableDataset[Any]):
 class Exact(Counted):
     """Its state is where it is: the dict itself, which goes on changing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.at = {"next": 0}
         self.given = []
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self.at = {"next": getattr(self, "_loaded", 0)}
         self._loaded = 0
         samples = list(super().__iter__())
@@ -65,10 +64,10 @@ class Exact(Counted):
             self.given.append(sample["number"])
             yield sample
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.at
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self._loaded = state["next"]
 
 
@@ -77,11 +76,11 @@ class OwnOrder:
     torchdata's loader with a generator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.drawn = random.Random(3)
         self.state = {"next": 0, "order": []}
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         at = self.state
         self.state = {"next": 0, "order": []}
         order = at["order"] or self.drawn.sample(range(SIZE), SIZE)
@@ -90,17 +89,17 @@ class OwnOrder:
             yield {"number": order[number]}
         self.state = {"next": 0, "order": []}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return self.state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.state = state
 
 
 class OneBehind(Exact):
     """The state is set after the sample was asked back for: the common mistake."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"next": max(0, self.at["next"] - 1)}
 
 
@@ -111,7 +110,7 @@ class Shuffled(Exact):
 
     buffer = 200
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         kept = []
         drawn = random.Random(self.epoch)
         for sample in super().__iter__():
@@ -124,7 +123,7 @@ class Shuffled(Exact):
 class ForLoaders(Exact):
     """LitData's and MosaicML's are asked by their own loaders."""
 
-    def state_dict(self, num_samples: int) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, num_samples):
         return {"next": num_samples}
 
 
@@ -133,7 +132,7 @@ class LosesOneLater(Exact):
     one.
     """
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         is_loaded = getattr(self, "_loaded", 0) > 100
         for count, sample in enumerate(super().__iter__()):
             if not (is_loaded and count == 60):
@@ -143,21 +142,21 @@ class LosesOneLater(Exact):
 class Returned(Exact):
     """An iterator in itself that begins anew, as LitData's."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self._samples = super().__iter__()
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self):
         return next(self._samples)
 
 
 class Rows:
     """Ray's Dataset."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         raise TypeError("`Dataset` objects aren't iterable")
 
-    def iter_rows(self) -> Iterator[Any]:
+    def iter_rows(self):
         return iter([{"number": number} for number in range(SIZE)])
 
 
@@ -173,7 +172,7 @@ KINDS = [
 ]
 
 
-def unbroken(kind: Callable[[], Any]) -> list[str]:
+def unbroken(kind):
     source = kind()
     found = []
     passes = 0
@@ -187,9 +186,7 @@ def unbroken(kind: Callable[[], Any]) -> list[str]:
     return found[:ROWS]
 
 
-def read(
-    stream: Stream, first: int, end: int = ROWS, rank: int = 0, ranks: int = 1
-) -> list[tuple[int, str]]:
+def read(stream, first, end=ROWS, rank=0, ranks=1):
     """Row and digest of this rank's share of each step."""
     found = []
     for start in range(first, end, BATCH):
@@ -203,7 +200,7 @@ def read(
     return found
 
 
-def through_storage(state: Any) -> Any:
+def through_storage(state):
     written = io.BytesIO()
     torch.save(state, written)
     return torch.load(io.BytesIO(written.getvalue()), weights_only=True)
@@ -211,8 +208,8 @@ def through_storage(state: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(
-    kind: Callable[[], Any],
-) -> None:
+    kind,
+):
     ranks = 3
     expected = list(enumerate(unbroken(kind)))
     found = []
@@ -247,9 +244,7 @@ def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(
         (Rows, False),
     ],
 )
-def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(
-    kind: Callable[[], Any], is_exact: bool
-) -> None:
+def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(kind, is_exact):
     stream = Stream(kind, "train")
     assert ("loads its own state_dict" in stream.words) == is_exact
     stream.begin(0, None)
@@ -257,7 +252,7 @@ def test_a_state_is_used_where_it_is_proved_and_the_log_says_so(
     assert (stream.state() is not None) == is_exact
 
 
-def trained(kind: Callable[[], Any], rows: int) -> Stream:
+def trained(kind, rows):
     """A stream as a feed reads it for training."""
     stream = Stream(kind, "train")
     stream.begin(0, None)
@@ -268,8 +263,8 @@ def trained(kind: Callable[[], Any], rows: int) -> Stream:
 
 
 def test_a_state_after_which_a_sample_is_lost_is_left(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     before = trained(LosesOneLater, 1200)
     kept = before.state_at(1200)
     mark = through_storage(before.mark_at(1200))
@@ -280,10 +275,10 @@ def test_a_state_after_which_a_sample_is_lost_is_left(
     assert "row 1185" in caplog.text
 
 
-def test_what_lies_before_a_loaded_state_is_not_read() -> None:
+def test_what_lies_before_a_loaded_state_is_not_read():
     made = []
 
-    def make() -> Exact:
+    def make():
         made.append(Exact())
         return made[-1]
 
@@ -300,10 +295,10 @@ def test_what_lies_before_a_loaded_state_is_not_read() -> None:
     assert len(made[-1].given) == 700
 
 
-def test_a_generator_is_begun_once_and_loses_nothing() -> None:
+def test_a_generator_is_begun_once_and_loses_nothing():
     begun = []
 
-    def numbers() -> Iterator[Any]:
+    def numbers():
         begun.append(os.getpid())
         for number in range(100):
             yield {"number": number}
@@ -326,7 +321,7 @@ def test_a_generator_is_begun_once_and_loses_nothing() -> None:
         stream.__getitems__([100])
 
 
-def test_a_stream_without_samples_is_refused() -> None:
+def test_a_stream_without_samples_is_refused():
     stream = Stream(list, "train")
     with pytest.raises(ConfigError):
         stream.digest(8)
@@ -335,14 +330,14 @@ def test_a_stream_without_samples_is_refused() -> None:
 class Asked(Dataset[Any]):
     """What a loader's process reads: batches of a stream, and what it knows of itself."""
 
-    def __init__(self, stream: Stream | Rereadable) -> None:
+    def __init__(self, stream):
         self.stream = stream
 
-    def __getitem__(self, rows: list[int]) -> Any:
+    def __getitem__(self, rows):
         return self.stream.__getitems__(rows)
 
 
-def loader(stream: Stream | Rereadable, first: int, end: int) -> DataLoader[Any]:
+def loader(stream, first, end):
     steps = [[*range(start, min(start + 5, end))] for start in range(first, end, 5)]
     return DataLoader(
         Asked(stream),
@@ -358,19 +353,17 @@ class Lines:
     get some of it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         with self.path.open("rb", buffering=0) as file:
             while line := file.readline():
                 yield int(line), get_worker_info() is None
 
 
 @pytest.mark.parametrize("anew", [True, False])
-def test_a_loaders_process_reads_a_file_from_its_first_line(
-    tmp_path: Path, anew: bool
-) -> None:
+def test_a_loaders_process_reads_a_file_from_its_first_line(tmp_path, anew):
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(60)))
     only = iter(Lines(path))
@@ -386,7 +379,7 @@ def test_a_loaders_process_reads_a_file_from_its_first_line(
     assert head == found[:7]
 
 
-def test_a_state_is_loaded_in_a_loaders_process() -> None:
+def test_a_state_is_loaded_in_a_loaders_process():
     stream = Stream(Exact, "train")
     stream.begin(0, None)
     read(stream, 0, 1100)
@@ -398,7 +391,7 @@ def test_a_state_is_loaded_in_a_loaders_process() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: range(23), lambda: iter(range(23)), Returned])
-def test_a_validation_stream_is_read_again(make: Callable[[], Any]) -> None:
+def test_a_validation_stream_is_read_again(make):
     stream = Rereadable(make, "val")
     assert len(stream) == len(list(make()))
     once = [digest(sample) for sample in make()]
@@ -441,7 +434,7 @@ SAMPLES = [
 ]
 
 
-def test_a_digest_tells_samples_apart_in_every_process() -> None:
+def test_a_digest_tells_samples_apart_in_every_process():
     words = "from tests.unit.test_stream import SAMPLES, digest; print(*map(digest, SAMPLES))"
     done = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, check=True
@@ -454,8 +447,8 @@ def test_a_digest_tells_samples_apart_in_every_process() -> None:
 
 
 def test_it_is_made_and_read_as_by_the_only_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Each time, in whatever pass; the process has its place again afterwards."""
     names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PMI_SIZE")
     for name in (*names, "SIZE"):
@@ -463,11 +456,11 @@ def test_it_is_made_and_read_as_by_the_only_rank(
     seen = []
 
     class Splits(Task):
-        def stream(self, split: str) -> Any:
+        def stream(self, split):
             seen.extend(map(os.environ.get, names))
             assert os.environ["SIZE"] == "3", "the user's own"
 
-            def samples() -> Iterator[int]:
+            def samples():
                 for number in range(SIZE):
                     seen.extend(map(os.environ.get, names))
                     yield number

@@ -3,8 +3,6 @@ step to the bit.
 """
 
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from trainers.launch.local import run_local
 from trainers.launch.run_directory import prepare_storage
 
 
-def changes(kind: str, **more: Any) -> dict[str, Any]:
+def changes(kind, **more):
     task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": kind}}
     return {
         **task,
@@ -32,7 +30,7 @@ def changes(kind: str, **more: Any) -> dict[str, Any]:
 class InOrder(Blobs):
     """The same samples as a dataset: two passes and a half, one after another."""
 
-    def sampler(self, dataset: Any, config: Any) -> Any:
+    def sampler(self, dataset, config):
         return torch.arange(21 * 24) % self.samples
 
 
@@ -40,8 +38,8 @@ class InOrder(Blobs):
     ("kind", "workers"), [("numbered", 0), ("stateful", 3), ("generator", 3)]
 )
 def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(
-    tmp_path: Path, kind: str, workers: int
-) -> None:
+    tmp_path, kind, workers
+):
     steps = {
         "max_steps": 8 if kind == "generator" else 21
     }  # a pass of it is all there is
@@ -60,9 +58,7 @@ def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(
 @pytest.mark.parametrize(
     ("kind", "workers"), [("numbered", 1), ("stateful", 1), ("generator", 0)]
 )
-def test_cut_and_resumed_it_goes_on_to_the_bit(
-    tmp_path: Path, kind: str, workers: int
-) -> None:
+def test_cut_and_resumed_it_goes_on_to_the_bit(tmp_path, kind, workers):
     last = {"generator": 8, "numbered": 21, "stateful": 60}[
         kind
     ]  # the last one's state is kept each 1,000 rows
@@ -81,13 +77,13 @@ def test_cut_and_resumed_it_goes_on_to_the_bit(
 
 
 def test_a_stream_that_gives_others_goes_on_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     """As a live queue does; what is trained then is known to nobody."""
     run_local(make(tmp_path, **changes("numbered")))
     of = Numbered.__init__
 
-    def others(self: Numbered, samples: int, split: str) -> None:
+    def others(self, samples, split):
         of(self, samples, split)
         self.rows[100:] = self.rows[100:][::-1]
 
@@ -106,9 +102,7 @@ def test_a_stream_that_gives_others_goes_on_with_a_warning(
         ("data.resident", {"data": {"resident": True}}),
     ],
 )
-def test_it_wants_steps_and_is_not_resident(
-    tmp_path: Path, field: str, given: dict[str, Any]
-) -> None:
+def test_it_wants_steps_and_is_not_resident(tmp_path, field, given):
     spec = make(tmp_path, **changes("numbered"))
     keys = given.keys() | {"evaluate"}
     tree = {key: value for key, value in spec.tree.items() if key not in keys} | given
@@ -117,12 +111,12 @@ def test_it_wants_steps_and_is_not_resident(
     assert met.value.field == field
 
 
-def test_a_stream_that_ends_before_the_run_says_so(tmp_path: Path) -> None:
+def test_a_stream_that_ends_before_the_run_says_so(tmp_path):
     with pytest.raises(ConfigError):
         run_local(make(tmp_path, **changes("generator", max_steps=9)))
 
 
-def test_a_stream_is_evaluated_after_training(tmp_path: Path) -> None:
+def test_a_stream_is_evaluated_after_training(tmp_path):
     spec = make(tmp_path, **changes("numbered"))
     prepare_storage(spec, fresh=False)
     run_local(spec)

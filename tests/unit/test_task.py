@@ -29,26 +29,24 @@ class Encoding(UserDict[str, Any]):
     the items and instead of them.
     """
 
-    def __init__(
-        self, data: dict[str, Any], encodings: list[str], *, tensor_type: str
-    ) -> None:
+    def __init__(self, data, encodings, *, tensor_type):
         assert tensor_type == "pt"
         super().__init__(data)
         self._encodings = encodings
 
-    def __getitem__(self, item: Any) -> Any:
+    def __getitem__(self, item):
         return self.data[item] if isinstance(item, str) else self._encodings[item]
 
-    def __getattr__(self, item: str) -> Any:
+    def __getattr__(self, item):
         try:
             return self.data[item]
         except KeyError:
             raise AttributeError(item) from None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self):
         return {"data": self.data, "encodings": self._encodings}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state):
         self.data = state["data"]
         self._encodings = state["encodings"]
 
@@ -60,7 +58,7 @@ NESTED = {
 }
 
 
-def test_tensors_come_in_order() -> None:
+def test_tensors_come_in_order():
     assert [float(tensor.flatten()[0]) for tensor in tensors_of(NESTED)] == [
         0.0,
         1.0,
@@ -70,7 +68,7 @@ def test_tensors_come_in_order() -> None:
     assert tensors_of("no tensor") == []
 
 
-def test_mapping_keeps_types_and_other_leaves() -> None:
+def test_mapping_keeps_types_and_other_leaves():
     mapped = map_tensors(lambda tensor: tensor + 1, NESTED)
     assert type(mapped["b"]) is Pair
     assert mapped["b"].name == "n"
@@ -90,7 +88,7 @@ def test_mapping_keeps_types_and_other_leaves() -> None:
     assert graph.edges[0].tolist() == [2.0, 2.0]
 
 
-def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items() -> None:
+def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items():
     batch = Encoding(
         {
             "ids": torch.tensor([[1, 2]]),
@@ -113,14 +111,14 @@ def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items() -> None
     assert num_samples(both) == 2
 
 
-def test_samples_are_counted_by_the_first_tensor_with_a_dimension() -> None:
+def test_samples_are_counted_by_the_first_tensor_with_a_dimension():
     assert num_samples(NESTED) == 3
     assert num_samples((torch.tensor(5.0), torch.zeros(7, 1))) == 7
     with pytest.raises(ValueError):
         num_samples({"a": torch.tensor(1.0), "b": "x"})
 
 
-def test_the_defaults() -> None:
+def test_the_defaults():
     task = Task()
     layer = nn.Linear(2, 3)
     assert task.forward(layer, (torch.ones(4, 2), None)).shape == (4, 3)
@@ -137,15 +135,15 @@ def test_the_defaults() -> None:
     task.setup()
 
 
-def test_the_worst_case_is_of_the_size_asked_for() -> None:
+def test_the_worst_case_is_of_the_size_asked_for():
     data = TensorDataset(torch.arange(5))
     (rows,) = Task().worst_case_batch(data, 12)
     assert rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-def test_only_a_plain_tensor_dataset_is_indexed_whole() -> None:
+def test_only_a_plain_tensor_dataset_is_indexed_whole():
     class Augmented(TensorDataset):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             return tuple(-tensor[index] for tensor in self.tensors)
 
     (plain,) = fetch(TensorDataset(torch.arange(5)), [1, 2], default_collate)

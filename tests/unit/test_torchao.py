@@ -5,12 +5,10 @@ products), and narrow moments.
 import functools
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.specs import losses, make, whole_state
 from tests.tasks import Blobs
@@ -28,14 +26,14 @@ CUDA = torch.device("cuda", 0)
 class Own(nn.Linear):
     """A forward of its own."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return super().forward(rows) + 1.0
 
 
 class Mixed(nn.Module):
     """Layers that float8 products take, and others."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(
             nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32, bias=False)
@@ -46,7 +44,7 @@ class Mixed(nn.Module):
         self.hooked.register_forward_hook(lambda module, rows, out: out * 2.0)
         self.norm = nn.BatchNorm1d(32)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows):
         return self.odd(self.norm(self.hooked(self.own(self.blocks(rows)))))
 
 
@@ -55,10 +53,10 @@ class Wide(Blobs):
     none.
     """
 
-    def __init__(self, **args: Any) -> None:
+    def __init__(self, **args):
         super().__init__(**{"features": 32, **args})
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Sequential(
             nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
         )
@@ -67,7 +65,7 @@ class Wide(Blobs):
 class Convolved(Wide):
     """With a convolution of as many weights as have narrow moments."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         convolution = nn.Conv2d(32, 16, 3, padding=1)
         return nn.Sequential(
             nn.Unflatten(1, (32, 1, 1)),
@@ -79,7 +77,7 @@ class Convolved(Wide):
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+def emulated(monkeypatch):
     """A CPU that can do fp8, uncompiled."""
     monkeypatch.setattr(
         precision, "to_float8", functools.partial(to_float8, emulate=True)
@@ -89,7 +87,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.loop.build.compile_loss", lambda loss, mode: loss)
 
 
-def test_names_and_parameters_are_the_models_own() -> None:
+def test_names_and_parameters_are_the_models_own():
     model = Mixed()
     before = dict(model.named_parameters())
     names = list(model.state_dict())
@@ -110,7 +108,7 @@ def test_names_and_parameters_are_the_models_own() -> None:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.full
-def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> None:
+def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path):
     curves = {}
     names = {}
     for name in ("bf16", "fp8"):
@@ -137,9 +135,7 @@ def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> No
     ("capability", "able"),
     [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)],
 )
-def test_it_needs_ada_or_hopper(
-    capability: tuple[int, int], able: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_needs_ada_or_hopper(capability, able, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     if able:
@@ -166,8 +162,8 @@ def test_it_needs_ada_or_hopper(
     ],
 )
 def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, tmp_path, monkeypatch
+):
     """Their steps are traced as ever, and run as they are: no code is generated."""
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="aot_eager")
@@ -194,9 +190,7 @@ def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("name", ["fp8", *NARROW])
-def test_without_torchao_it_says_how_to_get_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchao_it_says_how_to_get_it(name, monkeypatch):
     for module in ("torchao.float8", "torchao.optim"):
         monkeypatch.setitem(sys.modules, module, None)
     layer = nn.Linear(16, 16)

@@ -6,18 +6,16 @@ import functools
 import logging
 import random
 from collections import Counter, deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch import nn
+from torch.optim import AdamW
 from torch.utils.data import Dataset
 
 from tests.unit.test_loop import train
-from trainers.config import TrainConfig
 from trainers.model.precision import resolve_precision
 from trainers.step.forward import ForwardPass
 from trainers.step.throwaway import throwaway
@@ -31,7 +29,7 @@ SERIAL = 0
 class Net(nn.Module):
     """Counts in a buffer, an attribute, and one that is made when it is first called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
@@ -39,7 +37,7 @@ class Net(nn.Module):
         self.calls = 0
         self.register_buffer("seen", torch.zeros(()), persistent=False)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         self.calls += 1
         self.seen += 1
         if not hasattr(self, "noise"):
@@ -52,24 +50,24 @@ class Net(nn.Module):
 class Rows(Dataset[Any]):
     """Counts what is read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reads = 0
         self.generator = np.random.default_rng(3)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 22
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self.reads += 1
         return torch.full((4,), index + self.generator.random()).float(), index % 2
 
 
-def counted(method: Any) -> Any:
+def counted(method):
     """Count a method's calls in several kinds of places."""
     calls = 0
 
     @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(self, *args, **options):
         global SERIAL
         nonlocal calls
         SERIAL += 1
@@ -88,7 +86,7 @@ def counted(method: Any) -> Any:
         )
         return method(self, *args, **options)
 
-    wrapper.calls = lambda: calls  # type: ignore[attr-defined]
+    wrapper.calls = lambda: calls
     return wrapper
 
 
@@ -97,7 +95,7 @@ class Slotted:
 
     __slots__ = ("calls",)
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
 
@@ -106,7 +104,7 @@ class Counting(Task):
 
     total = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = Counter()
         self.order = deque(maxlen=500)
         self.array = np.zeros(3)
@@ -119,44 +117,44 @@ class Counting(Task):
         self.nested = {"list": [deque([0]), ({"calls": 0},)]}
 
     @counted
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = Net()
         return self.net
 
     @counted
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         return Rows()
 
     @counted
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         return model(batch[0])
 
     @counted
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return nn.functional.cross_entropy(outputs, batch[1])
 
     @counted
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return super().weight(batch)
 
     @counted
-    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, outputs, batch):
         return {"accuracy": outputs.argmax(1) == batch[1]}
 
     @counted
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch, training):
         return batch
 
     @counted
-    def collate(self, samples: list[Any]) -> Any:
+    def collate(self, samples):
         return super().collate(samples)
 
     @counted
-    def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Any:
+    def worst_case_batch(self, dataset, size):
         return super().worst_case_batch(dataset, size)
 
     @counted
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         made = AdamW(model.parameters(), lr=0.01, fused=True)
         calls = self.optimizer_calls
         made.register_step_pre_hook(lambda *_: calls.update(["before"]))
@@ -166,26 +164,26 @@ class Counting(Task):
         return made
 
     @counted
-    def setup(self) -> None:
+    def setup(self):
         pass
 
     @counted
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"array": self.array.tolist()}
 
     @counted
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state):
         self.array = np.array(state["array"])
 
 
-def traces(path: Path, task: Counting, **changes: Any) -> dict[str, Any]:
+def traces(path, task, **changes):
     """What a run has left in the task, and where its weights have come to."""
-    serial, total, losses = SERIAL, Counting.total, Counting.loss.calls()  # type: ignore[attr-defined]
+    serial, total, losses = SERIAL, Counting.total, Counting.loss.calls()
     result = train(path, task, epochs=2, checkpoint={"every_epochs": 1}, **changes)
     return {
         "global": SERIAL - serial,
         "class": Counting.total - total,
-        "closure": Counting.loss.calls() - losses,  # type: ignore[attr-defined]
+        "closure": Counting.loss.calls() - losses,
         "calls": dict(task.calls),
         "order": list(task.order),
         "numbers": [task.array[0], task.tensor[0].item()],
@@ -205,8 +203,8 @@ def traces(path: Path, task: Counting, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("microbatch", ["auto", 3])
 def test_a_task_that_counts_every_call_sees_training_alone(
-    microbatch: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    microbatch, tmp_path, monkeypatch
+):
     found = traces(tmp_path / "all", Counting(), microbatch_size=microbatch)
     size = 3 if microbatch == 3 else 99
     monkeypatch.setattr(
@@ -222,14 +220,14 @@ def test_a_task_that_counts_every_call_sees_training_alone(
 
 
 def test_what_is_too_large_to_be_copied_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    caplog,
+):
     class Average(Task):
-        def __init__(self, kept: bool) -> None:
+        def __init__(self, kept):
             self.average = torch.zeros(600, 600)
             self.kept = kept
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             return {"average": self.average} if self.kept else {}
 
     for kept in (False, True):

@@ -7,8 +7,6 @@ import json
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,18 +38,14 @@ from trainers.tracking.sinks import check_trackers
         [{"project": "p"}],
     ],
 )
-def test_a_mistake_in_the_key_is_an_error_of_the_configuration(
-    tracking: list[Any], tmp_path: Path
-) -> None:
+def test_a_mistake_in_the_key_is_an_error_of_the_configuration(tracking, tmp_path):
     with pytest.raises(ConfigError) as raised:
         make(tmp_path, tracking=tracking)
     assert "tracking" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_not_there_is_said_before_a_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_there_is_said_before_a_worker_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install"):
         train(tree(tmp_path, tracking=["wandb"]))
@@ -62,8 +56,8 @@ def test_what_is_not_there_is_said_before_a_worker_starts(
 
 
 def test_parameters_are_flat_and_hold_no_secret(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("HUB_TOKEN", "hunter2hunter2")
     found = as_params(
         {
@@ -80,7 +74,7 @@ def test_parameters_are_flat_and_hold_no_secret(
     }
 
 
-def record(step: int, **values: float) -> dict[str, Any]:
+def record(step, **values):
     return {"step": step, "epoch": step / 10, "train_time_s": float(step), **values}
 
 
@@ -89,13 +83,13 @@ class Following:
     the other has them.
     """
 
-    def __init__(self, run: Storage) -> None:
+    def __init__(self, run):
         self.run = run
         self.sink = Told()
         self.run.write("config.yaml", b"name: r\ntask: t:T\n")
         self.run.write("environment.json", b'{"git_commit": "abc"}')
 
-    def send(self, ended: str = "killed") -> None:
+    def send(self, ended="killed"):
         """A process that begins, sends, and ends."""
         [tracker] = chosen(["tests.tracking_sinks:Told"])
         sender = Delivery(tracker, [], self.run, RunHistory)
@@ -105,7 +99,7 @@ class Following:
         assert sender.is_over
 
     @property
-    def curve(self) -> list[tuple[int, float]]:
+    def curve(self):
         return [
             (row.step, row.values["loss"])
             for row in self.sink.rows
@@ -114,19 +108,19 @@ class Following:
 
 
 @pytest.fixture
-def following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Following:
+def following(tmp_path, monkeypatch):
     monkeypatch.setattr(run_log, "SHOW_EVERY_S", 0.0)
     return Following(Storage(str(tmp_path)))
 
 
-def show(log: RunLog, step: int) -> None:
+def show(log, step):
     log.show(step)
     log._showing.join()
 
 
 def test_after_a_resume_each_step_is_sent_once_under_the_same_id(
-    following: Following,
-) -> None:
+    following,
+):
     """A checkpoint at step 4, copies up to step 6 sent, then a power cut: steps 5 and 6
     are trained again.
     """
@@ -169,9 +163,7 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(
     )
 
 
-def test_what_a_sink_that_failed_did_not_take_is_sent_again(
-    following: Following, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_sink_that_failed_did_not_take_is_sent_again(following, monkeypatch):
     monkeypatch.setattr(delivery, "_RETRY_S", 0.01)
     monkeypatch.setattr(Failing, "kept", [])
     log = RunLog(following.run)
@@ -189,9 +181,7 @@ def test_what_a_sink_that_failed_did_not_take_is_sent_again(
     assert [row.step for row in Failing.kept] == [1, 2, 3]
 
 
-def test_training_never_waits_for_a_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_never_waits_for_a_tracker(tmp_path, monkeypatch):
     """The tracker answers nothing before the run has its result: if a step waited for
     it, there would be none.
     """
@@ -201,7 +191,7 @@ def test_training_never_waits_for_a_tracker(
     launch = start.launch
     monkeypatch.setenv("GATE", str(gate))
 
-    def open_after(*args: Any) -> Any:
+    def open_after(*args):
         result = launch(*args)
         assert not gate.exists()
         gate.touch()

@@ -10,10 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +17,17 @@ import psutil
 import pytest
 from pyarrow import BufferReader, parquet
 
-from tests.conftest import Command, free_port
 from tests.specs import BASE, REPOSITORY, tree
-from tests.trackers import Curves, Kept, mlflow_runs, trackio_runs, wandb_runs
+from tests.trackers import mlflow_runs, trackio_runs, wandb_runs
 from tests.waits import until, when
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log, scalars
 from trainers.storage import Storage
 from tune.report.write import write_report
 from tune.search.space import grid
-from tune.sweeps.spec import SweepSpec, save, sweep_with
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.sweeps.spec import save, sweep_with
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 pytestmark = pytest.mark.full
 pytest.importorskip("mlflow")
@@ -40,7 +35,7 @@ pytest.importorskip("wandb")
 TRACKIO = importlib.util.find_spec("trackio") is not None
 
 
-def store(tmp_path: Path, kind: str = "sqlite") -> str:
+def store(tmp_path, kind="sqlite"):
     """Where MLflow keeps what it is told below a directory: in a database, or in files."""
     return (
         f"sqlite:///{tmp_path}/mlflow.db"
@@ -49,9 +44,7 @@ def store(tmp_path: Path, kind: str = "sqlite") -> str:
     )
 
 
-def everywhere(
-    tmp_path: Path, kind: str = "sqlite"
-) -> tuple[list[Any], dict[str, str]]:
+def everywhere(tmp_path, kind="sqlite"):
     """All trackers, and the environment in which they keep what they are told below a
     directory.
     """
@@ -69,7 +62,7 @@ def everywhere(
     return tracking, environment
 
 
-def found(tmp_path: Path, kind: str = "sqlite") -> dict[str, dict[str, Kept]]:
+def found(tmp_path, kind="sqlite"):
     """By tracker the runs of a test, by name."""
     in_mlflow = mlflow_runs(store(tmp_path, kind), tmp_path.name, tmp_path)
     runs = {"mlflow": in_mlflow, "wandb": wandb_runs(tmp_path / "wandb")}
@@ -81,7 +74,7 @@ def found(tmp_path: Path, kind: str = "sqlite") -> dict[str, dict[str, Kept]]:
     return runs
 
 
-def curves_of_log(run: Storage) -> Curves:
+def curves_of_log(run):
     curves = {}
     for line in read_log(run):
         for name, value in scalars(line).items():
@@ -89,11 +82,11 @@ def curves_of_log(run: Storage) -> Curves:
     return curves
 
 
-def table(storage: Storage) -> list[dict[str, str]]:
+def table(storage):
     return list(csv.DictReader(io.StringIO(storage.read("metrics.csv").decode())))
 
 
-def is_sent_from(directory: Path) -> bool:
+def is_sent_from(directory):
     """Whether a process is there that sends a run which was started in a directory."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -104,9 +97,7 @@ def is_sent_from(directory: Path) -> bool:
     return False
 
 
-def send_rest(
-    command: Command, done: Any, given: str, storage: Storage, **where: Any
-) -> None:
+def send_rest(command, done, given, storage, **where):
     """Do as a run or a sweep says that has ended before a tracker had everything, which
     slow machines see.
     """
@@ -116,8 +107,8 @@ def send_rest(
 
 
 def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
-    tmp_path: Path, command: Command
-) -> None:
+    tmp_path, command
+):
     tracking, environment = everywhere(tmp_path)
     pid = tmp_path / "pid"
     run = Storage(str(tmp_path / "runs" / "run"))
@@ -184,7 +175,7 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     assert "tracking" not in again.out, "who has everything is not asked"
 
 
-def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
+def a_sweep(tmp_path, tracking):
     """The directory of a sweep that has ended, with one trial that failed."""
     train = {
         key: value
@@ -245,9 +236,7 @@ def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialR
     return spec, records
 
 
-def assert_is_sweep(
-    tmp_path: Path, spec: SweepSpec, records: list[TrialRecord]
-) -> None:
+def assert_is_sweep(tmp_path, spec, records):
     """Every tracker has the sweep, its trials below it, the figures of results.parquet,
     and the report.
     """
@@ -306,9 +295,7 @@ def assert_is_sweep(
     assert events == {"sweep", *(record.id for record in records)}
 
 
-def test_a_sweep_is_a_run_with_its_trials_below_it(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_a_run_with_its_trials_below_it(tmp_path, command, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking, environment = everywhere(tmp_path, "files")
     spec, records = a_sweep(tmp_path, [*tracking, "tensorboard"])
@@ -330,19 +317,18 @@ def test_a_sweep_is_a_run_with_its_trials_below_it(
 
 
 @pytest.fixture
-def silent_port() -> Iterator[int]:
+def silent_port():
     """A server that takes every connection and answers nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
 
 
 def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
-    tmp_path: Path, command: Command, silent_port: int
-) -> None:
+    tmp_path, command, silent_port
+):
     config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
     (tmp_path / "train.yaml").write_text(dump_yaml(config))
     run = Storage(str(tmp_path / "runs" / "run"))
-    port = free_port()
     environment = {
         "PYTHONPATH": str(REPOSITORY),
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}",
@@ -358,39 +344,13 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     again = f"`python -m trainers track {run.uri}` sends the rest"
     assert (done.code, done.out.count(again)) == (0, 1), done.out
 
-    uri = f"http://127.0.0.1:{port}"
-    store = [
-        "--backend-store-uri",
-        f"sqlite:///{tmp_path}/server.db",
-        "--artifacts-destination",
-        str(tmp_path / "art"),
-    ]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"],
-        cwd=tmp_path, stdout=(tmp_path / "server.log").open("w"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port), timeout=5):
-                    break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "server.log").read_text()
-                time.sleep(0.2)
-        track = ("-m", "trainers", "track", run.uri)
-        sent = command(
-            *track,
-            cwd=tmp_path,
-            env=environment | {"MLFLOW_TRACKING_URI": uri},
-            forked=True,
-        )
-        assert (sent.code, "mlflow has everything" in sent.out) == (0, True), (
-            sent.out + sent.err
-        )
-        (kept,) = mlflow_runs(uri, "later", tmp_path).values()
-    finally:
-        server.terminate()
-        server.wait()
+    track = ("-m", "trainers", "track", run.uri)
+    there = {"MLFLOW_TRACKING_URI": store(tmp_path)}
+    sent = command(*track, cwd=tmp_path, env=environment | there, forked=True)
+    assert (sent.code, "mlflow has everything" in sent.out) == (0, True), (
+        sent.out + sent.err
+    )
+    (kept,) = mlflow_runs(store(tmp_path), "later", tmp_path).values()
     log = curves_of_log(run)
     assert {name: values for name, values in kept.curves.items() if name in log} == log
     assert (kept.status, json.loads(kept.files["result.json"])["steps"]) == (

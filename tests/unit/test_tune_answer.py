@@ -4,16 +4,13 @@ none is.
 
 import math
 import random
-from typing import Any
 
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
-from tune.objective import Objective
-from tune.report.answer import Answer, answer, objective_value
+from tune.report.answer import answer
 from tune.report.words import shown
 from tune.search.finalists import LEVEL
-from tune.trials.record import TrialRecord
 
 
 @pytest.mark.parametrize(
@@ -26,7 +23,7 @@ from tune.trials.record import TrialRecord
         ("val_accuracy", 64, "bf16"),
     ],
 )
-def test_best_by_each_objective(metric: str, batch: int, precision: str) -> None:
+def test_best_by_each_objective(metric, batch, precision):
     found = answer(config(metric), done() + failed())
     assert found.best.config == {"global_batch_size": batch, "precision": precision}
     assert found.ranking[0] is found.best
@@ -35,18 +32,17 @@ def test_best_by_each_objective(metric: str, batch: int, precision: str) -> None
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("metric", ["val_loss", "val_accuracy"])
-def test_what_is_not_finite_never_wins(metric: str, value: float) -> None:
+def test_what_is_not_finite_never_wins(metric, value):
     odd = trial(
         0,
         "done",
         {"global_batch_size": 32, "precision": "fp16"},
         metrics={metric: value},
     )
-    assert objective_value(Objective(metric=metric), odd) is None
     assert odd not in answer(config(metric), [odd, *done()]).ranking
 
 
-def test_the_answer_is_one_line_with_those_that_are_as_good() -> None:
+def test_the_answer_is_one_line_with_those_that_are_as_good():
     found = answer(config(), done())
     assert found.line == (
         "Batch 64 in bf16: 3.12 s to val_accuracy 0.97 (one run); "
@@ -82,9 +78,7 @@ def test_the_answer_is_one_line_with_those_that_are_as_good() -> None:
         ("val_accuracy", (0.98, 0.95), "0.03 higher than"),
     ],
 )
-def test_the_margin(
-    metric: str, values: tuple[float, float], margin: str | None
-) -> None:
+def test_the_margin(metric, values, margin):
     records = [
         trial(i, "done", {"precision": name}, metrics={metric: value})
         for i, (name, value) in enumerate(zip(("fp32", "bf16"), values, strict=True))
@@ -98,7 +92,7 @@ def test_the_margin(
 SEEDS = range(4)
 
 
-def seeded(losses: dict[str, list[float | None]]) -> list[TrialRecord]:
+def seeded(losses):
     """Trials of each precision with each seed; without a loss it has diverged."""
     records = []
     for precision, values in losses.items():
@@ -116,12 +110,12 @@ def seeded(losses: dict[str, list[float | None]]) -> list[TrialRecord]:
     return records
 
 
-def by_seeds(losses: dict[str, list[float | None]]) -> Answer:
+def by_seeds(losses):
     space = {"precision": list(losses), "seed": list(SEEDS)}
     return answer(config("val_loss", space=space), seeded(losses))
 
 
-def test_a_seed_is_a_repeat_and_never_a_choice() -> None:
+def test_a_seed_is_a_repeat_and_never_a_choice():
     """The lowest loss of all is bf16's, by luck."""
     found = by_seeds(
         {
@@ -140,18 +134,16 @@ def test_a_seed_is_a_repeat_and_never_a_choice() -> None:
     assert not found.doubts
 
 
-def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_train() -> (
-    None
-):
+def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_train():
     found = by_seeds({"fp32": [0.5, 0.5, 0.51, 0.5], "bf16": [0.1, None, 0.1, 0.1]})
     assert found.best.config == {"precision": "fp32"}
     assert not found.equal
 
 
-def test_means_over_seeds_claim_no_more_than_they_show() -> None:
+def test_means_over_seeds_claim_no_more_than_they_show():
     """All configurations are the same: how often is another called worse than the best?"""
     rng = random.Random(3)
-    made = 300
+    made = 150
     claims = 0
     for _ in range(made):
         losses = {
@@ -162,7 +154,7 @@ def test_means_over_seeds_claim_no_more_than_they_show() -> None:
     assert claims <= 2 * LEVEL * made
 
 
-def test_why_there_is_no_best() -> None:
+def test_why_there_is_no_best():
     slow = [record for record in done() if record.time_to_target_s is None]
     assert answer(config(), slow).line == (
         "There is no best trial: no finished one reached val_accuracy 0.97; "
@@ -178,9 +170,7 @@ def test_why_there_is_no_best() -> None:
 
 
 @pytest.mark.parametrize(("rate", "is_said"), [(104.0, False), (106.0, True)])
-def test_the_throughputs_winner_is_said_where_the_best_is_slower(
-    rate: float, is_said: bool
-) -> None:
+def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate, is_said):
     records = [
         trial(
             0,
@@ -214,5 +204,5 @@ def test_the_throughputs_winner_is_said_where_the_best_is_slower(
         ({"name": "sgd", "lr": 1e-5, 1: []}, "{name: sgd, lr: 1e-05, 1: []}"),
     ],
 )
-def test_values_are_shown_in_one_line(value: Any, text: str) -> None:
+def test_values_are_shown_in_one_line(value, text):
     assert shown(value) == text

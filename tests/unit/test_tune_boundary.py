@@ -2,8 +2,6 @@
 and strict when in doubt.
 """
 
-from typing import Any
-
 import pytest
 
 from trainers.config import TrainConfig
@@ -19,12 +17,12 @@ TRAIN = {
 }
 
 
-def key(**changes: Any) -> str:
+def key(**changes):
     dotted = {name.replace("__", "."): value for name, value in changes.items()}
     return key_of(override(TrainConfig, TRAIN, dotted), GPU)
 
 
-def boundary(fits: list[int] = [], misfits: list[int] = []) -> Boundary:  # noqa: B006 (only read)
+def boundary(fits=[], misfits=[]):  # noqa: B006 (only read)
     found = Boundary()
     for size in fits:
         found.observe("k", size, True)
@@ -50,7 +48,7 @@ def boundary(fits: list[int] = [], misfits: list[int] = []) -> Boundary:  # noqa
     ],
     ids=str,
 )
-def test_what_touches_memory_has_a_key_of_its_own(changes: dict[str, Any]) -> None:
+def test_what_touches_memory_has_a_key_of_its_own(changes):
     assert key(**changes) != key()
 
 
@@ -68,7 +66,7 @@ def test_what_touches_memory_has_a_key_of_its_own(changes: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_what_does_not_touch_memory_shares_the_key(changes: dict[str, Any]) -> None:
+def test_what_does_not_touch_memory_shares_the_key(changes):
     assert key(**changes) == key()
 
 
@@ -82,13 +80,11 @@ def test_what_does_not_touch_memory_shares_the_key(changes: dict[str, Any]) -> N
         ({"microbatch_size": 1000, "scaling": {"num_workers": [2, 4]}}, 128),
     ],
 )
-def test_the_size_that_a_trial_insists_on(
-    changes: dict[str, Any], size: int | None
-) -> None:
+def test_the_size_that_a_trial_insists_on(changes, size):
     assert fixed_size(TRAIN | changes) == size
 
 
-def test_smaller_sizes_are_inferred_to_fit_and_larger_ones_not_to() -> None:
+def test_smaller_sizes_are_inferred_to_fit_and_larger_ones_not_to():
     found = boundary(fits=[5, 20], misfits=[50, 33])
     assert [found.fits("k", size) for size in (1, 19, 20, 21, 32, 33, 40, 99)] == [
         *(True, True, True),
@@ -103,7 +99,7 @@ def test_smaller_sizes_are_inferred_to_fit_and_larger_ones_not_to() -> None:
     )
 
 
-def test_a_contradiction_is_said_and_the_stricter_wins_in_either_order() -> None:
+def test_a_contradiction_is_said_and_the_stricter_wins_in_either_order():
     found = boundary(fits=[16, 40])
     said = found.observe("k", 32, False)
     assert said is not None

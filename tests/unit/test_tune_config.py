@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
 from trainers.config.model import build
+from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.objective import Objective
@@ -18,62 +18,61 @@ BASE = {
     "objective": {"metric": "val_loss"},
 }
 LR = "space.optimizer.lr"
+MANY = list(range(101))
 
 
-def make(**changes: Any) -> SweepConfig:
+def make(**changes):
     return build(SweepConfig, BASE | changes, "sweep.yaml")
 
 
-def rate(**values: Any) -> dict[str, Any]:
-    return {
-        "space": {"optimizer.lr": values},
-        "search": "random",
-        "budget": {"trials": 3},
-    }
+def rate(values):
+    return f"""
+        space: {{optimizer.lr: {{{values}}}}}
+        search: random
+        budget: {{trials: 3}}
+    """
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"space": {}}, "space"),
-        ({"space": {"seed": []}}, "space.seed"),
-        ({"space": {key: list(range(101)) for key in ("seed", "max_steps")}}, "space"),
-        (rate(unifrom=[1, 2]), f"{LR}.unifrom"),
-        (rate(min=1), LR),
-        (rate(uniform=[1, 2], choice=[1]), LR),
-        (rate(uniform=[2, 1]), f"{LR}.uniform"),
-        (rate(loguniform=[0, 1]), f"{LR}.loguniform"),
-        (rate(min=8, max=8), f"{LR}.max"),
-        ({"space": {"optimizer.lr": {"uniform": [0.1, 0.2]}}}, "search"),
-        ({"search": "gird"}, "search"),
-        ({"search": "random"}, "budget.trials"),
-        ({"objective": {}}, "objective.target"),
-        ({"objective": {"metric": "my_topk"}}, "objective.mode"),
+        ("space: {}", "space"),
+        ("space: {seed: []}", "space.seed"),
+        (f"space: {{seed: {MANY}, max_steps: {MANY}}}", "space"),
+        (rate("unifrom: [1, 2]"), f"{LR}.unifrom"),
+        (rate("min: 1"), LR),
+        (rate("uniform: [1, 2], choice: [1]"), LR),
+        (rate("uniform: [2, 1]"), f"{LR}.uniform"),
+        (rate("loguniform: [0, 1]"), f"{LR}.loguniform"),
+        (rate("min: 8, max: 8"), f"{LR}.max"),
+        ("space: {optimizer.lr: {uniform: [0.1, 0.2]}}", "search"),
+        ("search: gird", "search"),
+        ("search: random", "budget.trials"),
+        ("objective: {}", "objective.target"),
+        ("objective: {metric: my_topk}", "objective.mode"),
         (
-            {"objective": {"metric": "val_loss", "target": {"topk": 1}}},
+            "objective: {metric: val_loss, target: {topk: 1}}",
             "objective.target.mode",
         ),
         (
-            {"objective": {"metric": "val_loss", "target": {"val_loss": "low"}}},
+            "objective: {metric: val_loss, target: {val_loss: low}}",
             "objective.target.val_loss",
         ),
         (
-            {"objective": {"metric": "val_loss", "target": {"a_loss": 1, "b_loss": 2}}},
+            "objective: {metric: val_loss, target: {a_loss: 1, b_loss: 2}}",
             "objective.target",
         ),
         (
-            {"objective": {"metric": "usd_to_target", "target": {"val_loss": 1.0}}},
+            "objective: {metric: usd_to_target, target: {val_loss: 1.0}}",
             "usd_per_hour",
         ),
-        ({"budget": {"usd": 5.0}}, "usd_per_hour"),
-        ({"objektive": {}}, "objektive"),
+        ("budget: {usd: 5.0}", "usd_per_hour"),
+        ("objektive: {}", "objektive"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_its_field(
-    changes: dict[str, Any], field: str
-) -> None:
+def test_what_cannot_be_is_an_error_of_its_field(changes, field):
     with pytest.raises(ConfigError) as raised:
-        make(**changes)
+        make(**parse_mapping(changes, "test"))
     assert (raised.value.field, raised.value.source) == (field, "sweep.yaml")
 
 
@@ -90,9 +89,7 @@ def test_what_cannot_be_is_an_error_of_its_field(
         (None, {"val_loss": 0.1}, False),
     ],
 )
-def test_when_a_target_is_reached(
-    target: dict[str, float] | None, metrics: dict[str, float], reached: bool
-) -> None:
+def test_when_a_target_is_reached(target, metrics, reached):
     assert Objective(metric="val_loss", target=target).reached(metrics) is reached
 
 
@@ -100,7 +97,7 @@ def test_when_a_target_is_reached(
     ("metric", "ends"),
     [("time_to_target", True), ("val_accuracy", False)],
 )
-def test_where_a_trial_ends(metric: str, ends: bool) -> None:
+def test_where_a_trial_ends(metric, ends):
     objective = Objective(metric=metric, target={"val_loss": 1.0})
     assert objective.ends_at_target is ends
     assert objective.watched == (metric, "val_loss")
@@ -115,7 +112,5 @@ def test_where_a_trial_ends(metric: str, ends: bool) -> None:
         ({"trials": 3}, None),
     ],
 )
-def test_a_budget_of_dollars_is_one_of_time(
-    budget: dict[str, float], time_s: float | None
-) -> None:
+def test_a_budget_of_dollars_is_one_of_time(budget, time_s):
     assert make(budget=budget, usd_per_hour=10.0).time_budget_s == time_s

@@ -4,24 +4,20 @@ configured.
 
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trainers.errors import CheckpointError, Status
+from trainers.errors import CheckpointError
 from trainers.storage import Storage
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 
-def record(
-    config: dict[str, Any], start: float = 1.0, status: Status = "done", **more: Any
-) -> TrialRecord:
+def record(config, start=1.0, status="done", **more):
     return TrialRecord(trial_id(config), config, status, start, start + 1, **more)
 
 
-def row(step: int, loss: float) -> dict[str, float]:
+def row(step, loss):
     return {
         "step": step,
         "epoch": step / 2,
@@ -30,7 +26,7 @@ def row(step: int, loss: float) -> dict[str, float]:
     }
 
 
-def test_an_id_names_a_configuration_whatever_the_order_of_its_keys() -> None:
+def test_an_id_names_a_configuration_whatever_the_order_of_its_keys():
     first = {
         "global_batch_size": 8,
         "optimizer.lr": 1e-3,
@@ -46,13 +42,13 @@ def test_an_id_names_a_configuration_whatever_the_order_of_its_keys() -> None:
     assert trial_id(json.loads(json.dumps(first))) == trial_id(first)
 
 
-def test_ids_are_the_same_in_every_process_and_version() -> None:
+def test_ids_are_the_same_in_every_process_and_version():
     assert (
         trial_id({"global_batch_size": 8, "precision": "fp32"}) == "f7818e903c"
     )  # printf ... | sha256sum
 
 
-def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> None:
+def test_what_is_appended_is_found_also_by_another_journal(tmp_path):
     full = record(
         {"a": 1},
         samples_per_s=10.5,
@@ -75,7 +71,7 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> No
     ]
 
 
-def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_survive(tmp_path):
     journal = Journal(Storage(str(tmp_path)))
     journal.append(
         record(
@@ -101,7 +97,7 @@ def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
         b"[" * 100_000,
     ],
 )
-def test_a_damaged_record_is_named(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_record_is_named(tmp_path, data):
     storage = Storage(str(tmp_path))
     journal = Journal(storage)
     journal.append(record({"a": 1}))

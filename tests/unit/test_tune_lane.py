@@ -5,9 +5,7 @@ adopted, and ended at its target.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -29,14 +27,14 @@ TARGET = Target("val_accuracy", 0.97, "max")
 class Box:
     """A mailbox that keeps what it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.told = []
         self.events = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return SimpleNamespace(remote=lambda *args: self._answer(name, args))
 
-    def _answer(self, name: str, args: Any) -> Any:
+    def _answer(self, name, args):
         self.told.append((name, args))
         submitted = args[0].ticket if name == "submit" else None
         event = self.events[args[1]] if name == "next_event" else None
@@ -44,7 +42,7 @@ class Box:
 
 
 @pytest.fixture(autouse=True)
-def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_ray(monkeypatch):
     place = {"world_rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     context = SimpleNamespace(
         **{f"get_{name}": lambda n=number: n for name, number in place.items()}
@@ -54,7 +52,7 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
 
 
-def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
+def asked(box, target, watches):
     lane = SimpleNamespace(
         gauges=SimpleNamespace(set=lambda figures: None),
         tell=lambda method, *args: getattr(box, method).remote(*args),
@@ -66,9 +64,7 @@ def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
     ("watches", "said"),
     [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})],
 )
-def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
-    watches: tuple[str, ...], said: dict[str, float]
-) -> None:
+def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(watches, said):
     box = Box()
     lane = asked(box, None, watches)
     lane.observe({"peak_bytes": 5.0, "energy_j": 7.0, "disturbed_s": 3.0})
@@ -87,9 +83,7 @@ def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
         ("val_accuracy", "error", -math.inf),
     ],
 )
-def test_tune_hears_of_a_trials_objective_in_the_end(
-    tmp_path: Path, metric: str, status: str, value: float
-) -> None:
+def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path, metric, status, value):
     box = Box()
     outcome = {"status": status, "result": {"peak_memory_bytes": 7}}
     box.events = [
@@ -106,7 +100,7 @@ def test_tune_hears_of_a_trials_objective_in_the_end(
     assert begun(tmp_path, box, metric).step() == last, "from its record"
 
 
-def begun(tmp_path: Path, box: Box, metric: str = "time_to_target") -> LaneTrial:
+def begun(tmp_path, box, metric="time_to_target"):
     trial = LaneTrial.__new__(LaneTrial)
     given = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
     trial.setup({"seed": 1}, **given, objective=config(metric).objective.model_dump())

@@ -1,7 +1,6 @@
 """How many trials Tune runs at a time, and which ends the mailbox holds back."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -10,11 +9,11 @@ from tune.sweeps.progress import Pace
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch):
     """A clock that is put forward by ten seconds when it is read."""
     clock = SimpleNamespace(now=0.0, step=10.0)
 
-    def read() -> float:
+    def read():
         clock.now += clock.step
         return float(clock.now)
 
@@ -22,14 +21,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def parts() -> tuple[Any, Any, list[int]]:
+def parts():
     """A search with one trial at a time, a mailbox, and what that was told to expect."""
     expected = []
     mailbox = SimpleNamespace(expect=SimpleNamespace(remote=expected.append))
     return SimpleNamespace(max_concurrent=1), mailbox, expected
 
 
-def test_trials_come_with_the_lanes_that_are_up() -> None:
+def test_trials_come_with_the_lanes_that_are_up():
     search, mailbox, expected = parts()
     pace = Pace(search, mailbox, total=3)
     pace.lanes_started(4)
@@ -41,7 +40,7 @@ def test_trials_come_with_the_lanes_that_are_up() -> None:
     assert (search.max_concurrent, expected) == (2, [1, 2, 2])
 
 
-def test_no_end_is_held_when_the_last_trial_has_its_actor() -> None:
+def test_no_end_is_held_when_the_last_trial_has_its_actor():
     """Random search may draw one configuration twice: Tune's trials count, not what
     they train.
     """
@@ -65,9 +64,7 @@ def test_no_end_is_held_when_the_last_trial_has_its_actor() -> None:
         "all were known",
     ],
 )
-def test_another_actor_starts_where_it_pays(
-    total: int, ended: int, known: int, at_a_time: int, clock: SimpleNamespace
-) -> None:
+def test_another_actor_starts_where_it_pays(total, ended, known, at_a_time, clock):
     """Ten seconds after the first trial's start: left are 4 x 0.5 s, 16 x 1.25 s, 2 x
     10 s, 2 x 5 s, nothing.
     """

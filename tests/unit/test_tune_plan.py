@@ -3,8 +3,6 @@ sentence for what cannot fit.
 """
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +12,10 @@ from tests.specs import REPOSITORY
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
-from tune.sweeps.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once
+from tune.sweeps.plan import SweepPlan, lanes_for, make_plan, starts_at_once
 from tune.sweeps.spec import prepare, read_sweep
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_plan"
 TRAIN = {
@@ -49,7 +47,7 @@ HEAD_USD, NODE_USD = (
 
 
 @pytest.fixture
-def user(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user(user, monkeypatch):
     """With a task; it is the working directory, too."""
     (user / f"{MODULE}.py").write_text(
         "from trainers.task import Task\n\nclass Mine(Task):\n    pass\n"
@@ -58,7 +56,7 @@ def user(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return user
 
 
-def write(user: Path, sweep: dict[str, Any], node: dict[str, Any]) -> tuple[str, str]:
+def write(user, sweep, node):
     (user / "sweep.yaml").write_text(dump_yaml(SWEEP | sweep))
     tree = {
         "cluster_name": "lab",
@@ -73,18 +71,18 @@ def write(user: Path, sweep: dict[str, Any], node: dict[str, Any]) -> tuple[str,
 
 
 def plan(
-    user: Path,
-    minutes: float | None = None,
-    node: dict[str, Any] | None = None,
-    **sweep: Any,
-) -> Forecast:
+    user,
+    minutes=None,
+    node=None,
+    **sweep,
+):
     file, cluster = write(user, sweep, node or {})
     return make_plan(
         read_sweep(file, {}, own_workers=False), load_cluster(cluster), minutes
     )
 
 
-def finish(user: Path, seconds: list[float], status: Any = "done") -> None:
+def finish(user, seconds, status="done"):
     """Trials of the sweep that have ended, after so many seconds each."""
     spec = read_sweep(str(user / "sweep.yaml"), {}, own_workers=False)
     prepare(spec, fresh=False)
@@ -154,16 +152,16 @@ UNPRICED = {"node_config": {"InstanceType": "x99.huge"}}
     ],
 )
 def test_the_figures_are_those_of_a_calculation_by_hand(
-    user: Path,
-    minutes: float | None,
-    sweep: dict[str, Any],
-    node: dict[str, Any],
-    lanes: tuple[int, int],
-    trials: int,
-    usd_per_hour: float | None,
-    time_s: float | None,
-    words: str,
-) -> None:
+    user,
+    minutes,
+    sweep,
+    node,
+    lanes,
+    trials,
+    usd_per_hour,
+    time_s,
+    words,
+):
     found = plan(user, minutes, node, **sweep)
     assert (found.plan.num_lanes, found.plan.max_lanes) == lanes
     assert (found.trials, found.time_s) == (trials, time_s)
@@ -176,8 +174,8 @@ def test_the_figures_are_those_of_a_calculation_by_hand(
 
 
 def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_again(
-    user: Path,
-) -> None:
+    user,
+):
     write(user, {}, {})
     finish(user, [100.0, 200.0, 300.0])
     finish(user, [5.0], "out_of_memory")  # ended early: no measure of a trial
@@ -192,9 +190,7 @@ def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_agai
     ("budget_s", "within", "time_s"),
     [(6000, 6, 6000), (5400, 6, 5400), (5399.9, 4, 5399.9), (60_000, 10, 9000)],
 )
-def test_a_budget_cuts_the_sweep_off(
-    user: Path, budget_s: float, within: int, time_s: float
-) -> None:
+def test_a_budget_cuts_the_sweep_off(user, budget_s, within, time_s):
     """Rounds of two trials, half an hour each."""
     found = plan(user, minutes=30, lanes=2, budget={"time_s": budget_s})
     assert (found.within, found.time_s) == (within, time_s)
@@ -226,8 +222,8 @@ def test_a_budget_cuts_the_sweep_off(
     ],
 )
 def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
-    user: Path, sweep: dict[str, Any], node: dict[str, Any], field: str, words: str
-) -> None:
+    user, sweep, node, field, words
+):
     with pytest.raises(ConfigError) as raised:
         plan(user, 30, node, **sweep)
     (line,) = str(raised.value).splitlines()
@@ -235,7 +231,7 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
     assert words in line
 
 
-def test_lanes_are_those_of_the_running_sweep() -> None:
+def test_lanes_are_those_of_the_running_sweep():
     assert lanes_for("auto", 5, 3) == 3
     assert lanes_for("auto", 5, 30) == 5
     assert lanes_for("auto", 5, None) == 5
@@ -245,9 +241,7 @@ def test_lanes_are_those_of_the_running_sweep() -> None:
         lanes_for(6, 5, 30)
 
 
-def test_the_command_prints_the_plan_and_starts_nothing(
-    user: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_plan_and_starts_nothing(user, capfd):
     file, cluster = write(user, {}, {})
     given = [
         "plan",
@@ -284,9 +278,7 @@ def test_the_command_prints_the_plan_and_starts_nothing(
         ("onprem", 2, "`resources of a worker` is not known before the node is up"),
     ],
 )
-def test_the_digits_sweep_on_the_shipped_cluster_files(
-    name: str, code: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_digits_sweep_on_the_shipped_cluster_files(name, code, words, capsys):
     sweep = REPOSITORY / "examples/digits/sweep.yaml"
     cluster = REPOSITORY / f"cluster/{name}.yaml"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == code
@@ -302,9 +294,7 @@ def test_the_digits_sweep_on_the_shipped_cluster_files(
         ({"search": "optuna", "budget": {"trials": 4}}, False, 4),
     ],
 )
-def test_one_plan_says_what_the_live_sweep_runs_on(
-    user: Path, sweep: dict[str, Any], is_independent: bool, total: int
-) -> None:
+def test_one_plan_says_what_the_live_sweep_runs_on(user, sweep, is_independent, total):
     if sweep.get("search") == "optuna":
         pytest.importorskip("optuna")
     file, _ = write(user, {"usd_per_hour": 6.0} | sweep, {})
@@ -333,6 +323,6 @@ def test_one_plan_says_what_the_live_sweep_runs_on(
     ],
 )
 def test_lanes_that_would_slow_each_other_start_in_turn(
-    count: int, fits: int, cpus: list[float], workers: int, expected: int
-) -> None:
+    count, fits, cpus, workers, expected
+):
     assert starts_at_once(count, fits, cpus, workers) == expected

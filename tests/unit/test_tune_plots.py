@@ -3,44 +3,38 @@
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
 from trainers.storage import Storage
-from tune.config import SweepConfig
 from tune.report.answer import answer
-from tune.report.canvas import Figure
 from tune.report.figures import figures
 from tune.report.page import contents
 from tune.report.table import table
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import trial_id
 
 TITLES = ["Time to target", "Throughput", "Peak memory", "Learning curves"]
 CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]
 
 
 @pytest.fixture(autouse=True)
-def no_warning() -> Iterator[None]:
+def no_warning():
     """matplotlib says with a warning that a figure came out wrong."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
 
 
-def draw(found: SweepConfig, records: list[TrialRecord]) -> dict[str, Figure]:
+def draw(found, records):
     return {
         figure.title: figure
         for figure in figures(found, records, answer(found, records).best)
     }
 
 
-def draw_values(key: str, values: list[Any]) -> dict[str, Figure]:
+def draw_values(key, values):
     records = [
         trial(
             number,
@@ -58,11 +52,11 @@ def draw_values(key: str, values: list[Any]) -> dict[str, Figure]:
     )
 
 
-def texts(figure: Figure) -> list[str]:
+def texts(figure):
     return re.findall(r"<text [^>]*>([^<]*)<", figure.svg)
 
 
-def test_the_figures_stand_in_one_page() -> None:
+def test_the_figures_stand_in_one_page():
     drawn = draw(config(), done() + failed())
     assert list(drawn) == TITLES
     text = "".join(figure.svg for figure in drawn.values())
@@ -81,7 +75,7 @@ def test_the_figures_stand_in_one_page() -> None:
     assert "4 of 11 did not reach the target" in drawn["Time to target"].caption
 
 
-def test_nothing_is_drawn_of_nothing() -> None:
+def test_nothing_is_drawn_of_nothing():
     assert draw(config(), []) == {}
     assert draw(config(), [trial(0, "error", {"precision": "fp32"})]) == {}
 
@@ -96,9 +90,7 @@ def test_nothing_is_drawn_of_nothing() -> None:
         lambda n: {"task_args.kind": f"kind {n}"},
     ],
 )
-def test_hundreds_of_trials(
-    settings: Callable[[int], dict[str, Any]], tmp_path: Path
-) -> None:
+def test_hundreds_of_trials(settings, tmp_path):
     records = [
         trial(
             number,
@@ -142,13 +134,13 @@ def test_hundreds_of_trials(
         ),
     ],
 )
-def test_any_value_has_a_place(values: list[Any], ticks: list[str]) -> None:
+def test_any_value_has_a_place(values, ticks):
     found = texts(draw_values("task_args.x", values)["Throughput"])
     assert [text for text in found if text in ticks][: len(ticks)] == ticks
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
-def test_figures_without_what_is_not_finite(value: float) -> None:
+def test_figures_without_what_is_not_finite(value):
     odd = trial(
         11,
         "done",
@@ -168,7 +160,7 @@ def test_figures_without_what_is_not_finite(value: float) -> None:
     assert draw(config(), [odd]) == {}
 
 
-def test_how_sure_a_time_to_the_target_is() -> None:
+def test_how_sure_a_time_to_the_target_is():
     """Of one run between two evaluations, of finalists the interval of their repeats."""
     before = {"step": 1.0, "train_time_s": 2.5, "val_accuracy": 0.9}
     records = [

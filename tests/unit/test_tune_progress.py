@@ -4,9 +4,7 @@ nothing.
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -17,8 +15,8 @@ from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.messages import Event
 from tune.sweeps.progress import Progress
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, make_record
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, make_record, trial_id
 
 TRIAL = {"global_batch_size": 32, "precision": "fp32"}
 NAME = trial_id(TRIAL)
@@ -28,7 +26,7 @@ ROW = {"step": 10.0, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
 class Parts:
     """A driver without a cluster: what the mailbox has heard, and what Tune tells."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.heard = []
         self.orphans = []
         self.forgotten = []
@@ -47,18 +45,18 @@ class Parts:
         pace = SimpleNamespace(
             trial_started=lambda name: None, trial_ended=lambda was_known: None
         )
-        self.progress = Progress(spec, plan, mailbox, pace, None, Output())  # type: ignore[arg-type]
+        self.progress = Progress(spec, plan, mailbox, pace, None, Output())
         self.trial = SimpleNamespace(
             trial_id="t", config=TRIAL, num_failures=4, error_file=None
         )
         self.progress.on_trial_start(0, [], self.trial)
 
-    def complete(self) -> None:
+    def complete(self):
         self.progress.on_trial_complete(0, [], self.trial)
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+def parts(tmp_path, monkeypatch):
     monkeypatch.setattr(ray, "get", lambda value: value)
     return Parts(tmp_path)
 
@@ -72,9 +70,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
         ([Event(ROW), Event(outcome={"status": "done", "lane": 3})], "done", ""),
     ],
 )
-def test_a_trial_is_recorded_as_its_lane_has_told_it(
-    parts: Parts, heard: list[Event], status: str, message: str
-) -> None:
+def test_a_trial_is_recorded_as_its_lane_has_told_it(parts, heard, status, message):
     parts.heard = heard
     parts.complete()
     [record] = parts.journal.records()
@@ -92,8 +88,8 @@ def test_a_trial_is_recorded_as_its_lane_has_told_it(
     ("end_time", "num_lines"), [(1.0, 0), (1e10, 1)], ids=["kept", "new"]
 )
 def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
-    parts: Parts, end_time: float, num_lines: int, caplog: pytest.LogCaptureFixture
-) -> None:
+    parts, end_time, num_lines, caplog
+):
     parts.journal.append(TrialRecord(NAME, TRIAL, "done", 0.5, end_time))
     with caplog.at_level("INFO"):
         parts.complete()
@@ -104,10 +100,8 @@ def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
     )
 
 
-def test_what_cannot_be_written_ends_the_sweep(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any) -> None:
+def test_what_cannot_be_written_ends_the_sweep(parts, monkeypatch):
+    def full(*args):
         raise StorageError("could not write a.json: No space left on device")
 
     monkeypatch.setattr(Journal, "append", full)
@@ -120,9 +114,7 @@ def test_what_cannot_be_written_ends_the_sweep(
         parts.progress.record_rest(is_over_budget=True)
 
 
-def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(
-    parts: Parts, tmp_path: Path
-) -> None:
+def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(parts, tmp_path):
     (tmp_path / "error.txt").write_text(
         "Failure # 4\nline\nThe actor died unexpectedly: SIGKILL\n\n"
     )
@@ -137,7 +129,7 @@ def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(
     assert parts.journal.records() == []
 
 
-def test_only_a_budget_may_leave_trials_without_an_end(parts: Parts) -> None:
+def test_only_a_budget_may_leave_trials_without_an_end(parts):
     parts.heard = [Event(ROW)]
     with pytest.raises(PacelineError, match=f"without a result of trial {NAME}"):
         parts.progress.record_rest(is_over_budget=False)
@@ -147,7 +139,7 @@ def test_only_a_budget_may_leave_trials_without_an_end(parts: Parts) -> None:
     assert (record.status, record.message) == ("stopped", "stopped by the budget")
 
 
-def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
+def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target():
     whole = config(
         "val_accuracy", objective={"target": {"val_accuracy": 0.97}}
     ).objective
@@ -155,7 +147,7 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
         {**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100}
         for step in (5.0, 8.0, 9.0)
     ]
-    record = make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "done"})
+    record = make_record(TRIAL, whole, 0.0, rows, {"status": "done"})
     assert (record.status, record.time_to_target_s, record.missed_target_s) == (
         "done",
         8.0,
@@ -165,20 +157,20 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
     for purpose, status in (("trial", "stopped"), ("repeat", "done")):
         assert (
             make_record(
-                NAME, TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose
+                TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose
             ).status
             == status
         )
 
 
-def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
+def test_a_record_keeps_what_was_used_beside_its_metrics():
     objective = config("energy_j").objective
     row = {**ROW, "energy_j": 2.0}
     outcome = {
         "status": "done",
         "result": {"peak_memory_bytes": 7, "energy_j": 3.5, "warnings": ["a", "b"]},
     }
-    record = make_record(NAME, TRIAL, objective, 0.0, [row], outcome)
+    record = make_record(TRIAL, objective, 0.0, [row], outcome)
     assert (
         record.status,
         record.peak_memory_bytes,
@@ -187,12 +179,10 @@ def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
     ) == ("done", 7, 3.5, "a; b")
     assert "energy_j" not in record.metrics
     assert (
-        make_record(NAME, TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j
-        == 2.0
+        make_record(TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j == 2.0
     )
     assert (
-        make_record(NAME, TRIAL, objective, 0.0, [ROW], {"status": "done"}).status
-        == "error"
+        make_record(TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error"
     ), "nobody told it"
 
 
@@ -201,11 +191,9 @@ def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
     ("time_to_target", 0.96, "stopped"),
     ("val_accuracy", 0.98, "stopped"),
 ])  # fmt: skip
-def test_a_trial_that_stopped_at_its_target_is_done(
-    metric: str, accuracy: float, status: str
-) -> None:
+def test_a_trial_that_stopped_at_its_target_is_done(metric, accuracy, status):
     row = {**ROW, "val_accuracy": accuracy}
     record = make_record(
-        NAME, TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"}
+        TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"}
     )
     assert record.status == status

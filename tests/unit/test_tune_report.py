@@ -10,7 +10,6 @@ import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -30,13 +29,13 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import parse_mapping
 from trainers.storage import Storage
-from tune.report.answer import Answer, answer
+from tune.report.answer import answer
 from tune.report.table import table
 from tune.report.write import write_report
-from tune.trials.record import Spent, TrialRecord
+from tune.trials.record import Spent
 
 
-def written(sweep: Storage, records: list[TrialRecord], **changes: Any) -> Answer:
+def written(sweep, records, **changes):
     return write_report(
         sweep,
         config(**changes),
@@ -48,17 +47,17 @@ def written(sweep: Storage, records: list[TrialRecord], **changes: Any) -> Answe
 
 
 @pytest.fixture
-def sweep(tmp_path: Any) -> Storage:
+def sweep(tmp_path):
     return Storage(f"{tmp_path}/results/digits-sweep")
 
 
-def test_the_terminals_table() -> None:
+def test_the_terminals_table():
     from rich.console import Console
 
     records = (done() + failed())[::-1]
     console = Console(file=io.StringIO(), width=200)
     console.print(table(config(), records, answer(config(), records)))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = console.file.getvalue().splitlines()
     rows = [
         line.removeprefix("* ").split() for line in lines if re.match(r"(\* )?\d", line)
     ]
@@ -79,21 +78,21 @@ def test_the_terminals_table() -> None:
     assert "* best by time_to_target" in "".join(lines)
 
 
-def test_a_narrow_terminal_gets_fewer_columns_and_whole_figures() -> None:
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_figures():
     from rich.console import Console
 
     records = done() + failed()
     for width in (60, 80, 100):
         console = Console(file=io.StringIO(), width=width)
         console.print(table(config(), records, answer(config(), records), width))
-        text = console.file.getvalue()  # type: ignore[attr-defined]
+        text = console.file.getvalue()
         assert max(map(len, text.splitlines())) <= width
         assert "out_of_memory" in text
         assert "3.12 s" in text
         assert ("8,240" in text) == (width > 60)
 
 
-def test_parquet_has_stable_types_and_comes_back(sweep: Storage) -> None:
+def test_parquet_has_stable_types_and_comes_back(sweep):
     records = done() + failed()
     written(sweep, records)
     found = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
@@ -136,8 +135,8 @@ def test_parquet_has_stable_types_and_comes_back(sweep: Storage) -> None:
 
 
 def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(
-    sweep: Storage,
-) -> None:
+    sweep,
+):
     first, second, third = done()[:3]
     met = [
         {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.9}
@@ -161,7 +160,7 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(
     assert "On their lanes they were starting for 1 s and training for 2 s." in text
 
 
-def test_best_yaml_is_a_run(sweep: Storage) -> None:
+def test_best_yaml_is_a_run(sweep):
     found = written(sweep, done() + failed())
     text = sweep.read("best.yaml").decode()
     first = text.splitlines()[0]
@@ -183,7 +182,7 @@ def test_best_yaml_is_a_run(sweep: Storage) -> None:
     )
 
 
-def test_summary_is_plain_data(sweep: Storage) -> None:
+def test_summary_is_plain_data(sweep):
     found = written(sweep, done() + failed())
     summary = json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
     assert summary["best"]["config"] == {"global_batch_size": 64, "precision": "bf16"}
@@ -204,7 +203,7 @@ def test_summary_is_plain_data(sweep: Storage) -> None:
     assert summary["objective"] == objective
 
 
-def test_files_stay_readable_whatever_they_hold(sweep: Storage) -> None:
+def test_files_stay_readable_whatever_they_hold(sweep):
     name = "a\nb: 1 loss"
     space = {"task_args.x": [math.nan, math.inf, {"y": [-math.inf]}]}
     records = [
@@ -236,11 +235,11 @@ def test_files_stay_readable_whatever_they_hold(sweep: Storage) -> None:
         assert messages == [r"no file /data/\udcff"] * len(ended)
 
 
-def page(sweep: Storage) -> str:
+def page(sweep):
     return sweep.read("report.html").decode()
 
 
-def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep: Storage) -> None:
+def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep):
     written(sweep, done() + failed())
     text = page(sweep)
     assert re.findall(r"""(?:src|href)\s*=\s*(?!["']?(?:#|data:,)).*""", text) == []
@@ -273,14 +272,14 @@ HOSTILE = [
 class _Tags(HTMLParser):
     """All tags of a page, and those of their attributes that could do something."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.tags = set()
         self.live = []
         self.feed(text)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         for name, value in attrs:
             points = name.endswith("href") or name in (
@@ -297,9 +296,7 @@ class _Tags(HTMLParser):
 
 
 @pytest.mark.parametrize("words", HOSTILE)
-def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(
-    sweep: Storage, words: str
-) -> None:
+def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep, words):
     """Names and values of the configuration, metrics, messages, tracebacks, ids,
     versions: from anybody.
     """
@@ -344,11 +341,11 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(
     assert rows.num_rows == 4
     console = Console(file=io.StringIO(), width=300)
     console.print(table(found, records, answer(found, records)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert not set(text) & {"\x01", "\x1b", "\x07", "\u202e", "\ud800"}
 
 
-def test_a_sweep_that_failed_says_so(sweep: Storage) -> None:
+def test_a_sweep_that_failed_says_so(sweep):
     written(sweep, done())
     assert sweep.exists("best.yaml")
     found = written(sweep, failed())

@@ -2,7 +2,6 @@
 
 import math
 import types
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,7 @@ from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.search.ray_search import BeatenScheduler, searcher, tune_space
 from tune.search.space import check_space, grid, trial_tree, unwrap
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 TRAIN = {
     "task": "t:T",
@@ -25,22 +23,20 @@ TRAIN = {
 }
 
 
-def make(space: dict[str, Any], **more: Any) -> SweepConfig:
+def make(space, **more):
     tree = {"train": TRAIN, "space": space, "objective": {"metric": "val_loss"}, **more}
     return build(SweepConfig, tree, "sweep.yaml")
 
 
-def random(space: dict[str, Any]) -> SweepConfig:
+def random(space):
     return make(space, search="random", budget={"trials": 5})
 
 
-def run_of(trial: dict[str, Any]) -> TrainConfig:
+def run_of(trial):
     return build(TrainConfig, trial_tree(TRAIN, trial), "space")
 
 
-def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allows() -> (
-    None
-):
+def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allows():
     space = {"seed": [0, 1], "precision": ["fp32", "bf16"]}
     trials = [
         {"seed": seed, "precision": precision}
@@ -54,7 +50,7 @@ def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allo
     assert unwrap({"seed": 1}) == {"seed": 1}, "as Tune draws it, key by key"
 
 
-def test_fixed_microbatches_are_tried_from_the_middle() -> None:
+def test_fixed_microbatches_are_tried_from_the_middle():
     ((key, values),) = tune_space(
         make({"microbatch_size": [1, 2, 3, 4, 5, 6, 7]})
     ).items()
@@ -63,7 +59,7 @@ def test_fixed_microbatches_are_tried_from_the_middle() -> None:
     ] == [4, 2, 6, 1, 3, 5, 7]
 
 
-def test_a_trial_is_the_run_with_its_values() -> None:
+def test_a_trial_is_the_run_with_its_values():
     config = run_of(
         {
             "optimizer.lr": 0.5,
@@ -108,7 +104,7 @@ def test_a_trial_is_the_run_with_its_values() -> None:
     ],
     ids=lambda config: ",".join(config.space),
 )
-def test_a_good_space_passes(config: SweepConfig) -> None:
+def test_a_good_space_passes(config):
     check_space(config, TRAIN, "sweep.yaml")
 
 
@@ -131,9 +127,7 @@ def test_a_good_space_passes(config: SweepConfig) -> None:
         ),
     ],
 )
-def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(
-    config: SweepConfig, field: str
-) -> None:
+def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(config, field):
     with pytest.raises(ConfigError) as raised:
         check_space(config, TRAIN, "sweep.yaml")
     assert (raised.value.field, raised.value.source) == (field, "sweep.yaml")
@@ -148,7 +142,7 @@ WIDE = {
 }
 
 
-def test_ranges_go_to_tune_with_their_bounds() -> None:
+def test_ranges_go_to_tune_with_their_bounds():
     space = tune_space(random(WIDE))
     drawn = [
         {key: domain.sample() for key, domain in space.items()} for _ in range(200)
@@ -169,9 +163,7 @@ def test_ranges_go_to_tune_with_their_bounds() -> None:
         run_of(unwrap(row))
 
 
-def optuna_trials(
-    config: SweepConfig, count: int, before: list[TrialRecord]
-) -> list[dict[str, Any]]:
+def optuna_trials(config, count, before):
     """What optuna chooses when a trial's objective is its learning rate's distance from
     1e-3, in decades.
     """
@@ -189,11 +181,11 @@ def optuna_trials(
     return found
 
 
-def distance(trial: dict[str, Any]) -> float:
+def distance(trial):
     return abs(math.log10(trial["optimizer.lr"]) + 3)
 
 
-def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start() -> None:
+def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start():
     config = make(WIDE, search="optuna", budget={"trials": 60})
     first = optuna_trials(config, 30, [])
     before = [
@@ -216,8 +208,8 @@ def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start() 
 
 
 def test_optuna_that_is_not_installed_is_said_before_any_trial(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install") as raised:
         check_space(
@@ -237,8 +229,8 @@ def test_optuna_that_is_not_installed_is_said_before_any_trial(
     ],
 )
 def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
-    trained_s: float, finished_s: float | None, accuracy: float, goes_on: bool
-) -> None:
+    trained_s, finished_s, accuracy, goes_on
+):
     records = {"f": TrialRecord("f", {}, "done", 0.0, 1.0, time_to_target_s=finished_s)}
     why = {}
     scheduler = BeatenScheduler(sweep_config().objective, records, why)
@@ -248,7 +240,7 @@ def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
     assert ("trial f" in why.get("t", "")) is not goes_on
 
 
-def test_only_a_race_to_a_target_ends_beaten_trials() -> None:
+def test_only_a_race_to_a_target_ends_beaten_trials():
     assert sweep_config().ends_beaten
     assert not sweep_config("val_loss").ends_beaten
     assert not sweep_config(scheduler="asha").ends_beaten

@@ -5,8 +5,6 @@ another one.
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +14,13 @@ from trainers.lease import LEASE, held
 from trainers.storage import Storage
 from tune.sweeps.spec import (
     SAVED,
-    SweepSpec,
     is_complete,
     prepare,
     read_saved,
     read_sweep,
 )
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_spec"
 TRAIN = {
@@ -43,7 +40,7 @@ SWEEP = {
 
 
 @pytest.fixture
-def user(user: Path) -> Path:
+def user(user):
     """With a task and a sweep of it."""
     (user / f"{MODULE}.py").write_text(
         "from trainers.task import Task\n\nclass Mine(Task):\n    pass\n"
@@ -53,22 +50,22 @@ def user(user: Path) -> Path:
 
 
 def write(
-    folder: Path,
-    sweep: dict[str, Any] | None = None,
-    train: dict[str, Any] | None = None,
-) -> None:
+    folder,
+    sweep=None,
+    train=None,
+):
     (folder / "train.yaml").write_text(dump_yaml(train or TRAIN))
     (folder / "sweep.yaml").write_text(dump_yaml(SWEEP | (sweep or {})))
 
 
-def read(user: Path, **overrides: Any) -> SweepSpec:
+def read(user, **overrides):
     return read_sweep(
         str(user / "sweep.yaml"),
         {key.replace("__", "."): value for key, value in overrides.items()},
     )
 
 
-def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
+def test_a_file_becomes_a_spec(user, tmp_path):
     spec = read(user)
     assert spec.uri == f"{tmp_path}/cwd/results/many"
     assert spec.path == (str(user),)
@@ -77,7 +74,7 @@ def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
     assert "storage_path" not in spec.train
 
 
-def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> None:
+def test_overrides_go_to_the_sweep_or_to_the_run(user, tmp_path):
     spec = read(
         user, name="other", storage_path=str(tmp_path / "s"), lanes=2, objective__metric="val_accuracy",
         train__optimizer__lr=0.5, train__max_steps=9,
@@ -103,9 +100,7 @@ def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> 
         ({}, {"task": "nowhere:Mine"}, "train.yaml", "cannot be found"),
     ],
 )
-def test_a_mistake_names_the_file_that_it_is_in(
-    user: Path, sweep: dict[str, Any], train: dict[str, Any], file: str, words: str
-) -> None:
+def test_a_mistake_names_the_file_that_it_is_in(user, sweep, train, file, words):
     write(user, sweep, TRAIN | train)
     with pytest.raises(ConfigError) as raised:
         read(user)
@@ -133,7 +128,7 @@ def test_a_mistake_names_the_file_that_it_is_in(
         },
     ],
 )
-def test_the_saved_sweep_is_the_same_sweep(user: Path, sweep: dict[str, Any]) -> None:
+def test_the_saved_sweep_is_the_same_sweep(user, sweep):
     write(user, sweep)
     spec = read(user)
     assert prepare(spec, fresh=False) == 0
@@ -151,9 +146,7 @@ def test_the_saved_sweep_is_the_same_sweep(user: Path, sweep: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_sweep_is_resumed_from_any_directory(
-    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
-) -> None:
+def test_a_sweep_is_resumed_from_any_directory(user, tmp_path, monkeypatch, inside):
     """Also when it was started in the directory of its task, which is then a relative
     one.
     """
@@ -167,7 +160,7 @@ def test_a_sweep_is_resumed_from_any_directory(
     assert str(user) in saved.path
 
 
-def test_ended_trials_are_counted(user: Path) -> None:
+def test_ended_trials_are_counted(user):
     spec = read(user)
     prepare(spec, fresh=False)
     journal = Journal(spec.storage)
@@ -186,9 +179,7 @@ def test_ended_trials_are_counted(user: Path) -> None:
         ({"train__optimizer__lr": 0.5}, "train.optimizer"),
     ],
 )
-def test_another_sweep_of_the_same_name_is_refused(
-    user: Path, overrides: dict[str, Any], field: str
-) -> None:
+def test_another_sweep_of_the_same_name_is_refused(user, overrides, field):
     prepare(read(user), fresh=False)
     with pytest.raises(ConfigError, match=r"differs from .*--fresh") as raised:
         prepare(read(user, **overrides), fresh=False)
@@ -197,7 +188,7 @@ def test_another_sweep_of_the_same_name_is_refused(
     assert prepare(read(user, name="other"), fresh=False) == 0
 
 
-def test_an_objective_that_named_nothing_may_be_put_right(user: Path) -> None:
+def test_an_objective_that_named_nothing_may_be_put_right(user):
     """Until a trial has ended by it."""
     prepare(read(user, objective__metric="valid_loss"), fresh=False)
     spec = read(user)
@@ -210,9 +201,7 @@ def test_an_objective_that_named_nothing_may_be_put_right(user: Path) -> None:
 
 
 @pytest.mark.parametrize("search", ["random", "optuna", "grid"])
-def test_a_sweep_is_complete_once_each_trial_has_a_record(
-    user: Path, search: str
-) -> None:
+def test_a_sweep_is_complete_once_each_trial_has_a_record(user, search):
     spec = read(user, search=search, budget__trials=2)
     prepare(spec, fresh=False)
     for precision in ("fp32", "bf16"):
@@ -234,26 +223,22 @@ def test_a_sweep_is_complete_once_each_trial_has_a_record(
     assert is_complete(spec)
 
 
-def test_the_way_on_is_given_where_the_sweep_was(
-    user: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_way_on_is_given_where_the_sweep_was(user, monkeypatch):
     spec = read(user)
-    assert spec.resume() == f"python -m tune resume {spec.uri}"
+    assert spec.resume() == f"python -m tune {spec.uri}"
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     assert (
         spec.resume("/head/python")
-        == f"ray job submit --working-dir . -- python -m tune resume {spec.uri}"
+        == f"ray job submit --working-dir . -- python -m tune {spec.uri}"
     )
 
 
-def holder(spec: SweepSpec) -> object:
+def holder(spec):
     """Whose the lease is; how often it was renewed depends on the time."""
     return json.loads(spec.storage.read(LEASE))["token"]
 
 
-def test_a_live_sweep_is_neither_started_again_nor_deleted(
-    user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_live_sweep_is_neither_started_again_nor_deleted(user, monkeypatch, capsys):
     from tune.__main__ import main
 
     monkeypatch.setattr(
@@ -272,7 +257,7 @@ def test_a_live_sweep_is_neither_started_again_nor_deleted(
 
 
 @pytest.mark.parametrize("data", [b"", b"name: x\n", b"\xff"])
-def test_a_damaged_saved_sweep_is_a_config_error(user: Path, data: bytes) -> None:
+def test_a_damaged_saved_sweep_is_a_config_error(user, data):
     spec = read(user)
     prepare(spec, fresh=False)
     Storage(spec.uri).write("sweep.yaml", data)
@@ -280,7 +265,7 @@ def test_a_damaged_saved_sweep_is_a_config_error(user: Path, data: bytes) -> Non
         read_saved(spec.uri)
 
 
-def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:
+def test_a_dotted_key_of_the_space_may_be_overridden(user):
     write(user, {"space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}})
     spec = read(
         user,
@@ -301,9 +286,7 @@ def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:
 @pytest.mark.parametrize(
     "key", ["space.optimizer.lrr", "space.optimizer", "space.", "space.a..b"]
 )
-def test_a_key_of_the_space_that_is_none_of_the_run_s_is_an_error(
-    user: Path, key: str
-) -> None:
+def test_a_key_of_the_space_that_is_none_of_the_run_s_is_an_error(user, key):
     with pytest.raises(ConfigError) as error:
         read(user, **{key: [0.1]})
     assert "space" in str(error.value)

@@ -5,9 +5,7 @@ there is no terminal.
 import io
 import logging
 import time
-from typing import Any
 
-import pytest
 from rich.console import Console
 
 from tune.config import SweepConfig
@@ -15,13 +13,13 @@ from tune.sweeps.progress import Terminal, View, render
 from tune.trials.record import TrialRecord
 
 
-def config(**keys: Any) -> SweepConfig:
+def config(**keys):
     return SweepConfig(
         name="digits", train={}, space={"global_batch_size": [32, 64]}, **keys
     )
 
 
-def view(**changes: Any) -> View:
+def view(**changes):
     best = TrialRecord(
         "a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1
     )
@@ -49,13 +47,13 @@ def view(**changes: Any) -> View:
     return View(**known | changes)
 
 
-def text(shown: View) -> str:
+def text(shown):
     console = Console(width=140, file=io.StringIO(), force_terminal=False)
     console.print(render(shown))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
-def test_no_name_is_markup_or_moves_the_cursor() -> None:
+def test_no_name_is_markup_or_moves_the_cursor():
     name = "val_[/red]\x1b[2J"
     trial = {"trial": "b", "started": time.time(), "metrics": {"step": 1, name: 0.25}}
     record = TrialRecord("a", {"task_args.[/b]\x1b": "[/red]\x1b[2J"}, "done", 0, 1)
@@ -70,7 +68,7 @@ def test_no_name_is_markup_or_moves_the_cursor() -> None:
         assert words in shown, shown
 
 
-def test_it_shows_all_that_there_is() -> None:
+def test_it_shows_all_that_there_is():
     shown = text(view())
     for words in (
         "digits   11/24 trials: 9 done, 2 out_of_memory",
@@ -85,7 +83,7 @@ def test_it_shows_all_that_there_is() -> None:
         assert words in shown, shown
 
 
-def test_lines_stay_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_stay_above_the_table(monkeypatch):
     """A handler that took hold of standard output before must not write through the
     table.
     """

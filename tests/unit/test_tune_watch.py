@@ -1,14 +1,14 @@
-"""The page of a sweep that runs: who gets it, what it says of the sweep, and that it
-only reads.
+"""The page of a sweep that runs: who gets it, what it says of the sweep, and that
+nothing but its buttons writes.
 """
 
 import contextlib
 import http.client
+import json
+import re
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,28 +19,30 @@ from trainers.lease import LEASE, Holder
 from trainers.storage import Storage
 from tune.trials.journal import Journal
 from tune.trials.live import Live, Running, write_live
+from tune.trials.record import trial_id
+from tune.trials.steering import Actions
 from tune.watch import LOOPBACK, Follow, PageServer, Seen, judge
 
 
 class Sweep:
     """What a driver writes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
 
-    def begin(self, **changes: Any) -> None:
+    def begin(self, **changes):
         saved = config(**changes).model_dump(mode="json", exclude_none=True)
         self.storage.write("sweep.yaml", dump_yaml(saved).encode())
         self.beat()
 
-    def beat(self, **changes: Any) -> None:
+    def beat(self, **changes):
         self.storage.write(LEASE, replace(Holder.this_process(), **changes).write())
 
-    def run(self, *running: Running, total: int = 11) -> None:
+    def run(self, *running, total=11):
         write_live(self.storage, Live("running", total, 2, list(running)))
 
-    def files(self) -> dict[str, bytes]:
+    def files(self):
         directory = Path(self.storage.path)
         return {
             str(file): file.read_bytes()
@@ -50,25 +52,25 @@ class Sweep:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path) -> Sweep:
+def sweep(tmp_path):
     return Sweep(tmp_path / "digits-sweep")
 
 
-class Looks:
+class Looks(Follow):
     """Pages of a directory, two seconds apart, however long they take to draw."""
 
-    def __init__(self, sweep: Sweep) -> None:
+    def __init__(self, sweep):
         self.now_s = 0.0
-        self.follow = Follow(sweep.storage.uri, lambda: self.now_s)
+        super().__init__(sweep.storage.uri, lambda: self.now_s)
 
-    def page(self) -> tuple[str, str]:
+    def page(self):
         self.now_s += 2.0
-        return self.follow.page()
+        return super().page()
 
 
 @contextlib.contextmanager
-def served(sweep: Sweep) -> Iterator[PageServer]:
-    with PageServer(Looks(sweep).page) as server:
+def served(sweep):
+    with PageServer(Looks(sweep)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -78,24 +80,25 @@ def served(sweep: Sweep) -> Iterator[PageServer]:
             thread.join()
 
 
-def ask(
-    server: PageServer, path: str = "/", host: str | None = None, **headers: str
-) -> http.client.HTTPResponse:
+def ask(server, path="/", host=None, words=None, **headers):
     connection = http.client.HTTPConnection(LOOPBACK, server.server_port)
     shown = {"Host": host or f"{LOOPBACK}:{server.server_port}"} | {
         k.replace("_", "-"): v for k, v in headers.items()
     }
-    connection.putrequest("GET", path, skip_host=True)
+    body = b"" if words is None else json.dumps(words).encode()
+    if body:
+        shown["Content-Length"] = str(len(body))
+    connection.putrequest("POST" if body else "GET", path, skip_host=True)
     for name, value in shown.items():
         connection.putheader(name, value)
-    connection.endheaders()
+    connection.endheaders(body)
     answer = connection.getresponse()
-    answer.text = answer.read().decode()  # type: ignore[attr-defined]
+    answer.text = answer.read().decode()
     connection.close()
     return answer
 
 
-def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
+def test_only_who_has_the_token_gets_the_page(sweep):
     sweep.begin()
     with served(sweep) as server:
         assert server.server_address[0] == "127.0.0.1"
@@ -107,21 +110,21 @@ def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
         ):
             for path in ("/", "/watch.js", "/?token=no", "/?token=", "/nothing"):
                 answer = ask(server, path, **given)
-                assert (answer.status, "digits" in answer.text) == (401, False), path  # type: ignore[attr-defined]
+                assert (answer.status, "digits" in answer.text) == (401, False), path
         first = ask(server, f"/?token={server.token}")
         cookie = first.headers["Set-Cookie"]
         assert (first.status, first.headers["Location"]) == (303, "/")
         assert cookie.endswith("; Path=/; HttpOnly; SameSite=Lax")
         page = ask(server, Cookie=f"other=1; {cookie.partition(';')[0]}")
         assert page.status == 200
-        assert "Paceline sweep digits-sweep" in page.text  # type: ignore[attr-defined]
-        assert server.token not in page.text  # type: ignore[attr-defined]
+        assert "Paceline sweep digits-sweep" in page.text
+        assert server.token not in page.text
         assert "script-src 'self'" in page.headers["Content-Security-Policy"]
         assert ask(server, **bearer).status == 200
         assert ask(server, If_None_Match=page.headers["ETag"], **bearer).status == 304
 
 
-def test_names_of_elsewhere_are_refused(sweep: Sweep) -> None:
+def test_names_of_elsewhere_are_refused(sweep):
     """A page whose name resolves to the loopback would be of the same origin, and have
     the cookie.
     """
@@ -145,7 +148,7 @@ def test_names_of_elsewhere_are_refused(sweep: Sweep) -> None:
             assert ask(server, host=host, **bearer).status == 200, host
 
 
-def test_no_path_is_a_file(sweep: Sweep) -> None:
+def test_no_path_is_a_file(sweep):
     sweep.begin()
     with served(sweep) as server:
         bearer = {"Authorization": f"Bearer {server.token}"}
@@ -159,20 +162,20 @@ def test_no_path_is_a_file(sweep: Sweep) -> None:
         ]
         for path in [*paths, "/watch.js/../../__main__.py", "/..%2f..%2fetc/passwd"]:
             assert ask(server, path, **bearer).status == 404, path
-        assert "fetch(" in ask(server, "/watch.js", **bearer).text  # type: ignore[attr-defined]
+        assert "fetch(" in ask(server, "/watch.js", **bearer).text
 
 
-def test_a_port_in_use_is_an_error(sweep: Sweep) -> None:
+def test_a_port_in_use_is_an_error(sweep):
     with (
         served(sweep) as server,
         pytest.raises(
             ConfigError, match=f"--port. is {server.server_port}, but cannot be"
         ),
     ):
-        PageServer(server.page, server.server_port)
+        PageServer(server.follow, server.server_port)
 
 
-def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
+def test_the_page_follows_the_journal_and_writes_nothing(sweep):
     looks = Looks(sweep)
     page, version = looks.page()
     assert "holds no sweep yet" in page
@@ -200,6 +203,59 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
     write_live(sweep.storage, Live("ended"))
     sweep.storage.delete(LEASE)
     assert "The sweep has ended, with 4 trials." in looks.page()[0]
+
+
+def test_buttons_steer_as_the_command_does(sweep):
+    trial = {"global_batch_size": 64, "precision": "fp32"}
+    name = trial_id(trial)
+    sweep.begin(budget={"trials": 20})
+    with served(sweep) as server:
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        text = ask(server, **bearer).text
+        [token] = re.findall('data-token="([^"]+)"', text)
+        assert f'value="{name}"' in text
+        may = {"Authorization": f"Bearer {token}"}
+        for words, said in (
+            (["pause"], "pause"),
+            (["first", name[:6]], f"first {name}"),
+            (["stop", name], f"stop {name}"),
+            (["go-on"], "go-on"),
+        ):
+            answer = ask(server, "/steer", words=words, **may)
+            assert (answer.status, answer.text.strip()) == (200, said)
+            assert f'<p class="muted">{said}</p>' in ask(server, **bearer).text
+        found = Actions(sweep.storage).read()
+        assert (found.paused, found.first, found.stopped) == (False, (name,), {name})
+        for words in (["halt"], ["stop"], ["stop", "none"], ["stop", name, "a=1"]):
+            answer = ask(server, "/steer", words=words, **may)
+            assert answer.status == 400
+            assert "`" in ask(server, **bearer).text
+
+
+def test_nobody_else_steers(sweep):
+    """A page of elsewhere, even of another port here, can send a browser's cookies, but
+    neither read the token of the page nor send a header without being asked first.
+    """
+    sweep.begin()
+    before = sweep.files()
+    with served(sweep) as server:
+        cookie = ask(server, f"/?token={server.token}").headers["Set-Cookie"]
+        good = {"Authorization": f"Bearer {server.follow.token}"}
+        for path, status, given in (
+            ("/steer", 401, {}),
+            ("/steer", 401, {"Cookie": cookie.partition(";")[0]}),
+            ("/steer", 401, {"Authorization": f"Bearer {server.token}"}),
+            ("/steer", 403, {**good, "host": "evil.example"}),
+            ("/steer", 403, {**good, "Origin": "http://localhost:3000"}),
+            ("/steer", 403, {**good, "Origin": "null"}),
+            ("/", 404, good),
+        ):
+            answer = ask(server, path, words=["pause"], **given)
+            assert answer.status == status, (path, given)
+        for words in ("pause", [], {"pause": 1}, ["pause", 1], ["x" * 5000]):
+            assert ask(server, "/steer", words=words, **good).status == 400
+        assert ask(server, Origin="http://evil.example", **good).status == 403
+    assert sweep.files() == before
 
 
 HERE = Holder.this_process()
@@ -238,7 +294,7 @@ STOPS = Live("cut off")
         (
             {"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS},
             "cut",
-            "`python -m tune resume here` goes on",
+            "`python -m tune here` goes on",
         ),
         (
             {"holder": replace(HERE, pid=2**22 + 1), "live": RUNS},
@@ -253,7 +309,7 @@ STOPS = Live("cut off")
         ({"live": STOPS}, "cut", "stopped before its end; 8 trials are kept"),
     ],
 )
-def test_how_a_sweep_is(seen: dict[str, Any], kind: str, words: str) -> None:
+def test_how_a_sweep_is(seen, kind, words):
     found, sentence = judge(
         Seen(**{"uri": "here", "has_sweep": True, "records": done(), **seen})
     )

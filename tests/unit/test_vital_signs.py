@@ -1,7 +1,5 @@
 """Who among a driver's actors counts as silent, and what then happens to it."""
 
-from collections.abc import Iterator
-
 import pytest
 import ray
 from ray import cloudpickle
@@ -18,17 +16,17 @@ class Store:
     killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.data = {}
         self.states = {}
         self.killed = []
 
-    def beat(self, actor: str, count: int) -> None:
+    def beat(self, actor, count):
         self.states.setdefault(actor, "ALIVE")
         self.data[f"{PREFIX}{actor}".encode()] = str(count).encode()
         self.data[f"{PREFIX}{actor}/handle".encode()] = cloudpickle.dumps(actor)
 
-    def delete(self, name: str | bytes, del_by_prefix: bool) -> None:
+    def delete(self, name, del_by_prefix):
         prefix = name if isinstance(name, bytes) else name.encode()
         self.data = {
             key: value for key, value in self.data.items() if not key.startswith(prefix)
@@ -36,7 +34,7 @@ class Store:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+def store(monkeypatch):
     made = Store()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(vital_signs, "_prefix", lambda: PREFIX)
@@ -50,7 +48,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     return made
 
 
-def test_an_actor_that_falls_silent_is_killed_once_and_no_other(store: Store) -> None:
+def test_an_actor_that_falls_silent_is_killed_once_and_no_other(store):
     signs = VitalSigns()
     for count in range(2 * LOOKS):
         store.beat("speaks", count)

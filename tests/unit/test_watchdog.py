@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -57,12 +56,12 @@ OF_PHASES = "failure.hang_timeout_s 0.1 allows a phase 0.4 s"
 
 
 def run(
-    tmp_path: Path,
-    wait: str,
-    budgets: str = PHASES,
-    grace_s: float = 60,
-    heard: bool = False,
-) -> subprocess.CompletedProcess[str]:
+    tmp_path,
+    wait,
+    budgets=PHASES,
+    grace_s=60,
+    heard=False,
+):
     """With a grace that no busy machine exceeds: the C-level timer must not be the
     first.
     """
@@ -99,9 +98,7 @@ def run(
         ),
     ],
 )
-def test_a_hang_saves_the_stacks_and_ends_the_process(
-    tmp_path: Path, wait: str, budgets: str, words: str
-) -> None:
+def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path, wait, budgets, words):
     done = run(tmp_path, wait, budgets)
     assert done.returncode == HUNG_EXIT_CODE
     assert "error: the run ended as `hung`: rank 3 made no step for " in done.stderr
@@ -119,7 +116,7 @@ def test_a_hang_saves_the_stacks_and_ends_the_process(
     assert not list(tmp_path.glob("paceline-stacks-*"))
 
 
-def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path: Path) -> None:
+def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path):
     """No thread can run then: the C-level timer prints the stacks and leaves."""
     done = run(tmp_path, "import ctypes; ctypes.PyDLL(None).sleep(3600)", grace_s=0.2)
     assert done.returncode == 1
@@ -131,9 +128,7 @@ PLACES = ["Storage.write", "Context.hung", "watchdog.print", "watchdog.line_of_t
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_whatever_hangs_as_well_does_not_keep_the_process(
-    tmp_path: Path, place: str
-) -> None:
+def test_whatever_hangs_as_well_does_not_keep_the_process(tmp_path, place):
     done = run(
         tmp_path,
         f"{place} = lambda *args, **_: time.sleep(3600); time.sleep(3600)",
@@ -147,7 +142,7 @@ def test_whatever_hangs_as_well_does_not_keep_the_process(
 class Clock:
     """Time that a test moves; `looks` waits until the watchdog has looked at it twice."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.now_s = 0.0
         self._looks = queue.SimpleQueue[None]()
         monkeypatch.setattr(
@@ -155,19 +150,19 @@ class Clock:
             SimpleNamespace(monotonic=self._monotonic, sleep=time.sleep),
         )
 
-    def _monotonic(self) -> float:
+    def _monotonic(self):
         if threading.current_thread().name == "watchdog":
             self._looks.put(None)
         return self.now_s
 
-    def looks(self) -> None:
+    def looks(self):
         while not self._looks.empty():
             self._looks.get()
         for _ in range(2):
             self._looks.get(timeout=HANG_S)
 
 
-def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ends(monkeypatch):
     """What the watchdog says, in place of ending this process."""
     said = []
     monkeypatch.setattr(
@@ -176,7 +171,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_a_slow_loop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_loop_is_no_hang(monkeypatch):
     """Ten steps of almost the timeout each, and several looks at every one of them."""
     before = set(threading.enumerate())
     clock = Clock(monkeypatch)
@@ -196,8 +191,8 @@ def test_a_slow_loop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_write_amid_the_steps_has_the_budget_of_a_phase(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     clock = Clock(monkeypatch)
     said = ends(monkeypatch)
     monkeypatch.setattr(sections, "LEAST_PHASE_S", 100.0)
@@ -215,7 +210,7 @@ def test_a_write_amid_the_steps_has_the_budget_of_a_phase(
     assert said[0].endswith("s in checkpoint")
 
 
-def test_every_second_is_of_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_second_is_of_one_phase(monkeypatch):
     clock = Clock(monkeypatch)
     with watched(FailureConfig(), RunContext(None, "local")) as dog:
         clock.now_s += 1
@@ -229,7 +224,7 @@ def test_every_second_is_of_one_phase(monkeypatch: pytest.MonkeyPatch) -> None:
         assert dog.spent_s == {"the start": 1.0, "training": 20.0, "evaluation": 200.0}
 
 
-def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
+def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path):
     fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
     stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"
     done = run(

@@ -1,16 +1,12 @@
-"""Checkpoints: written straight to storage, a manifest with checksums last; the newest
-complete one is resumed.
+"""Write checkpoints straight to storage, and resume the newest complete one.
 
-    checkpoints/step-000000000123/state.pt                 model, optimizer, scaler,
-                                  task, position rank-00000.pt            random state
-                                  of each rank shard-00000.safetensors  of a sharded or
-                                  large model each rank's rows of its tensors,
-                                                           which `state.pt` then has no
-                                                           more of than their shapes
-                                  manifest.json            names, sizes and SHA-256 of
-                                                           the files above; metrics,
-                                                           versions, config; a seal over
-                                                           its own text
+    checkpoints/step-000000000123/
+        state.pt                   model, optimizer, scaler, task, position
+        rank-00000.pt              random state of each rank
+        shard-00000.safetensors    each rank's rows of a sharded or large model, of which
+                                   `state.pt` then has no more than the shapes
+        manifest.json              names, sizes and SHA-256 of the files above, metrics,
+                                   versions, config, and a seal over its own text
 
 A checkpoint without its manifest, or with a file that does not match it, is not used;
 nor is another run's, or one that does not fit the model. The next older one is, and
@@ -19,10 +15,11 @@ where there are some and none can be used, that is an error.
 One is written at once (`save`), or while training goes on (`start`, then `advance`
 whenever no rank is busy):
 
-    the loop    copies the state to host memory its thread  on each rank writes and
-    hashes its files the loop    gathers names, sizes and checksums, or what went wrong
-    its thread  on rank 0 writes the manifest, then deletes older checkpoints the loop
-    knows that the checkpoint is complete, or raises StorageError on every rank
+1. The loop copies the state to host memory.
+2. Its thread on each rank writes and hashes its files.
+3. The loop gathers names, sizes and checksums, or what went wrong.
+4. Its thread on rank 0 writes the manifest, then deletes older checkpoints.
+5. The loop knows that it is complete, or raises StorageError on every rank.
 
 Threads never call a collective: on the process group of DDP's own it would mix with
 them. The loop agrees every ten steps anyway, so nothing polls storage, and an error is
@@ -52,6 +49,7 @@ from trainers.checkpoint.manifest import (
 )
 from trainers.checkpoint.row_shards import RowReader
 from trainers.checkpoint.store import Archive
+from trainers.checkpoint.validation import map_tree
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, PacelineError, StorageError
 from trainers.storage import Storage
@@ -121,8 +119,7 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """Write one checkpoint and return where it is; only then are older ones
-        deleted.
+        """Write one checkpoint, then delete older ones, and return where it is.
 
         `metrics` are the figures of an evaluation at this very step; `rows` this
         rank's, where all ranks have some. Raises StorageError, on every rank, when any
@@ -143,8 +140,9 @@ class Checkpoints:
         first: Callable[[], None] | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Copy the state to host memory, and write it while training goes on; there
-        must be none on its way.
+        """Copy the state to host memory, and write it while training goes on.
+
+        There must be none on its way.
 
         `rank_state` is not copied. `first` is called, by the thread, before anything is
         written.
@@ -176,14 +174,14 @@ class Checkpoints:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work; while no rank's is, `advance` waits
-        for nothing.
+        """Whether this rank's thread is at work.
+
+        While no rank's is, `advance` waits for nothing.
         """
         return self._pending is not None and not self._pending.job.done()
 
     def advance(self) -> str | None:
-        """The next phase of the checkpoint on its way; where it is, when that was the
-        last.
+        """Take the checkpoint on its way one phase on; return its place after the last.
 
         Raises StorageError, on every rank, when any rank could not write.
         """
@@ -206,8 +204,9 @@ class Checkpoints:
         return where
 
     def abandon(self) -> None:
-        """After an exception, which the other ranks may not share: wait for this rank's
-        thread, and end it.
+        """Wait for this rank's thread and end it, after an exception.
+
+        The other ranks may not have met it.
 
         A single rank completes the checkpoint on its way.
         """
@@ -221,16 +220,18 @@ class Checkpoints:
         self._thread.shutdown()
 
     def improves(self, figures: Mapping[str, float]) -> bool:
-        """Whether an evaluation beats every checkpoint so far; always False without
-        `best`.
+        """Return whether an evaluation beats every checkpoint so far.
+
+        Always False without `best`.
 
         Raises ConfigError when the task does not report that metric.
         """
         return self.best is not None and self.best.improves(figures, self._best_value)
 
     def load(self, *uses: Callable[[Loaded], None]) -> Loaded | None:
-        """The newest complete checkpoint that each of `uses` takes, on every rank,
-        without a CheckpointError.
+        """Return the newest complete checkpoint that `uses` take on every rank.
+
+        One that any of them refuses with a CheckpointError is not taken.
 
         Others are named in the log. None when none was ever completed; CheckpointError,
         on every rank, when there are some and none can be used: to begin anew, and then
@@ -383,8 +384,9 @@ def _message(error: Exception) -> str:
 
 
 class HostCopy:
-    """Copies of one nested state after another in host memory, in the same buffers:
-    fresh pages cost far more than the copy itself (200 MB on a CPU: 470 ms against 14).
+    """Copies nested states to host memory, one after another into the same buffers.
+
+    Fresh pages cost far more than the copy itself (200 MB on a CPU: 470 ms against 14).
 
     Buffers are pinned for what comes from CUDA.
 
@@ -395,39 +397,25 @@ class HostCopy:
         self._buffers: _Buffers = {}
 
     def take(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same nesting with its own tensors and containers; waits for the device
-        once.
+        """Return the same nesting with copies of its tensors and containers.
+
+        Waits for the device once.
 
         Tied tensors stay tied.
         """
         used: _Buffers = {}
         seen: _Buffers = {}
-        copied: dict[str, Any] = self._copy(state, (), used, seen)
+
+        def copied_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            return self._copy_tensor(tensor.detach(), path, used, seen)
+
+        copied: dict[str, Any] = map_tree(copied_tensor, state, leaf=copy.deepcopy)
         for device in {identity[0] for identity in seen if identity[0].type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         self._buffers = used
         return copied
-
-    def _copy(
-        self, value: Any, path: tuple[Any, ...], used: _Buffers, seen: _Buffers
-    ) -> Any:
-        if isinstance(value, Tensor) and value.is_meta:
-            return value
-        if isinstance(value, Tensor):
-            return self._copy_tensor(value.detach(), path, used, seen)
-        if isinstance(value, dict):
-            copied = copy.copy(
-                value
-            )  # with its attributes: a state_dict carries versions of its modules in one
-            for key, item in value.items():
-                copied[key] = self._copy(item, (*path, key), used, seen)
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(
-                self._copy(item, (*path, index), used, seen)
-                for index, item in enumerate(value)
-            )
-        return copy.deepcopy(value)
 
     def _copy_tensor(
         self, tensor: Tensor, path: tuple[Any, ...], used: _Buffers, seen: _Buffers

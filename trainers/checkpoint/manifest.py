@@ -1,5 +1,6 @@
-"""A checkpoint's manifest: the last file written, which makes it whole; and which
-checkpoints of a run are kept.
+"""A checkpoint's manifest, and which checkpoints of a run are kept.
+
+The manifest is written last: it makes a checkpoint whole.
 """
 
 from __future__ import annotations
@@ -91,14 +92,13 @@ class Manifest:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank wrote its rows of the tensors
-        (trainers/checkpoint/row_shards.py).
-        """
+        """Whether each rank wrote its rows of the tensors (row_shards.py)."""
         return shard_file(0) in self.files
 
     def require_run(self, config: Mapping[str, Any]) -> None:
-        """Raise CheckpointError, with the key that differs, unless a run of this
-        `config` wrote it.
+        """Raise CheckpointError unless a run of this `config` wrote it.
+
+        The error names the key that differs.
         """
         for key in IDENTITY:
             was, now = (
@@ -112,8 +112,9 @@ class Manifest:
 
 
 def seal(tree: dict[str, Any]) -> bytes:
-    """A manifest's content as it is written: its last key is the SHA-256 of the same
-    text without that key.
+    """Return a manifest's content as it is written.
+
+    Its last key is the SHA-256 of the same text without that key.
 
     There is one text for each content, so that any other byte in it shows.
     """
@@ -166,8 +167,9 @@ class Best:
         )
 
     def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
-        """Whether an evaluation is strictly better than the value that was best
-        `before`; NaN never is.
+        """Return whether an evaluation is strictly better than the best value `before`.
+
+        NaN never is.
 
         Raises ConfigError when the task does not report this metric.
         """
@@ -178,8 +180,9 @@ class Best:
         )
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
-        """Names of the checkpoints whose step was evaluated, best first, of equal ones
-        the earliest.
+        """Return the checkpoints whose step was evaluated, best first.
+
+        Of equal ones the earliest comes first.
         """
         values = {
             name: found.metrics[self.metric]

@@ -1,5 +1,6 @@
-"""Tensors of which each rank writes its rows: cut out of a state before a checkpoint,
-put back after one.
+"""Tensors of which each rank writes its rows.
+
+They are cut out of a state before a checkpoint, and put back after one.
 
 A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which
 ones a file holds follows from its rank and from how many ranks there were. In the
@@ -13,7 +14,6 @@ straight into a tensor's.
 """
 
 import contextlib
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainers.checkpoint.manifest import Manifest, shard_file
-from trainers.checkpoint.validation import tensors_in
+from trainers.checkpoint.validation import map_tree, tensors_in
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.json_data import parse_json
@@ -83,7 +83,7 @@ def cut_rows(
     alike: parameters, their averages and the optimizer's tensors.
     """
     cutter = _Cutter(group, replicated)
-    return Cut(cutter.without(state, ()), cutter.rows)
+    return Cut(map_tree(cutter.stand_in, state), cutter.rows)
 
 
 class _Cutter:
@@ -93,25 +93,7 @@ class _Cutter:
         self.rows: dict[str, Tensor] = {}
         self._stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
 
-    def without(self, value: Any, path: _Path) -> Any:
-        """The same nesting without what is cut."""
-        if isinstance(value, Tensor):
-            return self._stand_in(value, path)
-        if isinstance(value, dict):
-            copied = copy.copy(
-                value
-            )  # with its attributes: a state_dict carries versions of its modules in one
-            copied.update(
-                (key, self.without(item, (*path, key))) for key, item in value.items()
-            )
-            return copied
-        if type(value) in (list, tuple):
-            return type(value)(
-                self.without(item, (*path, index)) for index, item in enumerate(value)
-            )
-        return value
-
-    def _stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
+    def stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
         rows = _own_rows(tensor, path, self._group, self._replicated)
         name = _name(path)
         if rows is None or name in self.rows:
@@ -138,9 +120,7 @@ class _Entry:
 
 
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, of any device, one after another: no more than one is copied at a
-    time.
-    """
+    """Write tensors of any device, with no more than one copied at a time."""
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -173,8 +153,9 @@ class TensorFile:
         self._base = 8 + size
 
     def read_rows(self, name: str, rows: range, of: int, into: Tensor) -> None:
-        """Fill `into` with rows of the tensor `name`, which has `of` rows like them, in
-        the same format.
+        """Fill `into` with rows of the tensor `name`.
+
+        The file has `of` rows like them, in the same format.
         """
         entry = self._entries.get(name)
         wanted = [of, *into.shape[1:]]
@@ -248,8 +229,9 @@ class RowReader:
         place: Callable[[Tensor, Tensor], Tensor] | None = None,
         into: Any = None,
     ) -> Any:
-        """A part of the state with its tensors in it: of each the rows of one rank of
-        so many, in host memory.
+        """Return a part of the state with its tensors in host memory.
+
+        Of each there are the rows of one rank of so many.
 
         `place` makes what stands in the state of these rows and the tensor on the meta
         device. A tensor of `into`, nested alike, gets its rows itself, where it has
@@ -280,7 +262,7 @@ class RowReader:
                     taken[id(stand_in)] = (
                         rows if place is None else place(rows, stand_in)
                     )
-        return _replaced(tree, taken)
+        return map_tree(lambda tensor, _: taken.get(id(tensor), tensor), tree)
 
     @retrying
     def _read(
@@ -290,9 +272,7 @@ class RowReader:
         files: dict[int, TensorFile],
         streams: contextlib.ExitStack,
     ) -> Tensor:
-        """Rows of a tensor, out of the files that have some of them; each is opened
-        once.
-        """
+        """Read rows of a tensor from the files that have them; open each file once."""
         count = stand_in.shape[0]
         name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
@@ -343,13 +323,13 @@ def _own_rows(
         sharded: Any = tensor
         part = local(tensor)
         by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
-        return (
-            part
-            if by_rows
+        if (
+            by_rows
             and sharded.device_mesh.size() == group.world_size
             and len(part) == len(own)
-            else None
-        )
+        ):
+            return part
+        return None
     if (
         replicated is None
         or type(tensor) not in (Tensor, torch.nn.Parameter)
@@ -362,24 +342,10 @@ def _own_rows(
         or (section == "ema" and inner[1] in replicated)
         or (section == "optimizer" and inner[0] == "state")
     )
-    return (
-        tensor.detach()[own.start : own.stop]
-        if is_replica and tensor.nbytes >= _LEAST_BYTES
-        else None
-    )
+    if is_replica and tensor.nbytes >= _LEAST_BYTES:
+        return tensor.detach()[own.start : own.stop]
+    return None
 
 
 def _name(path: _Path) -> str:
     return "/".join(map(str, path))
-
-
-def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return tensors.get(id(tree), tree)
-    if isinstance(tree, dict):
-        copied = copy.copy(tree)
-        copied.update((key, _replaced(value, tensors)) for key, value in tree.items())
-        return copied
-    if type(tree) in (list, tuple):
-        return type(tree)(_replaced(value, tensors) for value in tree)
-    return tree

@@ -1,5 +1,4 @@
-"""The training state of a run: what a checkpoint holds, when it is written, and how it
-is taken back.
+"""The training state of a run: when it is written, and how it is taken back.
 
 It is the same under every strategy and for any number of workers: under the bare
 module's names, by rows where each rank writes its own
@@ -62,8 +61,7 @@ checkpoint's.
 
 
 class Keeper:
-    """Keeps the training state and the log of one worker's run on storage, and takes
-    them back.
+    """Keeps the state and the log of one worker's run on storage.
 
     Every rank must call every method but `due` equally often.
 
@@ -99,17 +97,16 @@ class Keeper:
         self._kept_at = time.monotonic()
 
     def due(self) -> bool:
-        """Whether `every_s` has passed on this rank since the last checkpoint was
-        begun.
-        """
+        """Return whether `every_s` has passed on this rank since the last checkpoint."""
         every_s = self.config.checkpoint.every_s
         return every_s is not None and time.monotonic() - self._kept_at > every_s
 
     def keep(
         self, position: dict[str, Any], figures: Mapping[str, float], at_once: bool
     ) -> None:
-        """Begin a checkpoint at `position`; with `at_once`, and without
-        `checkpoint.async`, also complete it.
+        """Begin a checkpoint at `position`.
+
+        With `at_once`, and without `checkpoint.async`, also complete it.
 
         `figures` are those of an evaluation at this very step. Raises StorageError.
         """
@@ -133,8 +130,9 @@ class Keeper:
         self._kept_at = time.monotonic()
 
     def advance(self) -> None:
-        """One phase of the checkpoint that is on its way, if there is one, when no rank
-        is `busy` with it.
+        """Take the checkpoint on its way, if there is one, one phase on.
+
+        To be called when no rank is `busy` with it.
         """
         if (
             self.checkpoints.pending
@@ -158,7 +156,8 @@ class Keeper:
     def resume(
         self, source: Storage | None, check: Callable[[dict[str, Any]], None]
     ) -> dict[str, Any] | None:
-        """Take back the newest complete checkpoint that fits, and return its position;
+        """Take back the newest complete checkpoint that fits; return its position.
+
         None when there is none.
 
         A run without one begins with that of the run `source`, another one, which must
@@ -184,7 +183,10 @@ class Keeper:
                 raise CheckpointError(
                     f"there is no complete checkpoint in {source.uri} to begin with"
                 )
-        return None if loaded is None else loaded.state["position"]
+        if loaded is None:
+            return None
+        position: dict[str, Any] = loaded.state["position"]
+        return position
 
     def _state(self, position: dict[str, Any]) -> dict[str, Any]:
         """Everything but random state."""
@@ -205,7 +207,9 @@ class Keeper:
                 if name not in parts.frozen
             }
         if parts.beside:
-            state["beside"] = {name: one.detach() for name, one in parts.beside.items()}
+            state["beside"] = {
+                name: tensor.detach() for name, tensor in parts.beside.items()
+            }
         if changed := parts.as_made.changes(parts.model):
             state["switched"] = changed
         if parts.schedule is not None:
@@ -215,8 +219,9 @@ class Keeper:
         return state
 
     def _cut(self, state: dict[str, Any]) -> Cut:
-        """What rank 0 writes of the state, and this rank's rows where each writes some:
-        all ranks or none.
+        """Split the state into what rank 0 writes and this rank's rows.
+
+        Either all ranks write rows, or none.
         """
         parts = self.parts
         group = self.parts.group
@@ -233,11 +238,14 @@ class Keeper:
             len(set(group.gather(cut.digest()))) > 1
         ):  # an optimizer of the task's that has other tensors on each rank
             cut = Cut(state, {})
-        return Cut(whole(cut.rest, group), cut.rows) if sharded else cut
+        if sharded:
+            return Cut(whole(cut.rest, group), cut.rows)
+        return cut
 
     def _sums_left(self) -> dict[str, str]:
-        """On rank 0, sums of what the task holds and no checkpoint has; none where its
-        own state_dict() may have it.
+        """Return, on rank 0, checksums of what the task holds and no checkpoint has.
+
+        None where its own state_dict() may have it.
         """
         if (
             self.parts.group.rank != 0
@@ -247,8 +255,9 @@ class Keeper:
         return sums_of(left_beside(self.task, self.parts.model, self.parts.beside))
 
     def _warn_of_left(self) -> None:
-        """Warn, once, of what the task holds, has changed in training, and no
-        checkpoint has: a teacher's average.
+        """Warn once of what training has changed in the task and no checkpoint has.
+
+        An example is a teacher's average.
         """
         now = self._sums_left()
         if names := [
@@ -265,9 +274,7 @@ class Keeper:
             self._left = {}
 
     def _require_frozen(self) -> None:
-        """Raise ConfigError where what is left out is trained after all, or was changed
-        by hand.
-        """
+        """Raise ConfigError where a parameter that is left out changes all the same."""
         for name, (parameter, version) in self._frozen.items():
             if parameter.requires_grad or parameter._version != version:
                 rule = f"leaves out `{name}`, which model() has frozen, and which changes all the same"
@@ -279,8 +286,9 @@ class Keeper:
                 )
 
     def _check(self, loaded: Loaded) -> None:
-        """Raise CheckpointError when a checkpoint does not fit, ConfigError when it was
-        trained on other steps.
+        """Raise CheckpointError for a checkpoint that does not fit.
+
+        ConfigError where it was trained on other steps.
         """
         parts = self.parts
         config = self.config
@@ -321,8 +329,9 @@ class Keeper:
                 )
 
     def _apply(self, loaded: Loaded) -> None:
-        """Take back a loaded checkpoint; CheckpointError when the model or the task
-        does not take it.
+        """Take back a loaded checkpoint.
+
+        Raises CheckpointError when the model or the task does not take it.
         """
         try:
             self._take(loaded)
@@ -350,7 +359,9 @@ class Keeper:
                 tree = loaded.rows.fill(tree, group.rank, group.world_size, place, into)
             elif loaded.rows is not None:
                 tree = loaded.rows.fill(tree, into=into)
-            return shard_like(tree, like) if sharded else tree
+            if sharded:
+                return shard_like(tree, like)
+            return tree
 
         # One after the other: no more is read than is taken next.
         switched = loaded.state.get("switched", {})
@@ -381,9 +392,10 @@ def _size(tree: Any) -> int:
 
 
 def match_layout(optimizer: Optimizer) -> None:
-    """Each moment in the memory format of its parameter: a checkpoint may come from a
-    run with another one (`channels_last`), and fused steps walk both in the order in
-    which they lie in memory.
+    """Give each moment the memory format of its parameter.
+
+    A checkpoint may come from a run with another format (`channels_last`), and fused
+    steps walk both in the order in which they lie in memory.
 
     Narrow moments, which are tensors of torchao's own kinds, have an order of their
     own.
@@ -402,8 +414,10 @@ def match_layout(optimizer: Optimizer) -> None:
 
 
 def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved state as this run's optimizer takes it: what has a parameter's shape is
-    cut as that parameter is, and how a step is computed is this run's.
+    """Return the saved state as this run's optimizer takes it.
+
+    What has a parameter's shape is cut as the parameter is. How a step is computed is
+    this run's choice.
     """
     groups = [
         {
@@ -427,11 +441,9 @@ def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, A
     )
 
     def cut(value: Any, parameter: Tensor) -> Any:
-        return (
-            shard_like(value, parameter)
-            if getattr(value, "shape", None) == parameter.shape
-            else value
-        )
+        if getattr(value, "shape", None) == parameter.shape:
+            return shard_like(value, parameter)
+        return value
 
     state = {
         number: {name: cut(value, by_number[number]) for name, value in entries.items()}

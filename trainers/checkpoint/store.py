@@ -1,5 +1,4 @@
-"""The checkpoints of one run as one process sees them: files and manifests; which is
-the newest and which the best.
+"""The checkpoints of one run as one process sees them: files and manifests.
 
 Nothing here unpickles code, and nothing is a collective:
 trainers/checkpoint/checkpoints.py makes the ranks agree.
@@ -78,9 +77,7 @@ class Archive:
         return self.storage.exists(f"{name}/manifest.json")
 
     def begin(self, name: str) -> None:
-        """Delete the manifest: while its files change, a checkpoint must not look
-        complete.
-        """
+        """Delete the manifest: a checkpoint that changes must not look complete."""
         self.storage.delete(f"{name}/manifest.json")
 
     def write(self, name: str, file: str, state: dict[str, Any]) -> FileEntry:
@@ -110,9 +107,7 @@ class Archive:
         return FileEntry(hashing.size, hashing.sha256.hexdigest())
 
     def seal(self, manifest: Manifest, keep: int) -> None:
-        """Write the manifest, which makes the checkpoint whole, then delete those that
-        need not be kept.
-        """
+        """Write the manifest, which makes the checkpoint whole; delete surplus ones."""
         name = folder_name(manifest.step)
         if missing := [
             file for file in manifest.files if not self.storage.exists(f"{name}/{file}")
@@ -134,8 +129,9 @@ class Archive:
             self.storage.delete(other)
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint; CheckpointError when it is not complete,
-        damaged or another run's.
+        """Return the manifest of a checkpoint.
+
+        Raises CheckpointError when it is incomplete, damaged or another run's.
         """
         if not self.is_complete(name):
             raise CheckpointError("it has no manifest: writing it was cut off")
@@ -153,23 +149,23 @@ class Archive:
         return self._first_whole(self.names()[::-1])
 
     def best_name(self) -> str | None:
-        """The complete checkpoint with the best evaluation; damaged ones are named in
-        the log.
+        """Return the complete checkpoint with the best evaluation.
+
+        Damaged ones are named in the log.
         """
         return self._first_whole(self._ranked(self.names()))
 
     def best_value(self) -> float | None:
         """The figure of that evaluation."""
         name = self.best_name()
-        return (
-            self.manifest(name).metrics[self.best.metric]
-            if self.best and name
-            else None
-        )
+        if self.best and name:
+            return self.manifest(name).metrics[self.best.metric]
+        return None
 
     def choose(self, which: str) -> str:
-        """The checkpoint that a user means by `newest`, `best` or `step-123`;
-        CheckpointError when there is none.
+        """Return the checkpoint that a user means by `newest`, `best` or `step-123`.
+
+        Raises CheckpointError when there is none.
         """
         if which in ("newest", "best"):
             if which == "best" and self.best is None:
@@ -204,8 +200,9 @@ class Archive:
         return name
 
     def read_state(self, name: str) -> tuple[dict[str, Any], RowReader | None]:
-        """What rank 0 wrote, and where each rank wrote its rows of the tensors, what
-        reads these.
+        """Return what rank 0 wrote, and what reads the rows of all ranks.
+
+        The second is None where no rank wrote rows.
 
         Raises CheckpointError as `read` does.
         """
@@ -216,8 +213,9 @@ class Archive:
         ) if manifest.is_sharded else None
 
     def read(self, name: str, file: str) -> dict[str, Any]:
-        """The content of one file, on the CPU; CheckpointError when it is more than
-        tensors and plain data.
+        """Return the content of one file, on the CPU.
+
+        Raises CheckpointError when it is more than tensors and plain data.
         """
         where = self.storage.locate(f"{name}/{file}")
         cause: Exception | None = None
@@ -271,8 +269,9 @@ class Archive:
         return self.best.ranked(manifests)
 
     def verify(self, name: str, rank: int = 0, world_size: int = 1) -> None:
-        """Raise CheckpointError unless every file, or a rank's share of them, is as the
-        manifest says.
+        """Raise CheckpointError unless the files are as the manifest says.
+
+        With `world_size`, only a rank's share of the files is read.
         """
         manifest = self.manifest(name)
         # Of as many ranks as have written, each has the files that it wrote.
@@ -292,9 +291,7 @@ class Archive:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """The operating system's own error, or our explanation of it, behind another
-    exception.
-    """
+    """Return the operating system's own error behind another exception."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,5 +1,6 @@
-"""Whether a state that was read back is one of this run: types, shapes and ranges,
-before any of it is applied.
+"""Check a state that was read back before any of it is applied.
+
+The checks are of types, shapes and ranges.
 
 Checksums say that a checkpoint is as it was written; this, that what was written fits.
 torch itself checks a model's names and shapes when it takes them, but no optimizer's:
@@ -7,9 +8,10 @@ fused steps read moments by address, and one of another shape than its parameter
 crash the process.
 """
 
+import copy
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
@@ -88,8 +90,9 @@ class Position:
 def check_state(
     state: Mapping[str, Any], name: str, has_rows: bool = False
 ) -> Position:
-    """Return the position in the state of checkpoint `name`; CheckpointError when it is
-    no state of a run.
+    """Return the position in the state of checkpoint `name`.
+
+    Raises CheckpointError when it is no state of a run.
 
     The task's own part is left to the task. `has_rows`: tensors on the meta device
     stand for those in other files.
@@ -109,8 +112,9 @@ def check_state(
 
 
 def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
-    """Raise CheckpointError where nested data is endless, or holds another tensor than
-    a dense one in host memory, or, with `has_rows`, one on the meta device.
+    """Raise CheckpointError unless nested data has nothing but dense host tensors.
+
+    With `has_rows`, tensors on the meta device may stand in it, too.
     """
     for _, tensor in tensors_in(tree, what):
         here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
@@ -120,8 +124,9 @@ def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
 
 
 def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors of nested data with their places in it, in its order; CheckpointError
-    where it is endless.
+    """Yield the tensors of nested data with their places in it, in order.
+
+    Raises CheckpointError where it is endless.
     """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     parts = 0
@@ -135,37 +140,61 @@ def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]
         elif isinstance(value, (dict, list, tuple)):
             inner = [*(value.items() if isinstance(value, dict) else enumerate(value))]
             nested = [
-                ((*path, key), one)
-                for key, one in inner
-                if isinstance(one, (Tensor, dict, list, tuple))
+                ((*path, key), item)
+                for key, item in inner
+                if isinstance(item, (Tensor, dict, list, tuple))
             ]
             waiting += reversed(nested)
 
 
+def map_tree(
+    function: Callable[[Tensor, tuple[Any, ...]], Any],
+    tree: Any,
+    path: tuple[Any, ...] = (),
+    leaf: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Return the same nesting with each tensor replaced.
+
+    Args:
+        function: Takes a tensor and its place, and returns what replaces it.
+        tree: Nested data.
+        path: The place of `tree` in a larger one.
+        leaf: What becomes of anything else.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree, path)
+    if isinstance(tree, dict):
+        # With its attributes: a state_dict carries versions of its modules in one.
+        copied = copy.copy(tree)
+        for key, value in tree.items():
+            copied[key] = map_tree(function, value, (*path, key), leaf)
+        return copied
+    if type(tree) in (list, tuple):
+        return type(tree)(
+            map_tree(function, value, (*path, index), leaf)
+            for index, value in enumerate(tree)
+        )
+    return leaf(tree)
+
+
 def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where a model's tensor is of another kind of number than
-    the saved one of its name.
+    """Raise CheckpointError where a model's tensor changed its kind of number.
 
     Another width is none: a model may be evaluated in another precision than it was
     trained in.
     """
     for name, ours in now.items():
         theirs = saved.get(name)
-        if isinstance(ours, Tensor) and theirs is not None:
-            kinds = [
-                _kind(one.dtype) if isinstance(one, Tensor) else type(one).__name__
-                for one in (theirs, ours)
-            ]
-            if kinds[0] != kinds[1]:
-                raise CheckpointError(
-                    f"it does not fit this model: {name} is {kinds[0]}, not {kinds[1]}"
-                )
+        if not isinstance(ours, Tensor) or theirs is None:
+            continue
+        saved_kind = _kind(theirs)
+        if saved_kind != _kind(ours):
+            words = f"{name} is {saved_kind}, not {_kind(ours)}"
+            raise CheckpointError(f"it does not fit this model: {words}")
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise CheckpointError unless `saved` is a state of this optimizer over its
-    parameters.
-    """
+    """Raise CheckpointError unless `saved` is a state of this optimizer."""
     groups = saved.get("param_groups")
     state = saved.get("state")
     if (
@@ -240,8 +269,9 @@ def _check_moments(entries: Mapping[str, Any], parameter: Tensor, number: int) -
 
 
 def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless `saved` is a state of a loss scaler like the one
-    whose state is `now`.
+    """Raise CheckpointError unless `saved` is a state of this loss scaler.
+
+    `now` is the state that it has.
     """
     for name in saved.keys() | now.keys():
         theirs = saved.get(name)
@@ -255,8 +285,9 @@ def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_rng_state(saved: Mapping[str, Any], device: torch.device) -> None:
-    """Raise CheckpointError unless `saved` is a random state that the generators here
-    take: they are asked, and left as they were.
+    """Raise CheckpointError unless the generators here take `saved`.
+
+    They are asked, and left as they were.
     """
     check_plain(saved, "random state")
     before = get_rng_state(device)
@@ -302,15 +333,17 @@ def _number(value: Any) -> float | None:
         isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
     )
     try:
-        return float(value) if is_real else None
+        if is_real:
+            return float(value)
+        return None
     except OverflowError:
         return math.inf
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """Floating-point numbers of all widths are of one kind."""
-    return (
-        "floating-point"
-        if dtype.is_floating_point
-        else str(dtype).removeprefix("torch.")
-    )
+def _kind(value: Any) -> str:
+    """Return the kind of a tensor's numbers: floating point of all widths is one."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.dtype.is_floating_point:
+        return "floating-point"
+    return str(value.dtype).removeprefix("torch.")

@@ -1,6 +1,4 @@
-"""FunctionConfig: what a file may say whose `train_func` is a training function for Ray
-Train, in place of a Task.
-"""
+"""FunctionConfig: the file of a training function for Ray Train (`train_func`)."""
 
 from __future__ import annotations
 
@@ -11,11 +9,9 @@ from pydantic import Field, model_validator
 
 from trainers.config.model import Settings, Tree, build, plain
 from trainers.config.sections import (
-    NAME,
-    NAME_RULE,
-    PATH,
-    PATH_RULE,
+    Place,
     Restarts,
+    RunName,
     ScalingConfig,
 )
 from trainers.config.tracking import Tracking
@@ -36,18 +32,18 @@ def flat(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     """Return a mapping without mappings in it: values by dotted key."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
-        found |= (
-            flat(value, f"{before}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{before}{name}": value}
-        )
+        key = f"{before}{name}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = value
     return found
 
 
 class FunctionFailure(Settings):
     """Restarts of a function that fails."""
 
-    max_failures: Restarts = Field(default=0)
+    max_failures: Restarts = 0
     """How often it starts again, with its newest checkpoint, as Ray's FailureConfig has
     it; -1: no limit.
     """
@@ -79,25 +75,13 @@ class FunctionConfig(Settings):
         default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}]
     )
     """What the function is called with."""
-    task_dir: str | None = Field(
-        default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE}
-    )
+    task_dir: Place = None
     """Directory to search for the module of the task or function first; sweeps set it
     in best.yaml.
     """
-    name: str = Field(
-        default="run",
-        pattern=NAME,
-        examples=["digits"],
-        json_schema_extra={"rule": NAME_RULE},
-    )
+    name: RunName = "run"
     """Name of the run: its directory below `storage_path`."""
-    storage_path: str | None = Field(
-        default=None,
-        pattern=PATH,
-        examples=["s3://bucket/runs"],
-        json_schema_extra={"rule": PATH_RULE},
-    )
+    storage_path: Place = Field(default=None, examples=["s3://bucket/runs"])
     """Where runs are kept: a directory or any pyarrow.fs URI (default
     $PACELINE_STORAGE, else ./results).
     """
@@ -110,9 +94,9 @@ class FunctionConfig(Settings):
 
     Out of memory, the answer and figures go by them.
     """
-    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    scaling: ScalingConfig = ScalingConfig()
     """Workers and what each of them gets."""
-    failure: FunctionFailure = Field(default_factory=FunctionFailure)
+    failure: FunctionFailure = FunctionFailure()
     """Restarts."""
 
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
@@ -125,78 +109,63 @@ class FunctionConfig(Settings):
 
     @model_validator(mode="after")
     def _keys_are_there(self) -> Self:
-        known = flat({_CONFIG: self.train_loop_config})
-        if set(BATCH_KEYS) <= self.keys.keys():
-            rule = f"conflicts with {BATCH_KEYS[0]}"
-            raise ConfigError(
-                f"keys.{BATCH_KEYS[1]}",
-                self.keys[BATCH_KEYS[1]],
-                rule,
-                "keep one of the two",
-            )
+        known = self._flat
+        first, second = BATCH_KEYS
+        if first in self.keys and second in self.keys:
+            rule = f"conflicts with {first}"
+            path = self.keys[second]
+            raise ConfigError(f"keys.{second}", path, rule, "keep one of the two")
         for name, path in self.keys.items():
+            key = f"keys.{name}"
             if name not in KNOWN_KEYS:
-                fix = did_you_mean(
-                    name, KNOWN_KEYS, f"the keys here are {', '.join(KNOWN_KEYS)}"
-                )
-                raise ConfigError(f"keys.{name}", path, "there is no such key", fix)
-            listed = (
-                f"its keys are {', '.join(known)}"
-                if known
-                else f"add it to `{_CONFIG}`"
-            )
+                listed = f"the keys here are {', '.join(KNOWN_KEYS)}"
+                fix = did_you_mean(name, KNOWN_KEYS, listed)
+                raise ConfigError(key, path, "there is no such key", fix)
             if path not in known:
-                fix = did_you_mean(path, known, listed)
-                raise ConfigError(
-                    f"keys.{name}", path, f"names no key of {_CONFIG}", fix
-                )
-            if name in BATCH_KEYS and (type(known[path]) is not int or known[path] < 1):
-                rule = f"must be a whole number of at least 1, since `keys.{name}` names it"
-                raise ConfigError(
-                    path,
-                    known[path],
-                    rule,
-                    f"write for example `{path.rpartition('.')[2]}: 32`",
-                )
+                fix = f"add it to `{_CONFIG}`"
+                if known:
+                    fix = did_you_mean(path, known, f"its keys are {', '.join(known)}")
+                raise ConfigError(key, path, f"names no key of {_CONFIG}", fix)
+            value = known[path]
+            if name in BATCH_KEYS and (type(value) is not int or value < 1):
+                rule = f"must be a whole number of at least 1, since `{key}` names it"
+                fix = f"write for example `{path.rpartition('.')[2]}: 32`"
+                raise ConfigError(path, value, rule, fix)
         return self
 
     @property
+    def _flat(self) -> Tree:
+        return flat({_CONFIG: self.train_loop_config})
+
+    @property
     def batch_size(self) -> tuple[str, int] | None:
-        """The batch size by the name that it has here, and its value; None where `keys`
-        names none.
-        """
-        named = [(name, path) for name, path in self.keys.items() if name in BATCH_KEYS]
-        return (
-            (named[0][0], flat({_CONFIG: self.train_loop_config})[named[0][1]])
-            if named
-            else None
-        )
+        """The batch size's key and value; None where `keys` names none."""
+        for name in BATCH_KEYS:
+            if name in self.keys:
+                return name, self._flat[self.keys[name]]
+        return None
 
     @property
     def precision(self) -> str | None:
         """The number format in the function's words; None where `keys` names none."""
         path = self.keys.get("precision")
-        return (
-            None if path is None else str(flat({_CONFIG: self.train_loop_config})[path])
-        )
+        return None if path is None else str(self._flat[path])
 
     @property
     def others(self) -> Tree:
-        """The function's configuration without its batch size, and without numbers with
-        a fraction: rates and probabilities take no memory.
+        """The function's configuration without its batch size and without fractions.
+
+        Rates and probabilities take no memory.
         """
-        sizes = {path for name, path in self.keys.items() if name in BATCH_KEYS}
-        whole = flat({_CONFIG: self.train_loop_config})
+        sizes = [self.keys.get(name) for name in BATCH_KEYS]
         return {
             path: value
-            for path, value in whole.items()
+            for path, value in self._flat.items()
             if path not in sizes and not isinstance(value, float)
         }
 
     def tree(self) -> Tree:
-        """Plain data that `FunctionConfig` reads back; keys without a value are left
-        out.
-        """
+        """Return plain data that `FunctionConfig` reads back, without empty keys."""
         return plain(self)
 
 
@@ -210,8 +179,4 @@ def kind_of(tree: Mapping[str, Any]) -> type[TrainConfig] | type[FunctionConfig]
 
 def build_run(tree: Tree, source: str) -> RunConfig:
     """Validate a run's configuration, of either kind; ConfigError as for `build`."""
-    return (
-        build(FunctionConfig, tree, source)
-        if "train_func" in tree
-        else build(TrainConfig, tree, source)
-    )
+    return build(kind_of(tree), tree, source)

@@ -1,6 +1,4 @@
-"""Names of metrics: whether less or more of one is better, and whether an evaluation
-has it.
-"""
+"""Names of metrics: which direction is better, and whether an evaluation has one."""
 
 import re
 from collections.abc import Iterable
@@ -66,8 +64,9 @@ _LONGEST = 3  # words of a name in the table
 
 
 def direction_of(metric: str) -> Mode | None:
-    """Return whether less or more of a metric is better, by the last word of its name
-    that says it; None where none does.
+    """Return whether less or more of a metric is better, by its name.
+
+    The last word that says it decides; None where none does.
 
     scikit-learn's `neg_` is in front of losses whose sign it has turned.
     """
@@ -101,9 +100,7 @@ def _measured(words: list[str]) -> list[str]:
 
 
 def _known(name: str) -> Mode | None:
-    """What the table says of a word or a few, also where they are numbered: acc1,
-    rouge2, map50.
-    """
+    """Look up a word or a few, also where they are numbered: acc1, rouge2, map50."""
     bare = name.rstrip("0123456789")
     found = _KNOWN.get(name) or _KNOWN.get(bare)
     if found is None and "_" not in name:
@@ -117,8 +114,9 @@ def _known(name: str) -> Mode | None:
 
 
 def _turned(found: Mode, before: list[str]) -> Mode | None:
-    """What is better where these words are in front of a name: only of a loss's `neg_`
-    is the sign known.
+    """Return what is better where these words stand in front of a name.
+
+    Only of a loss's `neg_` is the sign known.
     """
     if not _TURNS.intersection(before):
         return found
@@ -126,9 +124,7 @@ def _turned(found: Mode, before: list[str]) -> Mode | None:
 
 
 def check_direction(key: str, metric: str, mode: Mode | None) -> None:
-    """Raise ConfigError where neither `mode`, the value of `key`, nor the metric's name
-    says what is better.
-    """
+    """Raise ConfigError where neither `mode` nor the metric's name says what is better."""
     if mode is None and direction_of(metric) is None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
@@ -140,8 +136,9 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
 
 
 def _meant(metric: str) -> str | None:
-    """The name that a misspelt one is nearest to, as a whole or in its last word; None
-    where it is like none.
+    """Return the known name that a misspelt one is nearest to, or None.
+
+    It may be near as a whole, or in its last word.
     """
     last = metric.rpartition("_")[2]
     for name in (metric, last):
@@ -156,9 +153,7 @@ def _meant(metric: str) -> str | None:
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
-    """Raise ConfigError where the metric that `key` names is none of an evaluation's
-    figures.
-    """
+    """Raise ConfigError where an evaluation has no figure of the metric's name."""
     names = sorted(figures)
     if metric not in names:
         fix = did_you_mean(metric, names, f"use one of {', '.join(names)}")

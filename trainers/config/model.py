@@ -1,5 +1,4 @@
-"""The base of every configuration model, and the one sentence that each mistake in a
-file gets.
+"""The base of all configuration models, and one sentence for each mistake in a file.
 
 No torch and no Ray here: a mistake in a file is said before either is imported.
 """
@@ -35,6 +34,8 @@ class Settings(BaseModel):
     """Groups of keys of which at most one may be set; an override of one replaces the
     others.
     """
+    needs: ClassVar[Mapping[str, str]] = {}
+    """For keys that have no effect alone: the key that they need."""
     foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {}
     """For names of other tools what they are here: dotted keys, or a sentence."""
     holds: ClassVar[Mapping[str, type["Settings"]]] = {}
@@ -47,42 +48,33 @@ class Settings(BaseModel):
         for group in self.exclusive:
             chosen = [name for name in group if getattr(self, name) is not None]
             if len(chosen) > 1:
-                value = _plain_value(getattr(self, chosen[1]))
-                raise ConfigError(
-                    chosen[1],
-                    value,
-                    f"conflicts with {chosen[0]}",
-                    "keep one of the two",
-                )
+                first, second = chosen[:2]
+                rule = f"conflicts with {first}"
+                self.refuse_if(True, second, rule, "keep one of the two")
+        for key, needed in self.needs.items():
+            alone = bool(getattr(self, key)) and not getattr(self, needed)
+            fix = f"add {example(needed, type(self).model_fields[needed])}"
+            self.refuse_if(alone, key, f"has no effect without {needed}", fix)
         return self
 
     def refuse_if(self, condition: bool, key: str, rule: str, fix: str) -> None:
-        """Raise ConfigError about the value of a dotted key where `condition` holds;
-        None is no value to show.
-        """
+        """Raise ConfigError about a dotted key where `condition` holds."""
         if condition:
-            value = attrgetter(key)(self)
-            shown = plain(value) if isinstance(value, Settings) else value
-            raise ConfigError(key, MISSING if value is None else shown, rule, fix)
+            value = _plain_value(attrgetter(key)(self))
+            raise ConfigError(key, MISSING if value is None else value, rule, fix)
 
 
 def plain(settings: Settings) -> Tree:
-    """Plain data that builds the same settings again: keys without a value are left
-    out, what users nest is kept.
-    """
-    values = {
-        field.alias or name: getattr(settings, name)
-        for name, field in type(settings).model_fields.items()
-    }
-    found = {
-        name: _plain_value(value) for name, value in values.items() if value is not None
-    }
-    # A section without any: as in files of a version that did not have it.
-    return {
-        name: value
-        for name, value in found.items()
-        if value != {} or not isinstance(values[name], Settings)
-    }
+    """Return plain data that builds the same settings again, without empty keys."""
+    tree: Tree = {}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        shown = _plain_value(value)
+        # A section without any: as in files of a version that did not have it.
+        is_bare = shown == {} and isinstance(value, Settings)
+        if value is not None and not is_bare:
+            tree[field.alias or name] = shown
+    return tree
 
 
 def _plain_value(value: Any) -> Any:
@@ -95,9 +87,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def keys_of(model: type[Settings]) -> dict[str, FieldInfo]:
-    """The fields of a model by the keys that users write (`async`, which Python cannot
-    name a field).
-    """
+    """Return a model's fields by the keys that users write (`async` is no Python name)."""
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
@@ -108,50 +98,41 @@ def child_model(model: type[Settings] | None, key: str) -> type[Settings] | None
 
 
 def _model_in(annotation: Any) -> type[Settings] | None:
-    return next(
-        (
-            one
-            for one in _members(annotation)
-            if isinstance(one, type) and issubclass(one, Settings)
-        ),
-        None,
-    )
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, Settings):
+            return member
+    return None
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union; of any other type itself."""
-    return (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, types.UnionType)
-        else (annotation,)
-    )
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
 
 
 def build(model: type[S], tree: Tree, source: str) -> S:
-    """Validate a mapping; every problem becomes a `ConfigError` sentence that names
-    `source`.
-    """
+    """Validate a mapping; each problem becomes a ConfigError that names `source`."""
     try:
         return model.model_validate(tree)
     except ValidationError as invalid:
-        found: dict[str, ConfigError] = {}
         # Of a value that is no member of a union, the wrong types say least.
-        for problem in sorted(
+        problems = sorted(
             invalid.errors(include_url=False),
-            key=lambda one: one["type"].endswith("_type"),
-        ):
+            key=lambda problem: problem["type"].endswith("_type"),
+        )
+        found: dict[str, ConfigError] = {}
+        for problem in problems:
             error = _sentence(model, problem, source)
-            found.setdefault(
-                error.field, error
-            )  # a union reports every member: one sentence a field
-        # Where another member of the same union got further, its sentence is about a
-        # part of this value.
-        parts = {field: (f"{field}.", f"{field}[") for field in found}
-        errors = [
-            found[field]
-            for field, part in parts.items()
-            if not any(other.startswith(part) for other in found)
-        ]
+            # A union reports every member: one sentence a field.
+            found.setdefault(error.field, error)
+        errors = []
+        for field, error in found.items():
+            # Where another member of the same union got further, its sentence is
+            # about a part of this value.
+            part = (f"{field}.", f"{field}[")
+            if not any(other.startswith(part) for other in found):
+                errors.append(error)
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
 
 
@@ -182,29 +163,22 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     context = problem.get("ctx", {})
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
     leaf = path.rsplit(".", 1)[-1]
+    value = problem["input"]
     if kind == "extra_forbidden":
         fix = _instead(model, owner, path)
-        return ConfigError(
-            path or '""', problem["input"], "there is no such key", fix, source
-        )
+        return ConfigError(path or '""', value, "there is no such key", fix, source)
     if kind == "invalid_key":
         rule = "has a key that is no text"
-        fix = "write it in quotes"
-        return ConfigError(
-            path.rpartition("[")[0] or "the file", MISSING, rule, fix, source
-        )
+        where = path.rpartition("[")[0] or "the file"
+        return ConfigError(where, MISSING, rule, "write it in quotes", source)
     if kind == "missing":
-        what = (
-            f" ({field.description.rstrip('.')})" if field and field.description else ""
-        )
-        return ConfigError(
-            path, MISSING, f"is required{what}", f"add {_example(path, field)}", source
-        )
+        rule = "is required"
+        if field and field.description:
+            rule += f" ({field.description.rstrip('.')})"
+        return ConfigError(path, MISSING, rule, f"add {example(path, field)}", source)
     error = context.get("error")
     if isinstance(error, ConfigError):
-        dotted = (
-            f"{path}.{error.field}" if path and error.field else path or error.field
-        )
+        dotted = ".".join(filter(None, (path, error.field)))
         return ConfigError(dotted, error.value, error.rule, error.fix, source)
     rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
     extra = field.json_schema_extra if field else None
@@ -214,17 +188,15 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
         # a key of a free mapping: the field's example is one of the whole mapping
         field = None
     options = re.findall("'([^']*)'", str(context.get("expected", "")))
-    fix = did_you_mean(problem["input"], options, f"write {_example(path, field)}")
-    return ConfigError(path, problem["input"], rule, fix, source)
+    fix = did_you_mean(value, options, f"write {example(path, field)}")
+    return ConfigError(path, value, rule, fix, source)
 
 
 _FEW = 8  # keys that a sentence may list
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
-    """The fix for a key that is not there: its name here, where else it stands, or what
-    is near.
-    """
+    """Return the fix for an unknown key: its name here, its place, or a near name."""
     above, _, leaf = path.rpartition(".")
     every = dict(_dotted(model))
     siblings = list(keys_of(owner))
@@ -234,18 +206,13 @@ def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
     if isinstance(meant, str):
         return meant
     if meant:
-        return "write " + " or ".join(
-            f"`{key}` ({_first(every[key].description)})" for key in meant
-        )
+        named = [f"`{key}` ({_first(every[key].description)})" for key in meant]
+        return f"write {' or '.join(named)}"
     listed = f"the keys here are {', '.join(siblings)}"
-    lists = (
-        f"`{model.call} --help` lists the keys"
-        if model.call and len(siblings) > _FEW
-        else listed
-    )
-    return did_you_mean(
-        leaf, siblings, lists, lambda near: f"{above}.{near}" if above else near
-    )
+    if model.call and len(siblings) > _FEW:
+        listed = f"`{model.call} --help` lists the keys"
+    before = f"{above}." if above else ""
+    return did_you_mean(leaf, siblings, listed, lambda near: before + near)
 
 
 def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -261,7 +228,8 @@ def _first(description: str | None) -> str:
     return re.split(r"[.;:](?:\s|$)| \(", " ".join((description or "").split()))[0]
 
 
-def _example(path: str, field: FieldInfo | None) -> str:
+def example(path: str, field: FieldInfo | None) -> str:
+    """Return a key with an example of its value, for a fix."""
     leaf = path.rsplit(".", 1)[-1].partition("[")[0]
     if field is not None and field.examples:
         value = field.examples[0]
@@ -275,24 +243,18 @@ def _example(path: str, field: FieldInfo | None) -> str:
 
 
 def _mapping_values(field: FieldInfo) -> Any:
-    """The type of the values of a free mapping; None for any other field, and for a
-    union with a mapping in it.
-    """
-    members = [
-        member for member in _members(field.annotation) if member is not type(None)
-    ]
-    return (
-        get_args(members[0])[1]
-        if len(members) == 1 and get_origin(members[0]) is dict
-        else None
-    )
+    """Return the type of a free mapping's values; None for any other field."""
+    members = {*_members(field.annotation)} - {type(None)}
+    member = members.pop()
+    if members or get_origin(member) is not dict:
+        return None
+    return get_args(member)[1]
 
 
 def _locate(
     model: type[Settings], loc: tuple[int | str, ...], unknown_key: bool
 ) -> tuple[str, type[Settings], FieldInfo | None]:
-    """A pydantic location as (dotted path, the model that owns its last key, that key's
-    field).
+    """Return a pydantic location as (dotted path, owner of its last key, that field).
 
     Parts that pydantic adds for union members (`int`, `list[any]`, a model's name) are
     no keys of ours and are left out; the last part of an unknown key is one, though no
@@ -307,11 +269,8 @@ def _locate(
         if isinstance(part, int):
             if parts:
                 parts[-1] += f"[{part}]"
-            if (
-                current is None
-                and field is not None
-                and get_origin(field.annotation) is list
-            ):
+            is_list = field is not None and get_origin(field.annotation) is list
+            if current is None and field is not None and is_list:
                 current = _model_in(get_args(field.annotation)[0])
             continue
         if keyed and field is not None:

@@ -1,6 +1,7 @@
 """`--dotted.key value` overrides of a configuration file."""
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +9,9 @@ from trainers.config.model import Settings, Tree, child_model
 from trainers.config.yaml import DEEPEST, MOST_VALUES
 from trainers.errors import MISSING, ConfigError
 
-_DEEPEST, _MOST_VALUES = (
-    DEEPEST - 16,
-    MOST_VALUES // 2,
-)  # a sweep's own file holds two of these, in each other
+# A sweep's own file holds two of these, in each other.
+_DEEPEST = DEEPEST - 16
+_MOST_VALUES = MOST_VALUES // 2
 
 
 def set_key(tree: Tree, dotted: str, value: Any) -> None:
@@ -23,18 +23,15 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise ConfigError(
-                dotted,
-                value,
-                f"cannot go below `{part}`, which is not a mapping",
-                f"set `{part}` whole",
-            )
+            rule = f"cannot go below `{part}`, which is not a mapping"
+            raise ConfigError(dotted, value, rule, f"set `{part}` whole")
     node[last] = value
 
 
 def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
-    """A copy of `tree` with dotted overrides applied; setting one key of an exclusive
-    group drops the others.
+    """Return a copy of `tree` with dotted overrides applied.
+
+    Setting one key of an exclusive group drops the others.
 
     Raises ConfigError for what could not be read again from the file that a run keeps
     of it.
@@ -47,13 +44,11 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
         for part in path:
             owner = child_model(owner, part)
             node = node.get(part) if isinstance(node, dict) else None
-        for group in owner.exclusive if owner else ():
-            for other in group if leaf in group else ():
-                given = (
-                    ".".join([*path, other]) in overrides
-                )  # both were asked for: an error to come
-                if isinstance(node, dict) and not given:
-                    node.pop(other, None)
+        groups = owner.exclusive if owner and isinstance(node, dict) else ()
+        for other in itertools.chain(*(group for group in groups if leaf in group)):
+            # Where both were asked for: an error to come.
+            if ".".join([*path, other]) not in overrides:
+                node.pop(other, None)
         set_key(result, dotted, value)
     _check_size(result)
     return result
@@ -61,21 +56,16 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
 
 def _check_size(tree: Tree) -> None:
     layer: list[Any] = [tree]
-    levels = values = 0
+    levels = 0
+    values = 0
     while layer:
-        parts = [
-            part
-            for node in layer
-            for part in (node.values() if isinstance(node, dict) else node)
-        ]
+        parts: list[Any] = []
+        for node in layer:
+            parts += node.values() if isinstance(node, dict) else node
         layer = [part for part in parts if isinstance(part, dict | list)]
-        levels = levels + 1
-        values = values + len(parts)
+        levels += 1
+        values += len(parts)
         if levels > _DEEPEST or values > _MOST_VALUES:
             rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
-            raise ConfigError(
-                "the configuration",
-                MISSING,
-                rule,
-                "keep it in a file that the task reads",
-            )
+            fix = "keep it in a file that the task reads"
+            raise ConfigError("the configuration", MISSING, rule, fix)

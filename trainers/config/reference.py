@@ -1,6 +1,4 @@
-"""The configuration reference: every key with its type, default and meaning, from the
-models themselves.
-"""
+"""The configuration reference: each key's default and meaning, from the models."""
 
 import textwrap
 from collections.abc import Iterator
@@ -46,8 +44,9 @@ def reference(model: type[Settings]) -> str:
 def markdown(
     title: str, model: type[Settings], above: type[Settings] | None = None
 ) -> str:
-    """All keys as a section of docs/config.md; those that the model `above` has alike
-    are only named.
+    """Return all keys as a section of docs/config.md.
+
+    Keys that the model `above` has alike are only named.
     """
     known = [] if above is None else [*entries(above)]
     own = [entry for entry in entries(model) if entry not in known]

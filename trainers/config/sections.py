@@ -1,7 +1,9 @@
-"""The sections of `train.yaml`: each a strict model of its own, without torch; see
-train.py on their descriptions.
+"""The sections of `train.yaml`: strict models, without torch.
+
+See train.py on their descriptions.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -22,6 +24,13 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
 PATH = r"^[^\x00-\x1f\x7f]+$"
 PATH_RULE = "must be a path or URI, without control characters"
+RunName = Annotated[
+    str,
+    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
+]
+Place = Annotated[
+    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
+]
 AutoOrBool = Annotated[
     Literal["auto"] | bool,
     Field(json_schema_extra={"rule": "must be auto, true or false"}),
@@ -43,30 +52,25 @@ class ScheduledSize(Settings):
 
 def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     """Raise ConfigError for a batch schedule that could be misread."""
-    *first, last = schedule
-    if last.until_samples is not None:
-        fix = "remove it, or add `{size: B}` for what follows"
-        rule = "is in the last entry, whose size holds to the end of the run"
-        raise ConfigError(
-            f"[{len(first)}].until_samples", last.until_samples, rule, fix
-        )
+    last = len(schedule) - 1
     before = 0
-    for number, scheduled in enumerate(first):
+    for number, scheduled in enumerate(schedule):
         key = f"[{number}].until_samples"
         until = scheduled.until_samples
-        if until is None:
+        if (until is None) != (number == last):
+            rule = "must be in every entry but the last one, whose size holds to the end of the run"
+            shown = MISSING if until is None else until
             raise ConfigError(
                 key,
-                MISSING,
-                "is required in every entry but the last one",
-                "add `until_samples: 64000`",
+                shown,
+                rule,
+                "write `{until_samples: 64000, size: 64}, {size: 256}`",
             )
-        if until <= before:
+        if until is not None and until <= before:
             rule = f"must be above the {before} of the entry before: it counts from the start of the run"
-            raise ConfigError(
-                key, until, rule, "add the samples of the entries before to it"
-            )
-        before = until
+            fix = "add the samples of the entries before to it"
+            raise ConfigError(key, until, rule, fix)
+        before = until or 0
     return schedule
 
 
@@ -80,8 +84,10 @@ BatchSizes = Annotated[
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
-    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = Field(
-        default="adamw"
+    needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
+
+    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
+        "adamw"
     )
     """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are
     torchao's, with narrow moments.
@@ -94,7 +100,7 @@ class OptimizerConfig(Settings):
     """Weight decay: L2 for sgd and adam, decoupled for adamw."""
     momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
     """Momentum, sgd only."""
-    nesterov: bool | None = Field(default=None)
+    nesterov: bool | None = None
     """Nesterov momentum, sgd only."""
     betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
         default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
@@ -105,26 +111,20 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
-        for name in (
-            ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
-        ):
-            given = getattr(self, name) is not None
-            self.refuse_if(
-                given, name, f"has no effect with optimizer {self.name}", "remove it"
-            )
-        self.refuse_if(
-            bool(self.nesterov) and not self.momentum,
-            "nesterov",
-            "needs momentum",
-            "set `momentum: 0.9`",
-        )
+        of_others = ("betas", "eps")
+        if self.name != "sgd":
+            of_others = ("momentum", "nesterov")
+        rule = f"has no effect with optimizer {self.name}"
+        for key in of_others:
+            given = getattr(self, key) is not None
+            self.refuse_if(given, key, rule, "remove it")
         return self
 
 
 class ScheduleConfig(Settings):
     """The learning rate's course."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(default="constant")
+    name: Literal["constant", "linear", "cosine"] = "constant"
     """Course after the warm-up: constant, or falling to zero at the last step.
 
     A scheduler of torch's comes from the task's `schedule()`.
@@ -140,19 +140,15 @@ class ScheduleConfig(Settings):
     @model_validator(mode="after")
     def _steps_or_share(self) -> Self:
         beyond = isinstance(self.warmup, float) and self.warmup >= 1
-        self.refuse_if(
-            beyond,
-            "warmup",
-            "as a share must be below 1",
-            "write steps as a whole number",
-        )
+        fix = "write steps as a whole number"
+        self.refuse_if(beyond, "warmup", "as a share must be below 1", fix)
         return self
 
 
 class ScalingRule(Settings):
     """How the learning rate follows the batch size."""
 
-    rule: Literal["none", "linear", "sqrt", "sde"] = Field(default="none")
+    rule: Literal["none", "linear", "sqrt", "sde"] = "none"
     """linear for SGD (Goyal et al. 2017), sqrt for Adam; sde: the whole rule for Adam
     (Malladi et al. 2022), where betas, `eps`, decoupled weight decay and `ema.decay`
     follow too.
@@ -163,23 +159,15 @@ class ScalingRule(Settings):
     @model_validator(mode="after")
     def _base_is_known(self) -> Self:
         unknown = self.rule != "none" and self.base_batch_size is None
-        self.refuse_if(
-            unknown,
-            "base_batch_size",
-            "is what the rule scales from",
-            "add `base_batch_size: 64`",
-        )
+        rule = "is what the rule scales from"
+        self.refuse_if(unknown, "base_batch_size", rule, "add `base_batch_size: 64`")
         return self
 
     def ratio(self, size: int) -> float:
-        """Return how many times as large as the base batch size a global batch size is;
-        1 without a rule.
-        """
-        return (
-            1.0
-            if self.rule == "none" or self.base_batch_size is None
-            else size / self.base_batch_size
-        )
+        """Return a global batch size as a multiple of the base; 1 without a rule."""
+        if self.rule == "none" or self.base_batch_size is None:
+            return 1.0
+        return size / self.base_batch_size
 
 
 class EmaConfig(Settings):
@@ -200,11 +188,11 @@ class EvaluateConfig(Settings):
         ("every_epochs", "every_steps"),
     )
 
-    every_epochs: Positive | None = Field(default=None)
+    every_epochs: Positive | None = None
     """Epochs between two evaluations (1 when neither key is set)."""
     every_steps: Positive | None = Field(default=None, examples=[500])
     """Steps between two evaluations."""
-    microbatch_size: Positive = Field(default=256)
+    microbatch_size: Positive = 256
     """Samples of one evaluation batch; fixed, so that figures do not depend on the
     number of workers.
 
@@ -215,9 +203,15 @@ class EvaluateConfig(Settings):
 class EarlyStoppingConfig(Settings):
     """When a run ends before its last step; off without a `metric`."""
 
+    needs: ClassVar[Mapping[str, str]] = {
+        "mode": "metric",
+        "patience": "metric",
+        "metric": "patience",
+    }
+
     metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
     """The figure of an evaluation that has to improve: else the run ends, as done."""
-    mode: Mode | None = Field(default=None)
+    mode: Mode | None = None
     """Whether a small or a large one is good; known by itself of most names (loss, mae,
     wer, accuracy, f1, bleu, ...; scikit-learn's neg_mean_squared_error), and required
     of others.
@@ -227,19 +221,8 @@ class EarlyStoppingConfig(Settings):
     """
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
-        for name in ("mode", "patience"):
-            alone = self.metric is None and getattr(self, name) is not None
-            self.refuse_if(
-                alone, name, "has no effect without a metric", "add `metric: val_loss`"
-            )
+    def _has_a_direction(self) -> Self:
         if self.metric is not None:
-            self.refuse_if(
-                self.patience is None,
-                "patience",
-                "is required with a metric",
-                "add `patience: 5`",
-            )
             check_direction("mode", self.metric, self.mode)
         return self
 
@@ -247,29 +230,26 @@ class EarlyStoppingConfig(Settings):
 class DataConfig(Settings):
     """How samples reach the device."""
 
-    num_workers: int = Field(default=0, ge=0, le=1024)
+    needs: ClassVar[Mapping[str, str]] = {"prefetch_factor": "num_workers"}
+
+    num_workers: int = Field(default=0, ge=0, le=1024, examples=[2])
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
     """Microbatches that each loader process prepares ahead (torch's default when not
     set).
     """
-    pin_memory: AutoOrBool = Field(default="auto")
+    pin_memory: AutoOrBool = "auto"
     """Page-locked host memory for faster copies; auto: on CUDA."""
-    resident: AutoOrBool = Field(default="auto")
+    resident: AutoOrBool = "auto"
     """Whole split as tensors on the device; auto: a TensorDataset that takes at most a
     tenth of its memory.
     """
 
     @model_validator(mode="after")
-    def _prefetch_has_workers(self) -> Self:
-        alone = self.prefetch_factor is not None and self.num_workers == 0
-        self.refuse_if(
-            alone, "prefetch_factor", "needs loader processes", "set `num_workers: 2`"
-        )
+    def _resident_has_no_workers(self) -> Self:
         unused = self.resident is True and self.num_workers > 0
-        self.refuse_if(
-            unused, "num_workers", "has no effect with resident data", "remove it"
-        )
+        rule = "has no effect with resident data"
+        self.refuse_if(unused, "num_workers", rule, "remove it")
         return self
 
 
@@ -286,15 +266,15 @@ class ScalingConfig(Settings):
     """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher:
     ray`.
     """
-    use_gpu: AutoOrBool = Field(default="auto")
+    use_gpu: AutoOrBool = "auto"
     """GPUs for the workers; auto: when the cluster (or this machine) has any."""
-    cpus_per_worker: Positive = Field(default=1)
+    cpus_per_worker: Positive = 1
     """CPU cores of one worker, and its number of compute threads under every launcher.
     """
     gpus_per_worker: float = Field(default=1, gt=0, le=1024)
     """GPUs of one worker."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = (
-        Field(default="PACK")
+        "PACK"
     )
     """Ray's placement of the workers on nodes."""
     label_selector: dict[str, str] = Field(
@@ -310,46 +290,39 @@ class ScalingConfig(Settings):
     @model_validator(mode="after")
     def _range(self) -> Self:
         workers = self.num_workers
-        wrong = isinstance(workers, list) and (
-            len(workers) != 2 or workers[0] > workers[1]
-        )
-        self.refuse_if(
-            wrong,
-            "num_workers",
-            "must be [MIN, MAX] with MIN at most MAX",
-            "write [1, 4]",
-        )
+        if isinstance(workers, list):
+            wrong = len(workers) != 2 or workers[0] > workers[1]
+            rule = "must be [MIN, MAX] with MIN at most MAX"
+            self.refuse_if(wrong, "num_workers", rule, "write [1, 4]")
         return self
 
     @property
     def min_workers(self) -> int:
         """The fewest workers that the run may have."""
-        return (
-            self.num_workers
-            if isinstance(self.num_workers, int)
-            else self.num_workers[0]
-        )
+        return self._range_of_workers[0]
 
     @property
     def max_workers(self) -> int:
         """The most workers that the run may have."""
-        return (
-            self.num_workers
-            if isinstance(self.num_workers, int)
-            else self.num_workers[1]
-        )
+        return self._range_of_workers[-1]
+
+    @property
+    def _range_of_workers(self) -> list[int]:
+        workers = self.num_workers
+        return [workers] if isinstance(workers, int) else workers
 
 
 class CheckpointConfig(Settings):
     """When training state goes to storage; the last step is always written."""
 
+    needs: ClassVar[Mapping[str, str]] = {"best_mode": "best"}
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("every_steps", "every_epochs", "every_s"),
     )
 
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
-    every_epochs: Positive | None = Field(default=None)
+    every_epochs: Positive | None = None
     """Epochs between two checkpoints (1 when no key is set; of a stream without epochs,
     `every_s: 600`).
 
@@ -357,15 +330,15 @@ class CheckpointConfig(Settings):
     """
     every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
-    keep: Positive = Field(default=2)
+    keep: Positive = 2
     """Newest checkpoints that are kept."""
     best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
     """A metric of evaluation whose best checkpoint is kept too."""
-    best_mode: Mode | None = Field(default=None)
+    best_mode: Mode | None = None
     """Whether a small or a large `best` is good; known by itself as
     `early_stopping.mode` is.
     """
-    parameters: Literal["all", "trained"] = Field(default="all")
+    parameters: Literal["all", "trained"] = "all"
     """What of the model is written. trained: without the parameters that the task's
     `model()` has frozen.
 
@@ -383,11 +356,7 @@ class CheckpointConfig(Settings):
         return (self.every_steps, self.every_epochs, self.every_s) != (None, None, None)
 
     @model_validator(mode="after")
-    def _mode_has_a_metric(self) -> Self:
-        alone = self.best_mode is not None and self.best is None
-        self.refuse_if(
-            alone, "best_mode", "has no effect without best", "add `best: val_accuracy`"
-        )
+    def _has_a_direction(self) -> Self:
         if self.best is not None:
             check_direction("best_mode", self.best, self.best_mode)
         return self
@@ -396,7 +365,7 @@ class CheckpointConfig(Settings):
 class DdpConfig(Settings):
     """What only `strategy: ddp` has."""
 
-    sync_batchnorm: bool = Field(default=False)
+    sync_batchnorm: bool = False
     """BatchNorm by the statistics of all workers' microbatches together (torch's
     SyncBatchNorm).
 
@@ -411,24 +380,20 @@ LEAST_PHASE_S = 60.0
 
 
 class FailureConfig(Settings):
-    """How many restarts from the newest checkpoint each kind of failure gets; -1: no
-    limit.
-    """
+    """Restarts from the newest checkpoint for each kind of failure; -1: no limit."""
 
-    error: Restarts = Field(default=POLICIES["error"].restarts)
+    error: Restarts = POLICIES["error"].restarts
     """An exception in the task."""
-    node_lost: Restarts = Field(default=POLICIES["node_lost"].restarts)
+    node_lost: Restarts = POLICIES["node_lost"].restarts
     """A worker process or its node died."""
-    preempted: Restarts = Field(default=POLICIES["preempted"].restarts)
+    preempted: Restarts = POLICIES["preempted"].restarts
     """The node was drained or taken back."""
-    out_of_host_memory: Restarts = Field(
-        default=POLICIES["out_of_host_memory"].restarts
-    )
+    out_of_host_memory: Restarts = POLICIES["out_of_host_memory"].restarts
     """The host ran out of memory."""
-    hung: Restarts = Field(default=POLICIES["hung"].restarts)
+    hung: Restarts = POLICIES["hung"].restarts
     """No step was made for `hang_timeout_s`, or a phase took longer than that allows.
     """
-    hang_timeout_s: Seconds = Field(default=1800)
+    hang_timeout_s: Seconds = 1800
     """Seconds without a batch until the stacks of all ranks are saved and the workers
     end.
 

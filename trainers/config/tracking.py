@@ -1,6 +1,4 @@
-"""The key `tracking` of train.yaml and sweep.yaml: the experiment trackers that hear of
-a run.
-"""
+"""The key `tracking`: the experiment trackers that are told of a run or a sweep."""
 
 from __future__ import annotations
 
@@ -40,23 +38,25 @@ class TrackerConfig(Settings):
 def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
     """Return every entry of the key as a mapping has it."""
     return [
-        TrackerConfig(tracker=one) if isinstance(one, str) else one for one in tracking
+        TrackerConfig(tracker=entry) if isinstance(entry, str) else entry
+        for entry in tracking
     ]
 
 
 def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
-    names = [one.tracker for one in chosen(tracking)]
-    for one in chosen(tracking):
-        if one.tracker not in PACKAGES and not _OWN_SINK.fullmatch(one.tracker):
+    known = set()
+    for entry in chosen(tracking):
+        name = entry.tracker
+        if name not in PACKAGES and not _OWN_SINK.fullmatch(name):
             listed = f"there are {', '.join(PACKAGES)}, and your own as `module:Class`"
-            fix = did_you_mean(one.tracker, PACKAGES, listed)
-            raise ConfigError("", one.tracker, "is no tracker", fix)
-        if names.count(one.tracker) > 1:
-            raise ConfigError("", one.tracker, "is listed twice", "keep one of the two")
-        if one.project is not None and PACKAGES.get(one.tracker, "") is None:
-            raise ConfigError(
-                "", one.project, f"has no effect with {one.tracker}", "remove `project`"
-            )
+            fix = did_you_mean(name, PACKAGES, listed)
+            raise ConfigError("", name, "is no tracker", fix)
+        if name in known:
+            raise ConfigError("", name, "is listed twice", "keep one of the two")
+        known.add(name)
+        if entry.project is not None and PACKAGES.get(name, "") is None:
+            rule = f"has no effect with {name}"
+            raise ConfigError("", entry.project, rule, "remove `project`")
     return tracking
 
 

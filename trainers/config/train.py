@@ -14,19 +14,17 @@ from pydantic import Field, model_validator
 import trainers.config.sections as sections
 from trainers.config.foreign import FOREIGN
 from trainers.config.metrics import direction_of
-from trainers.config.model import Settings, Tree, plain
+from trainers.config.model import Settings, Tree, example, plain
 from trainers.config.sections import (
-    NAME,
-    NAME_RULE,
-    PATH,
-    PATH_RULE,
     AutoOrBool,
     Count,
+    Place,
     Positive,
+    RunName,
     Seconds,
 )
 from trainers.config.tracking import TrackerConfig, Tracking, chosen
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 
 _SMALLEST_HALF = 2.0**-24
 CAPTURING = ("reduce-overhead", "max-autotune")
@@ -73,25 +71,13 @@ class TrainConfig(Settings):
     """
     task_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the Task."""
-    task_dir: str | None = Field(
-        default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE}
-    )
+    task_dir: Place = None
     """Directory to search for the module of the task or function first; sweeps set it
     in best.yaml.
     """
-    name: str = Field(
-        default="run",
-        pattern=NAME,
-        examples=["digits"],
-        json_schema_extra={"rule": NAME_RULE},
-    )
+    name: RunName = "run"
     """Name of the run: its directory below `storage_path`."""
-    storage_path: str | None = Field(
-        default=None,
-        pattern=PATH,
-        examples=["s3://bucket/runs"],
-        json_schema_extra={"rule": PATH_RULE},
-    )
+    storage_path: Place = Field(default=None, examples=["s3://bucket/runs"])
     """Where runs are kept: a directory or any pyarrow.fs URI (default
     $PACELINE_STORAGE, else ./results).
     """
@@ -100,9 +86,9 @@ class TrainConfig(Settings):
     """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as
     a random split, is the same for every seed.
     """
-    deterministic: bool = Field(default=False)
+    deterministic: bool = False
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
-    device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto")
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     """Where to train; auto: cuda, then mps, then cpu."""
 
     epochs: Positive | None = Field(default=None, examples=[10])
@@ -112,13 +98,11 @@ class TrainConfig(Settings):
     max_time_s: Seconds | None = Field(default=None, examples=[3600])
     """Seconds until the run writes a checkpoint and leaves; the same command goes on.
     """
-    evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
+    evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
     """Evaluation of the validation split."""
-    early_stopping: sections.EarlyStoppingConfig = Field(
-        default_factory=sections.EarlyStoppingConfig
-    )
+    early_stopping: sections.EarlyStoppingConfig = sections.EarlyStoppingConfig()
     """When the run ends before its last step."""
-    log_every_steps: Positive = Field(default=50)
+    log_every_steps: Positive = 50
     """Steps whose mean loss makes one line of the log, and `train_loss`: the last one
     has the steps that are left, and before the first one it is the mean so far.
 
@@ -138,7 +122,7 @@ class TrainConfig(Settings):
 
     `lr_scaling` gives each its learning rate.
     """
-    drop_last: bool = Field(default=False)
+    drop_last: bool = False
     """Leave out the last, shorter step of an epoch (default: it is trained, weighted by
     its samples).
     """
@@ -151,69 +135,61 @@ class TrainConfig(Settings):
     share, halved until it fits.
     """
 
-    precision: Precision = Field(default="fp32")
+    precision: Precision = "fp32"
     """Number formats of parameters, autocast and matmul: the table is in
     trainers/model/precision.py.
     """
-    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(
-        default="off"
-    )
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
     """torch.compile by mode: of the model (with fsdp, of each sharded block by itself),
     and in training of the task's loss() too, without CUDA graphs.
     """
-    fullgraph: bool = Field(default=False)
+    fullgraph: bool = False
     """Make a graph break in the model an error; loss() may always break its graph."""
-    cuda_graphs: AutoOrBool = Field(default="auto")
+    cuda_graphs: AutoOrBool = "auto"
     """Capture whole steps as CUDA graphs, with one worker and a fused optimizer.
 
     Replays run no Python code of the task, and end where they differ from plain steps.
     auto: on a GPU, if steps are 3 % faster.
     """
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none"
-    )
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Compute activations again in the backward pass, in blocks that a ModuleList or
     Sequential repeats. full: all of a block; selective: all but matrix products,
     convolutions and attention.
 
     Losses stay the same.
     """
-    channels_last: AutoOrBool = Field(default="auto")
+    channels_last: AutoOrBool = "auto"
     """Memory format of 4-D parameters and batches; auto: channels last for convolutions
     on CUDA.
     """
-    strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
+    strategy: Literal["ddp", "fsdp", "dp", "none"] = "ddp"
     """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp:
     torch's DataParallel, one process on all its GPUs; none: a single worker, no
     wrapper.
     """
-    ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
+    ddp: sections.DdpConfig = sections.DdpConfig()
     """What only `strategy: ddp` has."""
 
     optimizer: sections.OptimizerConfig = Field(
         examples=[{"name": "adamw", "lr": 0.001}]
     )
     """The optimizer."""
-    lr_schedule: sections.ScheduleConfig = Field(
-        default_factory=sections.ScheduleConfig
-    )
+    lr_schedule: sections.ScheduleConfig = sections.ScheduleConfig()
     """The learning rate's course."""
-    lr_scaling: sections.ScalingRule = Field(default_factory=sections.ScalingRule)
+    lr_scaling: sections.ScalingRule = sections.ScalingRule()
     """How the learning rate follows the batch size."""
     clip_grad_norm: float | None = Field(default=None, gt=0, examples=[1.0])
     """Largest norm of the gradient; larger ones are scaled down to it."""
-    ema: sections.EmaConfig = Field(default_factory=sections.EmaConfig)
+    ema: sections.EmaConfig = sections.EmaConfig()
     """Moving average of the weights."""
 
-    data: sections.DataConfig = Field(default_factory=sections.DataConfig)
+    data: sections.DataConfig = sections.DataConfig()
     """How samples reach the device."""
-    scaling: sections.ScalingConfig = Field(default_factory=sections.ScalingConfig)
+    scaling: sections.ScalingConfig = sections.ScalingConfig()
     """Workers and what each of them gets."""
-    checkpoint: sections.CheckpointConfig = Field(
-        default_factory=sections.CheckpointConfig
-    )
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     """When training state goes to storage."""
-    failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
+    failure: sections.FailureConfig = sections.FailureConfig()
     """Restarts for each kind of failure (`launcher: ray`)."""
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
     """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio,
@@ -226,12 +202,7 @@ class TrainConfig(Settings):
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
     directory (`--profile`: 5).
     """
-    noise_scale: bool = Field(default=False)
-    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers
-    or microbatches contribute to every tenth step; one worker without accumulation has
-    none.
-    """
-    launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
+    launcher: Literal["ray", "local", "spawn"] = "ray"
     """What starts the workers; torchrun, where it has started this process, takes its
     place.
     """
@@ -240,14 +211,9 @@ class TrainConfig(Settings):
     def _one_of_each_group(self) -> Self:
         for group in self.exclusive:
             first, second, *_ = group
-            if all(getattr(self, name) is None for name in group):
-                example = (type(self).model_fields[first].examples or [1])[0]
-                raise ConfigError(
-                    first,
-                    MISSING,
-                    f"or {second} is required",
-                    f"add `{first}: {example}`",
-                )
+            missing = all(getattr(self, name) is None for name in group)
+            fix = f"add {example(first, type(self).model_fields[first])}"
+            self.refuse_if(missing, first, f"or {second} is required", fix)
         return self
 
     @model_validator(mode="after")
@@ -334,18 +300,6 @@ class TrainConfig(Settings):
                 default,
             ),
             (
-                self.noise_scale and graphs,
-                "noise_scale",
-                "is measured in some steps only, and captured ones are alike",
-                "remove it",
-            ),
-            (
-                self.noise_scale and strategy == "fsdp",
-                "noise_scale",
-                "needs a rank's own gradients, which fsdp never has",
-                "remove it",
-            ),
-            (
                 graphs and captures,
                 "cuda_graphs",
                 f"is what compile {compiled} does by itself",
@@ -397,29 +351,23 @@ class TrainConfig(Settings):
         stop = self.early_stopping
         known = direction_of(best.best or "")
         differ = (best.best_mode or known) != (stop.mode or known)
+        contradicts = best.best == stop.metric and differ
         rule = f"contradicts checkpoint.best, which goes by {best.best} too"
-        self.refuse_if(
-            best.best == stop.metric and differ,
-            "early_stopping.mode",
-            rule,
-            "give both the same mode",
-        )
+        key = "early_stopping.mode"
+        self.refuse_if(contradicts, key, rule, "give both the same mode")
         return self
 
     @model_validator(mode="after")
     def _eps_survives(self) -> Self:
-        eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
+        if self.precision != "fp16-pure" or self.optimizer.name == "sgd":
+            return self
+        eps = self.optimizer.eps or 1e-8
         if self.lr_scaling.rule == "sde":
             eps /= math.sqrt(self.lr_scaling.ratio(self.batch_size))
-        if (
-            self.precision == "fp16-pure"
-            and self.optimizer.name != "sgd"
-            and eps < _SMALLEST_HALF
-        ):
+        if eps < _SMALLEST_HALF:
             rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
-            raise ConfigError(
-                "optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16"
-            )
+            fix = "set `eps: 1e-4`, or use precision fp16"
+            raise ConfigError("optimizer.eps", eps, rule, fix)
         return self
 
     def with_global_batch(self) -> TrainConfig:
@@ -432,25 +380,16 @@ class TrainConfig(Settings):
 
     @property
     def batch_size(self) -> int:
-        """Samples of one optimizer step over all workers, whichever key gave it; the
-        most where that changes.
-        """
+        """Samples of one optimizer step over all workers; the most where that changes."""
         return max(size for _, size in self.batch_sizes)
 
     @property
     def batch_sizes(self) -> list[tuple[int | None, int]]:
-        """Global batch sizes in order, each with the samples of the run until which it
-        holds (None: to the end).
-        """
+        """Global batch sizes in order, each with its last sample, or None."""
         if self.batch_schedule is not None:
-            return [(one.until_samples, one.size) for one in self.batch_schedule]
-        return [
-            (
-                None,
-                self.global_batch_size
-                or (self.batch_size_per_worker or 0) * self.scaling.max_workers,
-            )
-        ]
+            return [(entry.until_samples, entry.size) for entry in self.batch_schedule]
+        of_workers = (self.batch_size_per_worker or 0) * self.scaling.max_workers
+        return [(None, self.global_batch_size or of_workers)]
 
     @property
     def changes_batch(self) -> bool:
@@ -459,22 +398,19 @@ class TrainConfig(Settings):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether the learning rate's course goes by samples, not by steps: those of a
-        changing size are not alike.
-        """
+        """Whether the learning rate follows samples, since steps differ in size."""
         return self.batch_schedule is not None and self.epochs is not None
 
     @property
     def writes_events(self) -> bool:
         """Whether rank 0 writes TensorBoard events."""
-        return any(one.tracker == "tensorboard" for one in chosen(self.tracking))
+        return len(self.trackers) < len(self.tracking)
 
     @property
     def trackers(self) -> list[TrackerConfig]:
-        """The experiment trackers that follow the run; TensorBoard's events come from
-        the run itself.
-        """
-        return [one for one in chosen(self.tracking) if one.tracker != "tensorboard"]
+        """The trackers that follow the run; the run writes TensorBoard itself."""
+        trackers = chosen(self.tracking)
+        return [each for each in trackers if each.tracker != "tensorboard"]
 
     def tree(self) -> Tree:
         """Plain data that `TrainConfig` reads back; keys without a value are left out."""

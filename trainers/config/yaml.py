@@ -1,5 +1,6 @@
-"""YAML of plain data: 1.2 for our own files, 1.1 for those of Ray and Kubernetes;
-bounded, whoever wrote it.
+"""Read and write YAML of plain data, within limits, whoever wrote it.
+
+1.2 for our own files, 1.1 for those of Ray and Kubernetes.
 
 PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word, and follows every
 alias.
@@ -38,9 +39,7 @@ _CORE_SCHEMA = {
 
 
 class _Loader1_1(yaml.SafeLoader):  # noqa: N801
-    """PyYAML's safe loader for mappings, lists and plain scalars, with limits; a key
-    that stands twice is an error.
-    """
+    """PyYAML's safe loader with limits, which refuses a key that stands twice."""
 
     keys: tuple[type, ...] = (str,)
 
@@ -178,9 +177,7 @@ _Loader1_2.yaml_constructors = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader1_2` reads: quotes the words that its schema would take for
-    something else.
-    """
+    """Write what `_Loader1_2` reads, with quotes around words that mean something else."""
 
     yaml_implicit_resolvers = _Loader1_2.yaml_implicit_resolvers
 
@@ -188,9 +185,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        """In double quotes, which escape it, where a reader would fold what YAML 1.1
-        calls a line break.
-        """
+        """Quote and escape text in which a YAML 1.1 reader would see a line break."""
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(f"{_YAML}str", text, style)
 
@@ -199,15 +194,17 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Read one YAML 1.2 document of plain data; `ConfigError` names file, line and
-    problem.
+    """Read one YAML 1.2 document of plain data.
+
+    ConfigError names file, line and problem.
     """
     return _parse(_Loader1_2, _Loader1_2.get_single_data, text, source)
 
 
 def parse_documents(text: str, source: str) -> list[Any]:
-    """Read all YAML 1.1 documents of a text, as Ray and Kubernetes do; `ConfigError` as
-    in parse_yaml.
+    """Read all YAML 1.1 documents of a text, as Ray and Kubernetes do.
+
+    ConfigError as in parse_yaml.
     """
     documents: list[Any] = _parse(_Loader1_1, _all_documents, text, source)
     return documents
@@ -320,8 +317,9 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
-    """Plain data as YAML 1.2 in the order given; ConfigError where it is more than can
-    be read again.
+    """Return plain data as YAML 1.2 in the order given.
+
+    ConfigError where it is more than can be read again.
     """
     text: str = yaml.dump(
         dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110

@@ -1,7 +1,6 @@
 """Batches: any nesting of tensors, what it holds, and how a dataset gives one.
 
-A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that
-is ready, as ArrowDataset has it), by torch's `__getitems__(indices)`, or by being a
+A dataset gives a whole batch at once by torch's `__getitems__(indices)` or by being a
 TensorDataset; any other is asked for a sample at a time.
 """
 
@@ -26,9 +25,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
-    """Return key and value of each item of a tuple, list, mapping or dataclass; None
-    for a leaf.
-    """
+    """Return key and value of each item of a nested batch; None for a leaf."""
     if isinstance(
         batch, PackedSequence
     ):  # without `batch_sizes`, which torch wants on the host
@@ -51,11 +48,9 @@ def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
 def leaves_of(batch: Batch) -> list[Any]:
     """Return all leaves of a nested batch, tensors and others, in order."""
     parts = parts_of(batch)
-    return (
-        [batch]
-        if parts is None
-        else [leaf for _, part in parts for leaf in leaves_of(part)]
-    )
+    if parts is None:
+        return [batch]
+    return [leaf for _, part in parts for leaf in leaves_of(part)]
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
@@ -74,8 +69,9 @@ def num_samples(batch: Batch) -> int:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Apply `function` to every tensor and keep the nesting; other leaves stay as they
-    are.
+    """Apply `function` to every tensor and keep the nesting.
+
+    Other leaves stay as they are.
 
     A mapping comes back as a copy of its own type with all that it holds beside its
     items (a BatchEncoding's encodings); one that cannot be changed, as a dict.
@@ -90,9 +86,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return PackedSequence(batch_sizes=batch.batch_sizes, **dict(mapped))
     if isinstance(batch, (tuple, list)):
         values = [value for _, value in mapped]
-        return (
-            type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-        )
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return type(batch)(values)
     if isinstance(batch, Mapping):
         return _with_items(batch, mapped)
     given = {field.name for field in dataclasses.fields(batch) if field.init}
@@ -104,8 +100,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def _with_items(
     mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]
 ) -> Mapping[Any, Any]:
-    """Return a mapping like the given one with other values; constructors take what
-    they like, and are not called.
+    """Return a mapping like the given one with other values.
+
+    Its constructor may take anything, and is not called.
     """
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return dict(items)
@@ -116,8 +113,9 @@ def _with_items(
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """Join batches of one nesting along the first dimension of every tensor; a single
-    one is returned as it is.
+    """Join batches of one nesting along the first dimension of every tensor.
+
+    A single one is returned as it is.
     """
     if len(batches) == 1:
         return batches[0]
@@ -133,20 +131,18 @@ def concatenate(batches: list[Batch]) -> Batch:
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
 ) -> Batch:
-    """Return one batch of a map-style dataset, a whole batch at a time where the
-    dataset can.
-    """
+    """Return one batch of a map-style dataset, at once where the dataset can."""
     rows = np.asarray(indices, dtype=np.int64)
     if type(dataset) is TensorDataset:  # not a subclass, which may give something else
         chosen = torch.from_numpy(rows)
         # A copy a row: indexing with [] copies number by number, ten times slower.
         return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)
-    if hasattr(dataset, "gather"):
-        return dataset.gather(rows)
     numbers: list[int] = rows.tolist()
     if not hasattr(dataset, "__getitems__"):
         return collate([dataset[number] for number in numbers])
     fetched = dataset.__getitems__(
         numbers
     )  # a list of samples (torch's protocol) or, faster, a batch that is ready
-    return collate(fetched) if isinstance(fetched, list) else fetched
+    if isinstance(fetched, list):
+        return collate(fetched)
+    return fetched

@@ -1,5 +1,4 @@
-"""The batch size of each step: the one place that turns a number of samples into steps,
-and steps into samples.
+"""The batch size of each step: turns samples into steps, and steps into samples.
 
 A size holds until a number of samples of the whole run, over all its epochs and ranks.
 An epoch is cut into steps of the size of their first sample. A step that would pass the
@@ -63,12 +62,13 @@ class _Epochs:
     @property
     def samples(self) -> int:
         """Samples that each trains."""
-        return self.stretches[-1].stop if self.stretches else 0
+        if self.stretches:
+            return self.stretches[-1].stop
+        return 0
 
 
 class BatchSchedule:
-    """Steps and samples of a run whose batch size changes at given numbers of samples,
-    or never.
+    """Steps and samples of a run whose batch size changes at given samples, or never.
 
     Every answer takes the same time, however far away a step is.
     """
@@ -89,8 +89,9 @@ class BatchSchedule:
         return len(self.sizes) > 1
 
     def size_at(self, sample: int) -> int:
-        """Return the batch size of a step whose first sample has this number in the
-        run, from 0.
+        """Return the batch size of a step whose first sample has this number.
+
+        Samples of the run count from 0.
         """
         return self.sizes[bisect_right(self._ends, sample)][1]
 
@@ -115,9 +116,7 @@ class BatchSchedule:
         )
 
     def step_at(self, sample: int) -> int:
-        """Return the first step before which the run has trained at least so many
-        samples.
-        """
+        """Return the first step before which at least so many samples are trained."""
         run = self._runs[bisect_right(self._runs, sample, key=attrgetter("sample")) - 1]
         epochs, within = divmod(sample - run.sample, run.samples)
         before = run.step + epochs * run.steps
@@ -127,9 +126,7 @@ class BatchSchedule:
         return before + stretch.index - (stretch.start - within) // stretch.size
 
     def epochs(self, step: int) -> float:
-        """Return how many epochs are done before a step, with the part of the last one,
-        by its steps.
-        """
+        """Return how many epochs are done before a step, with the part of the last."""
         run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]
         return run.epoch + (step - run.step) / run.steps
 
@@ -143,9 +140,7 @@ class BatchSchedule:
         return self._run_of(epoch).steps
 
     def bounds(self, epoch: int, index: int) -> tuple[int, int]:
-        """Return the places in the epoch of a step's first sample, and of the one after
-        its last.
-        """
+        """Return the places in the epoch of a step's first sample and of its end."""
         stretch = self._stretch(self._run_of(epoch), index, "index")
         start = stretch.start + (index - stretch.index) * stretch.size
         return start, min(start + stretch.size, stretch.stop)

@@ -1,18 +1,24 @@
-"""Batches on the device: resident tensors that are indexed there, or whole batches
-fetched here or by a DataLoader and copied one ahead on a stream of their own.
+"""Batches on the device: resident tensors, or whole batches copied one ahead.
+
+Resident tensors are indexed on the device. Other batches are fetched here or by a
+DataLoader, and copied on a stream of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import itertools
 import signal
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
@@ -25,7 +31,6 @@ from trainers.data.batch import (
     leaves_of,
     map_tensors,
 )
-from trainers.data.held import are_same, held_by
 from trainers.data.stream import Rereadable, Stream
 from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
@@ -33,6 +38,13 @@ from trainers.errors import ConfigError
 # of the device's memory, over all workers of the device: leaves the rest to training
 _RESIDENT_SHARE = 0.1
 _END = object()
+_DEEPEST = 6
+"""Objects in objects: a subset, its dataset, its transforms, one of them, its settings.
+"""
+_MOST = 10_000
+_MOST_OF_ONE = 100
+_SMALL_BYTES = 1 << 20
+_PLAIN = (bool, int, float, str, bytes)
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
 _copy_stream = functools.cache(
     torch.cuda.Stream
@@ -40,9 +52,7 @@ _copy_stream = functools.cache(
 
 
 class _Asked:
-    """What a DataLoader with persistent workers reads anew each epoch: the batches that
-    are asked for then.
-    """
+    """Batches asked for in an epoch, which persistent workers read anew each time."""
 
     def __init__(self) -> None:
         self.batches: Iterable[tuple[Rows, int | None]] = ()
@@ -52,8 +62,10 @@ class _Asked:
 
 
 class _WholeBatches(Dataset[Any]):
-    """What the DataLoader reads in place of a dataset: an index is an array of rows
-    (and a seed for what is drawn), an item a batch to be pinned.
+    """Dataset of whole batches, for the DataLoader.
+
+    An index is an array of rows (and a seed for what is drawn), an item a batch to be
+    pinned.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
@@ -71,17 +83,16 @@ class _WholeBatches(Dataset[Any]):
 
 
 def _leave_signals_to_parent(number: int) -> None:
-    """A terminal sends Ctrl-C to the loader's processes, too, while the loop writes its
-    last checkpoint.
+    """Ignore Ctrl-C, which a terminal sends to the loader's processes, too.
+
+    The loop still needs them to write its last checkpoint.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Feed:
-    """Batches of one split on the device, in the order of the index tensors that it is
-    asked for.
-    """
+    """Batches of one split on the device, in the order that it is asked for."""
 
     def __init__(
         self,
@@ -94,8 +105,10 @@ class Feed:
         sharers: int,
         seed: int,
     ) -> None:
-        """`transform` gets each batch on the device, and whether it is for training;
-        None leaves batches as they are.
+        """Copy the data to the device, or make the loader.
+
+        `transform` gets each batch on the device, and whether it is for training; None
+        leaves batches as they are.
 
         `sharers` is how many workers share the device's memory (those of one host, on a
         CPU).
@@ -197,8 +210,7 @@ class Feed:
         training: bool,
         seeds: Iterable[int] | None = None,
     ) -> Iterator[Batch]:
-        """Yield one transformed batch on the device for each int64 index tensor, in
-        order.
+        """Yield a transformed batch on the device for each int64 index tensor, in order.
 
         With `seeds`, one a batch, what a loader's process draws for a batch follows
         from its own alone; in evaluation so does what is drawn here.
@@ -251,8 +263,9 @@ class Feed:
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def _renew(self) -> None:
-        """Copy the dataset anew where the task has changed it, or what its collate goes
-        by, since it was copied to the device or to the loader's processes.
+        """Copy the dataset anew where the task has changed it since it was copied.
+
+        The same holds for what its collate goes by.
         """
         if isinstance(self.dataset, (Stream, Rereadable)):  # read in one place
             return
@@ -278,9 +291,7 @@ class Feed:
         self.resident = None
 
     def _end_processes(self) -> None:
-        """End the loader's processes; it starts others when it is asked for batches
-        again.
-        """
+        """End the loader's processes; it starts others when it is asked again."""
         iterator = getattr(self._loader, "_iterator", None)
         if self._loader is not None and iterator is not None:
             iterator._shutdown_workers()
@@ -288,8 +299,9 @@ class Feed:
 
 
 class Pinnable:
-    """A batch that a DataLoader pins right: torch skips dataclasses, and in some
-    versions makes lists of tuples.
+    """A batch that a DataLoader pins right.
+
+    torch skips dataclasses, and in some versions makes lists of tuples.
     """
 
     def __init__(self, batch: Batch, beside: Any = None) -> None:
@@ -326,9 +338,7 @@ class Copies:
             )
 
     def hand_over(self, batch: Batch) -> Batch:
-        """Return what `begin` gave, from now on safe to use (and to free) in the stream
-        that computes.
-        """
+        """Return what `begin` gave, safe to use and to free in the computing stream."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
 
@@ -380,3 +390,50 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
 
 def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
     return tensor.index_select(0, indices)
+
+
+def held_by(*things: Any) -> list[Any]:
+    """Return the things, their attributes and items, and those of these.
+
+    For tensors, also how often they were written to.
+
+    Of models, classes and modules nothing but themselves; nothing of what a function or
+    a large array holds.
+    """
+    return list(
+        itertools.islice(
+            itertools.chain.from_iterable(_held(thing, _DEEPEST) for thing in things),
+            _MOST,
+        )
+    )
+
+
+def are_same(before: list[Any], now: list[Any]) -> bool:
+    """Whether nothing of what `held_by` gave has changed."""
+    pairs = zip(before, now, strict=False)
+    return len(before) == len(now) and all(
+        a is b or (isinstance(a, _PLAIN) and a == b) for a, b in pairs
+    )
+
+
+def _held(thing: Any, deeper: int) -> Iterator[Any]:
+    yield thing
+    if isinstance(thing, Tensor) and not thing.is_inference():
+        yield thing._version
+    if isinstance(thing, np.ndarray) and thing.nbytes <= _SMALL_BYTES:
+        yield hash(thing.tobytes())
+    if not deeper or isinstance(thing, (*_PLAIN, Tensor, nn.Module, type, ModuleType)):
+        return
+    items: Any = (
+        thing.__self__.__dict__
+        if inspect.ismethod(thing)
+        else getattr(thing, "__dict__", ())
+    )
+    if isinstance(thing, (list, tuple, dict)):
+        items = thing
+        with contextlib.suppress(Exception):  # where something in it is not hashable
+            yield hash((*thing.items(),) if isinstance(thing, dict) else (*thing,))
+    if isinstance(items, Mapping):
+        items = items.values()
+    for part in itertools.islice(items, _MOST_OF_ONE):
+        yield from _held(part, deeper - 1)

@@ -1,19 +1,91 @@
-"""Which samples belong to which step: a function of seed, epoch and batch sizes, never
-of the machines.
+"""Which samples belong to which step: never a function of the machines.
+
+It follows from seed, epoch and batch sizes.
 
 Epoch e is one order, by default a seeded permutation; step t takes its next samples, as
 many as trainers/data/batch_schedule.py says; ranks and microbatches only split that
 set. So a run goes on mid-epoch on another number of workers and uses the same samples.
 """
 
-from collections.abc import Sized
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from trainers.data.batch_schedule import BatchSchedule, Sizes
-from trainers.data.order import Drawn, digest
+from trainers.devices.device import seed_all
+from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.errors import ConfigError
+
+_WINDOW_BATCHES = 50
+
+
+class Drawn:
+    """The samples that a sampler draws, epoch by epoch.
+
+    It is asked under the run's seed and the epoch, so what it draws from Python's,
+    numpy's or torch's own generator, or from a torch generator that it has as
+    `generator`, is the same on every rank and after a resume; `set_epoch` is called
+    where it has one. The caller's random state stays as it is.
+    """
+
+    def __init__(
+        self, sampler: Iterable[int], num_samples: int, seed: int, device: torch.device
+    ) -> None:
+        self._sampler = sampler
+        self._num_samples = num_samples
+        self._seed = seed
+        self._device = device
+        self.name = type(sampler).__name__
+        order = self(0)
+        self.length = len(order)
+        if not torch.equal(order, self(0)):
+            fix = (
+                "draw from torch's global generator, or from one that `set_epoch` seeds"
+            )
+            raise self._refused(
+                "gives another order when it is asked again for the same epoch", fix
+            )
+
+    def __call__(self, epoch: int) -> Tensor:
+        """int64 [n]: the samples of an epoch, in order.
+
+        Raises ConfigError for what is no sample of the dataset.
+        """
+        kept = get_rng_state(self._device)
+        sampler: Any = self._sampler
+        try:
+            seed_all(self._seed + epoch)
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(self._seed + epoch)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+            order = torch.from_numpy(
+                np.fromiter(map(operator.index, sampler), np.int64)
+            )
+        except (TypeError, OverflowError) as error:
+            raise self._refused(
+                f"must give whole numbers, a sample each: {error}", "no batches of them"
+            ) from error
+        finally:
+            set_rng_state(kept, self._device)
+        if not len(order):
+            raise self._refused("gives no sample", "give at least one")
+        if order.min() < 0 or order.max() >= self._num_samples:
+            rule = f"gives samples {order.min()} to {order.max()} of a dataset with {self._num_samples}"
+            raise self._refused(rule, "give numbers from 0 to the dataset's length")
+        if epoch and len(order) != self.length:
+            rule = f"gives {len(order)} samples in epoch {epoch}, and {self.length} in the first"
+            raise self._refused(rule, "give as many in every epoch")
+        return order
+
+    def _refused(self, rule: str, fix: str) -> ConfigError:
+        return ConfigError("sampler", self.name, rule, fix)
 
 
 class StepSampler(DistributedSampler[int]):
@@ -34,16 +106,13 @@ class StepSampler(DistributedSampler[int]):
         *,
         global_batch_size: int | Sizes,
         drawn: Drawn | None = None,
-        of_stream: bool = False,
     ) -> None:
-        """`num_replicas` and `rank` default to the process group's, as in torch's
-        class.
+        """Take torch's own arguments, and two more.
 
-        `global_batch_size` may be several sizes that follow one another.
-
-        `drawn`: steps are dealt out of its orders instead; it may give a sample twice,
-        or never. With `of_stream` the samples are dealt out as they come, and the
-        length is that of the run.
+        Args:
+            global_batch_size: One size, or several that follow one another.
+            drawn: Orders that steps are dealt out of instead; they may give a sample
+                twice, or never.
         """
         if not isinstance(dataset, Sized):
             raise TypeError(
@@ -52,14 +121,17 @@ class StepSampler(DistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.drawn = drawn
         self.length = len(dataset) if drawn is None else drawn.length
-        self._of_stream = of_stream
+        self.of_stream = False
+        """Whether samples are dealt out as they come, over the length of the run."""
         self.batches = BatchSchedule(global_batch_size, self.length, drop_last)
         self._permutation: tuple[int, Tensor] | None = None
 
     @property
     def known_length(self) -> int:
         """Samples of one epoch; 0 of a stream, of which nobody knows them."""
-        return 0 if self._of_stream else self.length
+        if self.of_stream:
+            return 0
+        return self.length
 
     @property
     def steps_per_epoch(self) -> int:
@@ -67,8 +139,9 @@ class StepSampler(DistributedSampler[int]):
         return self.batches.steps_in(self.epoch)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """int64 [stop - start]: this epoch's samples from one place to another, the
-        same on every rank and not to be changed.
+        """Return this epoch's samples from one place to another: int64 [stop - start].
+
+        The same on every rank, and not to be changed.
         """
         if self.drawn is None and not self.shuffle:
             return torch.arange(start, min(stop, self.length))
@@ -84,14 +157,19 @@ class StepSampler(DistributedSampler[int]):
         return self._permutation[1][start:stop]
 
     def name(self) -> str:
-        """What this epoch's order is, for a checkpoint: a run that goes on must go on
-        in it.
+        """Return the name of this epoch's order, for a checkpoint.
+
+        A run that goes on must go on in it.
         """
-        if self._of_stream:
+        if self.of_stream:
             return "stream"
         if self.drawn is not None:
-            return f"{self.drawn.name} {digest(self.rows(0, self.length))}"
-        return "shuffled" if self.shuffle else "in order"
+            order = self.rows(0, self.length).numpy().tobytes()
+            digest = hashlib.blake2b(order, digest_size=8).hexdigest()
+            return f"{self.drawn.name} {digest}"
+        if self.shuffle:
+            return "shuffled"
+        return "in order"
 
     def step_size(self, step: int) -> int:
         """Samples of a step of this epoch over all ranks."""
@@ -99,8 +177,9 @@ class StepSampler(DistributedSampler[int]):
         return stop - start
 
     def share(self, step: int) -> Tensor:
-        """int64 [n]: this rank's samples of a step; n differs by at most one between
-        ranks and may be 0.
+        """Return this rank's samples of a step: int64 [n].
+
+        n differs by at most one between ranks, and may be 0.
         """
         start, stop = self.batches.bounds(self.epoch, step)
         size = stop - start
@@ -109,8 +188,9 @@ class StepSampler(DistributedSampler[int]):
         return self.rows(start + first, start + last)
 
     def anchor(self, step: int) -> Tensor:
-        """int64 [1]: a sample of the step, for a rank without a share to take part with
-        at weight zero.
+        """Return a sample of the step: int64 [1].
+
+        A rank without a share takes part with it, at weight zero.
         """
         start, _ = self.batches.bounds(self.epoch, step)
         return self.rows(start, start + 1)
@@ -118,8 +198,9 @@ class StepSampler(DistributedSampler[int]):
     def plan(
         self, step: int, microbatch_size: int, even: bool = False
     ) -> tuple[list[Tensor], list[int]]:
-        """Return this rank's microbatches of a step, and how many samples each of them
-        counts: 0 for an anchor.
+        """Return this rank's microbatches of a step, and how many samples each counts.
+
+        An anchor counts 0.
 
         `even`: as many on every rank, for a model whose forward is a collective.
         """
@@ -137,11 +218,43 @@ class StepSampler(DistributedSampler[int]):
 def split_share(
     share: Tensor, microbatch_size: int, largest: int | None = None
 ) -> list[Tensor]:
-    """Split a share into as few microbatches as fit, of sizes that differ by at most
-    one (so none is tiny).
+    """Split a share into as few microbatches as fit, of about equal sizes.
+
+    Sizes differ by at most one, so none is tiny.
 
     With `largest`, into as many as a share of that many samples needs; some may then be
     empty.
     """
     count = max(1, -(-(len(share) if largest is None else largest) // microbatch_size))
-    return [share] if count == 1 else list(torch.tensor_split(share, count))
+    if count == 1:
+        return [share]
+    return list(torch.tensor_split(share, count))
+
+
+class GroupedByLength(Sampler[int]):
+    """Batches of samples of about one length, in random order: little padding.
+
+    `lengths`: of all samples. Of 50 batches at a time the samples are sorted; a last
+    batch that is short stays last.
+    """
+
+    def __init__(self, lengths: Sequence[int] | Tensor, batch_size: int) -> None:
+        self._lengths = torch.as_tensor(lengths)
+        self._batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        size = self._batch_size
+        windows = torch.randperm(len(self)).split(_WINDOW_BATCHES * size)
+        order = torch.cat(
+            [
+                window[self._lengths[window].argsort(descending=True, stable=True)]
+                for window in windows
+            ]
+        )
+        batches = order.split(size)
+        whole = len(self) // size
+        shuffled = [batches[number] for number in torch.randperm(whole).tolist()]
+        yield from torch.cat([*shuffled, *batches[whole:]]).tolist()

@@ -1,5 +1,4 @@
-"""Whether both splits are what they are taken for: the same on every rank, and no
-training sample in validation.
+"""Check both splits: the same on every rank, and no sample in both.
 
 Only what costs little is looked at: the rows of a Subset, the bytes of a small
 TensorDataset, the first samples of others.
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from trainers.data.batch import Rows, fetch
 from trainers.data.stream import Rereadable, Stream
@@ -25,6 +24,31 @@ _FEW = 4
 _SHARE = 0.1
 """Of validation rows in training: below it they may be equal by chance."""
 _FIX = "draw from a generator with a seed of its own, which follows from `split` where samples themselves are drawn"
+
+
+def check_dataset(field: str, dataset: Any) -> None:
+    """Raise ConfigError for what is returned in place of a map-style dataset."""
+    tensors = "return TensorDataset(inputs, labels), from torch.utils.data"
+    if dataset is None:
+        return
+    if isinstance(dataset, type):
+        rule = "must be an instance, not a class"
+        fix = "return an instance of it"
+    elif isinstance(dataset, DataLoader):
+        rule = "must give samples: the run makes the batches"
+        fix = "return its `.dataset`, without the loader"
+    elif isinstance(dataset, tuple):
+        rule = "must be one dataset"
+        fix = tensors
+    elif hasattr(dataset, "columns") and not isinstance(dataset, Dataset):
+        rule = "must be indexed by sample, not by column"
+        fix = tensors
+    elif not hasattr(dataset, "__getitem__"):
+        rule = "must have `__getitem__`, which gives a sample"
+        fix = "return a map-style dataset, or what is read forward from stream()"
+    else:
+        return
+    raise ConfigError(field, type(dataset).__name__, rule, fix)
 
 
 def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
@@ -66,8 +90,9 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def check_apart(train: Any, val: Any) -> ConfigError | str | None:
-    """Return a warning where validation samples are training samples, and what to raise
-    where each split is a part of one table that was drawn by itself.
+    """Return a warning or an error where validation samples are training samples.
+
+    It is an error where each split is a part of one table that was drawn by itself.
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
@@ -112,18 +137,18 @@ def _common(train: Any, val: Any) -> int:
     asked = _tensors(val)
     if known is None or asked is None:
         first = _first(val)
-        return (
-            len(first)
-            if len(set(first)) > 1 and first == _first(train)[: len(first)]
-            else 0
-        )
+        if len(set(first)) > 1 and first == _first(train)[: len(first)]:
+            return len(first)
+        return 0
     rows = _rows(asked)
     if len(set(rows)) < len(rows) * (
         1 - _SHARE
     ):  # rows of a few values: equal ones say nothing
         return 0
     common = len(set(rows) & set(_rows(known)))
-    return common if common > _SHARE * len(rows) else 0
+    if common > _SHARE * len(rows):
+        return common
+    return 0
 
 
 def _rows(tensors: tuple[Tensor, ...]) -> list[bytes]:

@@ -1,5 +1,4 @@
-"""Streams, which can only be read forward, as map-style datasets that are asked for
-rows by number.
+"""Streams, which are read forward, as datasets that are asked for rows by number.
 
 Row n of a training stream is its n-th sample, counted on over its passes. Every rank
 reads the whole stream, in one process (the worker, or its loader's), and drops the rows
@@ -104,11 +103,14 @@ class Stream(Dataset[Any]):
         reader = self._here()
         with reader.alone():
             samples = [reader.sample(row, self._begun) for row in rows]
-        return samples if self._begun else list(map(_copied, samples))
+        if self._begun:
+            return samples
+        return list(map(_copied, samples))
 
     def digest(self, count: int) -> str:
-        """Return what tells the first `count` samples from others, in whatever process;
-        to be asked before `begin`.
+        """Return what tells the first `count` samples from others, before `begin`.
+
+        It is the same in every process.
         """
         reader = self._here()
         reader.look(count)
@@ -117,8 +119,9 @@ class Stream(Dataset[Any]):
     def begin(
         self, row: int, kept: Mapping[str, Any] | None, mark: Mark | None = None
     ) -> None:
-        """Begin training at a row, in this process or one forked from it; `kept` and
-        `mark`: what `state` and `mark_at` gave in the run before.
+        """Begin training at a row, in this process or one forked from it.
+
+        `kept` and `mark` are what `state` and `mark_at` gave in the run before.
 
         The samples after a loaded state are compared with those that followed it then,
         and all samples up to the mark with those of the run before: a state that is not
@@ -134,8 +137,9 @@ class Stream(Dataset[Any]):
             self._kept = kept
 
     def send(self) -> tuple[Mapping[str, Any] | None, list[Mark]]:
-        """Return the newest of the stream's own states, where it is not the one that
-        was sent before, and the marks since then.
+        """Return the stream's newest own state and the marks since the last call.
+
+        The state is None where it was sent before.
         """
         kept = None if (newest := self.state()) is self._sent else newest
         self._sent = newest
@@ -149,12 +153,15 @@ class Stream(Dataset[Any]):
             self._received.append(kept)
 
     def mark_at(self, row: int) -> Mark | None:
-        """Return the last mark of those that lie in the first `row` rows; rows must
-        ascend.
+        """Return the last mark of those that lie in the first `row` rows.
+
+        Rows must ascend.
         """
         while len(self._marks) > 1 and self._marks[1][0] <= row:
             self._marks.popleft()
-        return self._marks[0] if self._marks and self._marks[0][0] <= row else None
+        if self._marks and self._marks[0][0] <= row:
+            return self._marks[0]
+        return None
 
     def state_at(self, row: int) -> Mapping[str, Any] | None:
         """Return what a run that goes on at `row` begins with; None: it counts."""
@@ -164,13 +171,16 @@ class Stream(Dataset[Any]):
         )
 
     def state(self) -> Mapping[str, Any] | None:
-        """Return the newest of the stream's own states, as plain data with its `row`,
-        which is at most the rows given.
+        """Return the stream's newest own state, as plain data.
+
+        Its `row` is at most the rows given.
 
         One is recorded each 1,000 rows, in the process that reads. None: so far, or for
         want of an exact one.
         """
-        return self._kept if self._reader is None else self._reader.kept
+        if self._reader is None:
+            return self._kept
+        return self._reader.kept
 
     def _here(self) -> StreamReader:
         """The reader of this process."""
@@ -188,9 +198,7 @@ class Stream(Dataset[Any]):
         return self._reader
 
     def _open(self) -> StreamReader:
-        """A reader from the stream's own state, where the run before has left an exact
-        one, else from the start.
-        """
+        """Return a reader from an exact state of the run before, else from the start."""
         if (kept := self._kept) is not None:
             reader = StreamReader(self._make, self._name, kept)
             try:
@@ -209,8 +217,9 @@ class Stream(Dataset[Any]):
         self._kept = None
 
     def _proved(self, reader: StreamReader, mark: Mark) -> StreamReader:
-        """The reader once it has come by the mark, or another one, from the start; said
-        where that does not.
+        """Return the reader once it has come by the mark, or one from the start.
+
+        If that one does not come by it either, that is said.
         """
         reader.beat = self.beat
         if reader.comes_by(mark):
@@ -226,8 +235,7 @@ class Stream(Dataset[Any]):
 
 
 class Rereadable(Dataset[Any]):
-    """A validation stream: one pass, counted at once, and begun again for each
-    evaluation.
+    """A validation stream: one pass, counted at once, begun again for each evaluation.
 
     `make` is called once in each process that reads it, and where it gives an iterator,
     each time that it is begun.
@@ -246,16 +254,15 @@ class Rereadable(Dataset[Any]):
         return self._length
 
     def digest(self, count: int) -> str:
-        """Return what tells the first `count` samples, and how many there are, from
-        others.
-        """
+        """Return what tells the first `count` samples, and how many there are."""
         return digest(
             [self._length, *self.__getitems__(range(min(count, self._length)))]
         )
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
-        """Return a sample for each row; they ascend (one may be repeated), or begin
-        again.
+        """Return a sample for each row.
+
+        Rows ascend (one may be repeated), or begin again.
 
         Raises ConfigError for a stream that ends earlier than when it was counted.
         """
@@ -283,8 +290,9 @@ class Rereadable(Dataset[Any]):
 
 
 def same_on_ranks(stream: Stream | Rereadable, group: Group, task: str) -> None:
-    """Raise ConfigError, which names `task`, on all ranks where a stream's first
-    samples differ between them.
+    """Raise ConfigError on all ranks where a stream's first samples differ.
+
+    It names `task`.
 
     Every rank must call it, for a Stream before `begin`.
     """

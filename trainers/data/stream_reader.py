@@ -1,5 +1,6 @@
-"""One instance of a stream, read pass after pass in one process, from its start or a
-state of its own.
+"""One instance of a stream, read pass after pass in one process.
+
+Reading begins at the start or at a state of the stream's own.
 
 `prove` tells whether that state is exact: another instance loads it, and its samples
 are compared.
@@ -53,8 +54,9 @@ them, and all such before.
 
 
 class StreamReader:
-    """A process's reading of one instance of a stream, pass after pass, from its first
-    sample or a state of its own on.
+    """A process's reading of one instance of a stream, pass after pass.
+
+    It begins at the first sample or at a state of the stream's own.
 
     `row` is read next; `head` has those before it that are kept.
     """
@@ -93,9 +95,9 @@ class StreamReader:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Read as in a process that is no loader's and the only rank, with random
-        numbers of the stream's own: the same in every process, whatever else draws
-        there.
+        """Read as the only rank, outside of any loader, with random numbers of its own.
+
+        They are the same in every process, whatever else draws there.
         """
         info = worker._worker_info
         worker._worker_info = None
@@ -180,8 +182,9 @@ class StreamReader:
         return sample
 
     def _record(self) -> None:
-        """Begin to record the stream's own state, where it can be kept; else the last
-        one that can stays.
+        """Begin to record the stream's own state, where it can be kept.
+
+        Else the last one that can stays.
         """
         try:
             state = self.state()
@@ -201,8 +204,9 @@ class StreamReader:
         return marks
 
     def comes_by(self, mark: Mark) -> bool:
-        """Read up to a mark, and return whether it is there; true where this reading
-        began behind it.
+        """Read up to a mark, and return whether it is there.
+
+        True where this reading began behind it.
         """
         row, _ = mark
         if self._began >= row:
@@ -216,8 +220,10 @@ class StreamReader:
         return found
 
     def _recount(self) -> None:
-        """Read again up to here from the start: what a pass is may follow from all
-        before it, which no state of one pass need have.
+        """Read again from the start up to here.
+
+        What a pass is may follow from all before it, which no state of one pass need
+        have.
         """
         words = "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again"
         logger.info(words, self._name, self.row)
@@ -266,8 +272,9 @@ class StreamReader:
 
 
 def as_kept(state: Mapping[str, Any]) -> Any:
-    """A state as it comes back from a checkpoint; raises what writing or reading it
-    there would.
+    """Return a state as it comes back from a checkpoint.
+
+    Raises what writing or reading it there would.
     """
     saved = io.BytesIO()
     torch.save(state, saved)
@@ -290,8 +297,9 @@ def missing_state(source: Any) -> str | None:
 
 
 def prove(first: StreamReader, twin: StreamReader) -> str | None:
-    """Why the stream's own state is not exact; None where another instance goes on
-    alike from states of the first.
+    """Return why the stream's own state is not exact.
+
+    None where another instance goes on alike from states of the first.
     """
     try:
         states = []
@@ -319,8 +327,9 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of nested tensors, arrays and plain data, and of objects by what
-    pickle would keep of them.
+    """Return a digest of nested tensors, arrays, plain data and objects.
+
+    Objects count by what pickle would keep of them.
 
     It is the same in every process. What cannot be pickled counts by its repr, without
     addresses.

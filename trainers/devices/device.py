@@ -1,5 +1,4 @@
-"""The device of a worker: choice, backend flags, threads, memory figures and the
-environment report.
+"""Choose a worker's device, set its backend flags, and read its memory and environment.
 
 Reads /proc/self/status and resets the peak through /proc/self/clear_refs (Linux,
 proc(5)).
@@ -31,8 +30,9 @@ _KEPT_BYTES = 2**25 - 2**16
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
-    """`auto` is cuda, then mps, then cpu; a forced device that is not there is a
-    ConfigError.
+    """Return the device: auto is cuda, then mps, then cpu.
+
+    Raises ConfigError where a forced device is not there.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         if index >= torch.cuda.device_count():
@@ -88,8 +88,9 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch on every device that is there: preparing one that is
-    not takes torch longer.
+    """Seed Python, numpy and torch on every device that is there.
+
+    Preparing a device that is not there takes torch longer.
     """
     seed_host(seed)
     if torch.accelerator.is_available():
@@ -97,8 +98,9 @@ def seed_all(seed: int) -> None:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the host and one device, in a tenth of the time: for what is seeded anew at
-    each batch.
+    """Seed the host and one device, for what is seeded anew at each batch.
+
+    It takes a tenth of the time of `seed_all`.
     """
     seed_host(seed)
     if device.type == "cuda":
@@ -123,8 +125,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def to_host(tensor: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy a tensor's numbers, as they are now; return a function that waits
-    for them and returns them.
+    """Begin to copy a tensor's numbers; return a function that waits for them.
+
+    The numbers are those of this moment.
 
     Only on CUDA do they come beside the device's work: elsewhere they are waited for at
     once.
@@ -156,8 +159,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak since `reset_peak_memory`: allocated by torch on a GPU, resident memory of
-    the process on a CPU.
+    """Return the peak since `reset_peak_memory`.
+
+    On a GPU it is what torch allocated, on a CPU the process's resident memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -175,8 +179,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Bytes now `allocated`, `reserved` by torch's allocator (a GPU only), at `peak`
-    and in `total`, as `NAME_bytes`.
+    """Return `NAME_bytes` now allocated and reserved, at the peak and in total.
+
+    Only a GPU has reserved ones, those of torch's allocator.
 
     On a CPU the resident memory of the process counts as allocated. Does not wait for
     the device.
@@ -212,20 +217,33 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def take_spare(device: torch.device) -> Tensor | None:
-    """Take a little of a GPU's memory, to see whether the rest is enough: libraries and
-    fragments take some later.
+    """Take a little of a GPU's memory, to see whether the rest is enough.
+
+    Libraries and fragments take some later.
     """
     if device.type != "cuda":
         return None
-    allowed = total_memory_bytes(device) * torch.cuda.get_per_process_memory_fraction(
-        device
-    )
-    return torch.empty(int(_SPARE_SHARE * allowed), dtype=torch.uint8, device=device)
+    spare = int(_SPARE_SHARE * _allowed_bytes(device))
+    return torch.empty(spare, dtype=torch.uint8, device=device)
+
+
+def _allowed_bytes(device: torch.device) -> float:
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return total_memory_bytes(device) * share
+
+
+def free_gpu_bytes(device: torch.device) -> float:
+    """Return the bytes of a GPU that this process may still allocate."""
+    free, _ = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    return min(free + unused, _allowed_bytes(device) - allocated)
 
 
 def grow_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, where shapes change: what runs of
-    other sizes have left free would not fit together.
+    """Let torch's CUDA allocator grow its segments, where shapes change.
+
+    Else what runs of other sizes have left free would not fit together.
 
     Where the environment says how to allocate, that holds.
     """

@@ -1,5 +1,6 @@
-"""Energy that a rank's GPU uses, as its driver counts it (NVML); no figure without a
-counter, never an error.
+"""Measure the energy of a rank's GPU by its driver's counter (NVML).
+
+Without a counter there is no figure, and never an error.
 """
 
 import torch

@@ -58,9 +58,7 @@ class Group:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Return plain data of every rank, in rank order, on rank 0; nothing on the
-        others.
-        """
+        """Gather plain data of every rank, in rank order, on rank 0; nothing elsewhere."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -82,8 +80,7 @@ class Group:
 
 @contextlib.contextmanager
 def answered_locally() -> Iterator[None]:
-    """Let every collective inside return at once, with this rank's own tensors in place
-    of the other ranks'.
+    """Answer every collective inside at once with this rank's own tensors.
 
     What a task sends in its forward pass (SyncBatchNorm, gathered features) then takes
     the memory that it will take, and a rank that fails, or is alone, leaves nobody
@@ -125,8 +122,10 @@ _RANKS = re.compile(
 
 @contextlib.contextmanager
 def as_one_rank() -> Iterator[None]:
-    """Let what runs inside find one rank, in torch.distributed as in the environment:
-    many a library of data gives each rank its share unasked.
+    """Let what runs inside find a world of one rank.
+
+    It does in torch.distributed as in the environment: many a library of data gives
+    each rank its share unasked.
 
     Only for a thread beside which no other uses either.
     """
@@ -162,8 +161,10 @@ def _alone() -> Any:
 def find_unlike(
     tensors: Mapping[str, Tensor], group: Group
 ) -> tuple[str, float] | None:
-    """Return the name of a tensor that differs between ranks by more than rounding, and
-    by which part of its largest value; None where all are alike.
+    """Find a tensor that differs between ranks by more than rounding.
+
+    Returns its name, and the difference as a share of its largest value; None where all
+    are alike.
 
     Waits for the device; every rank must call it with the same names.
 

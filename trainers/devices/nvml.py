@@ -1,5 +1,4 @@
-"""Readings of a rank's own GPU by NVML: what the driver says of load, memory, power,
-heat and slowed clocks.
+"""Read a rank's own GPU by NVML: load, memory, power, heat and slowed clocks.
 
 Without a GPU, without NVML, or where a figure is not supported (a MIG slice has no
 utilisation) there is none: never an error. A reading takes the driver about a
@@ -64,9 +63,11 @@ class GpuReadings:
         self._slowed |= slowed
 
     def take(self) -> dict[str, Any] | None:
-        """Return means since the last call, by name (`utilisation` 0 to 1,
-        `memory_used_bytes`, `memory_total_bytes`, `power_w`, `temperature_c`), and in
-        `slowed_by` every reason for lower clocks that was met; None without any.
+        """Return the mean of each figure since the last call; None without any.
+
+        Names: `utilisation` 0 to 1, `memory_used_bytes`, `memory_total_bytes`,
+        `power_w`, `temperature_c`, and in `slowed_by` every reason for lower clocks
+        that was met.
         """
         self.sample()
         if not self._samples:
@@ -82,9 +83,7 @@ class GpuReadings:
         return found
 
     def energy_j(self) -> float | None:
-        """Return what the GPU has used since its driver was loaded, J; None where that
-        is not counted.
-        """
+        """Return J used since the driver was loaded; None where not counted."""
         if self._handle is None:
             return None
         try:
@@ -104,8 +103,9 @@ class GpuReadings:
 
 
 def _handle(nvml: Any, device: torch.device) -> Any:
-    """NVML's handle of a torch device: by UUID, since CUDA_VISIBLE_DEVICES renumbers,
-    else by PCI address.
+    """Return NVML's handle of a torch device by UUID, else by PCI address.
+
+    CUDA_VISIBLE_DEVICES renumbers devices, and neither of these.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)

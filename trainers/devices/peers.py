@@ -1,6 +1,4 @@
-"""What the ranks of a run on several hosts must have in common: versions, and storage
-that all of them reach.
-"""
+"""Check what ranks on several hosts must have in common: versions and storage."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ _SEEN_WITHIN_S = 5.0
 
 
 def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
-    """Hash Paceline's code as it is imported here: jobs bring their own, hosts have one
-    installed.
+    """Hash Paceline's code as it is imported here.
+
+    Jobs bring their own, hosts have one installed.
     """
     digest = hashlib.sha256()
     home = Path(trainers.__file__).parent.parent

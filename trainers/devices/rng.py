@@ -1,6 +1,4 @@
-"""Random state of a worker as tensors and plain data, which
-`torch.load(weights_only=True)` reads back.
-"""
+"""Take a worker's random state as plain data that `weights_only=True` reads back."""
 
 import contextlib
 import random
@@ -51,8 +49,9 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
-    """Let what is drawn inside be the same in every process, call and run, whatever the
-    run's seed; random state is put back.
+    """Draw the same inside in every process, call and run, whatever the run's seed.
+
+    Random state is put back.
     """
     before = get_rng_state(device)
     seed_device(0, device)

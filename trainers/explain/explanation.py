@@ -1,6 +1,4 @@
-"""`python -m trainers explain`: where a run's time goes, what takes it, and what a
-change gives where both are run.
-"""
+"""`python -m trainers explain`: where time goes, the causes, and what a change gives."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector th
 
 @dataclass(frozen=True)
 class Gain:
-    """Share of a sample's time in steps that the change saves, with its 95 % confidence
-    interval.
-    """
+    """Share of a sample's time in steps that a change saves, with its 95 % interval."""
 
     value: float
     low: float
@@ -108,8 +104,9 @@ class Cause:
 def run_shares(
     result: RunResult | None, profile: StepProfile | None
 ) -> dict[str, float]:
-    """Return the shares of the last launch's time, which add up to 1: steps by the
-    parts of the profile, or without one by what the run measured itself.
+    """Return the shares of the last launch's time, which add up to 1.
+
+    Steps are split by the profile, or without one by what the run measured itself.
 
     Without a result those of the profile alone.
     """
@@ -272,9 +269,7 @@ def _of_records(result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
 
 
 class Workers(Protocol):
-    """Has workers do a job, as many as its configuration says, and returns its result;
-    PacelineError.
-    """
+    """Have workers do a job, and return its result; PacelineError."""
 
     def __call__(self, job: Job[R]) -> R:
         """Do it."""
@@ -321,9 +316,7 @@ class Explanation:
 
 
 def read_subject(location: str) -> Subject:
-    """Read the run in a directory or at a URI, or that of a YAML file; ConfigError
-    where there is none.
-    """
+    """Read a run from a directory, a URI or a YAML file; ConfigError if there is none."""
     if location.endswith((".yaml", ".yml")):
         tree, directory = read_file(location)
         return Subject(location, tree, directory, build(TrainConfig, tree, location))
@@ -380,9 +373,7 @@ def explain(
 
 
 def _measurable(subject: Subject, launcher: str) -> RunSpec:
-    """The run as workers can take its steps; ConfigError where those of this machine do
-    not fit.
-    """
+    """Return the run with steps that workers can take; raises ConfigError."""
     config = subject.config
     source = subject.location
     if config.changes_batch:

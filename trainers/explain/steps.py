@@ -87,9 +87,7 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class ProfileJob(Job[StepProfile]):
-    """Builds the run's model and data, and takes steps for about `seconds`; writes
-    nothing.
-    """
+    """Takes steps of the run for about `seconds`; writes nothing."""
 
     seconds: float
 
@@ -250,9 +248,7 @@ class Steps:
             )
 
     def warm(self, seconds: float) -> int:
-        """Take the first steps, and return how many take `seconds`: as many on every
-        rank.
-        """
+        """Take the first steps; return how many, alike on all ranks, take `seconds`."""
         self.time_s(WARMUP_STEPS)
         each_s = self.time_s(2)
         self.clock.reads.clear()
@@ -298,9 +294,7 @@ def _busy_s(steps: Steps) -> float:
 
 @contextlib.contextmanager
 def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
-    """Have the clock told of the parts of steps and of the task's host reads, for a
-    block.
-    """
+    """Tell the clock of the parts of steps and the task's host reads, for a block."""
     feed = replica.train_feed
     optimizer = replica.optimizer
     with contextlib.ExitStack() as stack:
@@ -325,9 +319,7 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
 
 
 def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of tensors that tells the clock how long calls by the task's code
-    take.
-    """
+    """Return a tensor method that tells the clock the time of the task's calls."""
 
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)

@@ -1,5 +1,4 @@
-"""Evaluate a trained model on a split, write its prediction for every sample, or return
-it.
+"""Evaluate a trained model on a split, write its predictions, or return it.
 
 One worker in this process, or `--scaling.num_workers N` of them. Everything else is as
 the run was trained, so that the figures of its own evaluation come out again to the
@@ -220,9 +219,7 @@ def infer(
 def load_trained(
     task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, dict[str, Any], nn.Module, PrecisionSpec]:
-    """Return the checkpoint's location and position, the model with its weights, and
-    the precision with its layout.
-    """
+    """Return the checkpoint's place and position, the loaded model, and the precision."""
     run = SavedRun(job.storage, config)
     found = run.checkpoint(job.which) if group.rank == 0 else None
     name = group.first(found.name if found else "")
@@ -258,8 +255,9 @@ def load_trained(
 def run_spec(
     location: str, overrides: dict[str, Any], world_size: int | None
 ) -> RunSpec:
-    """Return the run at `location` as this machine can execute it: one worker here
-    unless `overrides` say otherwise.
+    """Return the run at `location` as this machine can execute it.
+
+    One worker here, unless `overrides` say otherwise.
 
     `world_size` is torchrun's. Raises ConfigError.
     """
@@ -318,8 +316,9 @@ def predict(
     target: Storage,
     about: dict[str, str],
 ) -> None:
-    """Write `task.predictions` of every sample to the file `target`; `about` becomes
-    the file's metadata.
+    """Write `task.predictions` of every sample to the file `target`.
+
+    `about` becomes the file's metadata.
 
     Batches are dealt whole, in windows, and rank 0 writes each window as it comes: the
     file is the same, byte for byte, for any number of ranks. Every rank must call it.
@@ -441,9 +440,7 @@ class TrainedRun(RunResult):
         return redact(f"{self}\n  in {self.uri}")
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the run's log: mean losses, evaluations, and what else was noted, in
-        order.
-        """
+        """Return the run's log in order: losses, evaluations and other records."""
         return read_log(Storage(self.uri))
 
     def dataframe(self) -> pd.DataFrame:
@@ -453,8 +450,7 @@ class TrainedRun(RunResult):
         return pd.DataFrame(self.log())
 
     def model(self, checkpoint: str = "newest") -> nn.Module:
-        """Return the trained model, in evaluation mode, on the device that this process
-        has.
+        """Return the trained model in evaluation mode, on this process's device.
 
         `checkpoint` is newest, best or step-N. Raises ConfigError where there is none.
         """

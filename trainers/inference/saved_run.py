@@ -1,6 +1,4 @@
-"""Open a run on storage, for every command but training: its configuration and one of
-its checkpoints; export it.
-"""
+"""Open a run on storage: its configuration and a checkpoint; export the model."""
 
 from __future__ import annotations
 
@@ -68,7 +66,8 @@ class SavedRun:
 
 
 def read_trained(archive: Archive, name: str) -> dict[str, Any]:
-    """The state of a checkpoint, whose tensors of the model and of the task are whole;
+    """Return a checkpoint's state, with the whole tensors of model and task.
+
     CheckpointError when it is none.
 
     Others may be on the meta device: nobody needs them who does not train on.
@@ -86,8 +85,7 @@ def read_trained(archive: Archive, name: str) -> dict[str, Any]:
 
 
 def export(location: str, out: str, which: str = "newest") -> str:
-    """Write the model of a run's checkpoint to `out`, a file or URI; return a sentence
-    of what was written.
+    """Write the model of a checkpoint to `out`, a file or URI; say what was written.
 
     The names are those of the task's bare model. Tensors that share memory are written
     under each of their names, so that `load_state_dict` takes the file as it is. Raises

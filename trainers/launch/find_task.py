@@ -1,5 +1,6 @@
-"""Find the module of a task or of a training function as the user means it: beside the
-YAML, above it, in the working directory, or installed.
+"""Find the module of a task or a training function as the user means it.
+
+Beside the YAML, above it, in the working directory, or installed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def task_path(
     source: str,
     key: str = "task",
 ) -> list[str]:
-    """Return the directories that must be on `sys.path` for what `key` names, as
-    `module:Class` or `module:function`: looks for files, and imports nothing.
+    """Return the directories that `sys.path` needs for the module that `key` names.
+
+    Looks for files, and imports nothing.
 
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
@@ -69,9 +71,7 @@ def task_path(
 
 
 def _is_installed(module: str) -> bool:
-    """Whether the import system finds a module; other than importlib.util.find_spec, it
-    imports no parent of it.
-    """
+    """Whether the import system finds a module; imports no parent of it."""
     top, *below = module.split(".")
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec(top)
@@ -87,8 +87,9 @@ def _is_installed(module: str) -> bool:
 
 
 def portable(paths: list[str]) -> list[str]:
-    """Inside a Ray job, make directories below the working directory relative: the
-    job's package lies elsewhere for the next job and maybe on another node.
+    """Make directories below the working directory relative, inside a Ray job.
+
+    The job's package lies elsewhere for the next job, and maybe on another node.
 
     Outside of one, return the paths as they are.
     """
@@ -102,9 +103,7 @@ def portable(paths: list[str]) -> list[str]:
 
 
 def add_to_path(paths: list[str]) -> None:
-    """Put directories first on `sys.path`; a relative one is looked for below every
-    entry there already.
-    """
+    """Put directories first on `sys.path`; relative ones lie below its entries."""
     for path in reversed(paths):
         candidates = (Path(base, path) for base in [str(Path.cwd()), *sys.path])
         found = next(
@@ -117,9 +116,7 @@ def add_to_path(paths: list[str]) -> None:
 
 
 def _where(error: Exception) -> str:
-    """Return file and line of an import's failure: the innermost frame that is the
-    user's, not a library's.
-    """
+    """Return file and line of a failed import: the innermost frame of the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -162,9 +159,7 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
 def load_function(
     train_func: str, config: dict[str, Any], source: str
 ) -> Callable[[], Any]:
-    """Import a training function, and return it ready to be called, with `config` where
-    it takes one; else as `load_task`.
-    """
+    """Import a training function and bind `config` where it takes one."""
     with without_collection():
         function: Callable[..., Any] = load_named(
             "train_func", train_func, "function", source
@@ -209,9 +204,7 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
 def _check_call(
     key: str, value: Any, called: Any, source: str, *args: Any, **given: Any
 ) -> None:
-    """Raise ConfigError where a class or a function does not take what the value of
-    `key` gives it.
-    """
+    """Raise ConfigError where a class or function does not take these arguments."""
     signature = inspect.signature(called)
     name = getattr(called, "__name__", "it")
     try:

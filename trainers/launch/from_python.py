@@ -1,5 +1,4 @@
-"""A run as Python gives it, turned into what a file would say: plain data, with classes
-and functions by their names.
+"""Turn a run given from Python into what a file would say: plain data and names.
 
 Workers import a task by the name of its module. What is defined in a notebook lies in
 no module: its cells' source is written to one, in notebook_tasks/, and that file is
@@ -34,9 +33,7 @@ _FIX = "make it in the class, pass it in `task_args`, or write the class to a fi
 
 
 def check_thread(call: str) -> None:
-    """Raise ConfigError in any thread but the main one, where alone Python hears of
-    Ctrl-C.
-    """
+    """Raise ConfigError outside the main thread, where alone Python hears of Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             call,
@@ -47,8 +44,7 @@ def check_thread(call: str) -> None:
 
 
 def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]:
-    """Return a run's mapping, where it came from (for error messages), and what its
-    relative names mean.
+    """Return a run's mapping, its source for messages, and its directory.
 
     Raises ConfigError, in which `call` names what the user has called.
     """
@@ -72,9 +68,7 @@ def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]
 
 
 def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
-    """Return plain data, as a file has it; `places` is given the directories of the
-    classes and functions in it.
-    """
+    """Return plain data, as a file has it; adds directories of classes to `places`."""
     if isinstance(value, Mapping):
         return {
             str(name): plain(one, call, places, f"{key}.{name}".lstrip("."))
@@ -100,9 +94,7 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
 
 
 def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
-    """Return the `module:name` of a class or function, and its directory; None where
-    the module is installed.
-    """
+    """Return `module:name` of a class or function, and its directory unless installed."""
     name = thing.__qualname__
     module = thing.__module__
     main = sys.modules["__main__"]
@@ -133,8 +125,7 @@ def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
 
 
 def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
-    """Write a class or function of a notebook, with all of the notebook that it uses,
-    as a module beside it.
+    """Write a notebook's class or function, and all it uses, as a module beside it.
 
     Imports are taken over, functions and classes by their source, and anything else by
     its value. ConfigError names what cannot be written down. A module is named by what
@@ -209,9 +200,7 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
 
 
 def _source(thing: Any) -> str | None:
-    """Return the statement that has defined a class or function, from the cell with its
-    code.
-    """
+    """Return the statement that defined a class or function, from its cell."""
     members = vars(thing).values() if isinstance(thing, type) else [thing]
     functions = (getattr(one, "__func__", getattr(one, "fget", one)) for one in members)
     for code in (one.__code__ for one in functions if inspect.isfunction(one)):

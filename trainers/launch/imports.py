@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collection(own_process: bool = False) -> Iterator[None]:
-    """Keep the garbage collector out of a block of imports; afterwards it is as it was
-    before.
+    """Keep the garbage collector out of a block of imports.
 
     `own_process`: whatever there is by then stays until the process ends, and no later
     collection looks at it again. Only for the start of a process that is ours: it would

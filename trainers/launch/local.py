@@ -1,5 +1,4 @@
-"""Launchers without Ray: this process, spawned processes of this machine, or
-torchrun's.
+"""Launchers without Ray: this process, spawned processes, or torchrun's.
 
 Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
 TORCHELASTIC_ERROR_FILE. Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME,
@@ -94,9 +93,7 @@ class LocalContext(RunContext):
 
 @contextlib.contextmanager
 def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
-    """Raise an exception that is not ours as RunFailedError; where a sentence is all
-    that is shown of that, print its traceback.
-    """
+    """Raise foreign exceptions as RunFailedError, and print their traceback if needed."""
     try:
         yield
     except PacelineError as error:
@@ -111,8 +108,10 @@ def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
 
 
 def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
-    """Write a worker's failure where its launcher looks: a file of the spawning
-    process's, or torchrun's own, of which it shows the earliest as the root cause.
+    """Write a worker's failure where its launcher looks for it.
+
+    A file of the spawning process's, or torchrun's own, whose earliest is the root
+    cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
     with contextlib.suppress(OSError):  # the failure itself matters more
@@ -134,9 +133,7 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
 
 
 def run_local(job: Job[R], take: Take | None = None) -> R:
-    """Run one worker in this process; like the other launchers it gives `take` the
-    run's records as they are made.
-    """
+    """Run one worker in this process; `take` gets the run's records as they are made."""
     context = LocalContext(job.storage, "local").telling(job, take)
     with context.listen():
         return job.execute(context)
@@ -172,9 +169,7 @@ def run_spawn(job: Job[R], take: Take | None = None) -> R:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """A directory for the files of one group; those of groups that were killed, driver
-    and all, are deleted.
-    """
+    """Make a directory for a group's files; delete those of groups that were killed."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(
             OSError
@@ -191,9 +186,7 @@ def _directory() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock, which ends with this process; BlockingIOError where
-    another does.
-    """
+    """Hold a directory's lock in a block; BlockingIOError where another process does."""
     opened = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -289,9 +282,7 @@ def _spawned(
 
 
 def _delete(directory: str) -> None:
-    """Delete a group's directory, though its ranks write there: what has no path any
-    more gets no further file.
-    """
+    """Delete a group's directory while its ranks write: moved, it gets no more files."""
     with contextlib.suppress(OSError):  # another rank was first
         shutil.rmtree(Path(directory).rename(f"{directory}-over"), ignore_errors=True)
 
@@ -318,9 +309,7 @@ def _trace(error: BaseException) -> str:
 def _failure(
     directory: Path, error: ProcessException, exits: dict[int, int | None]
 ) -> RunFailedError:
-    """Return the cause among what the ranks left: exceptions and hangs in files, else
-    the codes of their exits.
-    """
+    """Return the cause among what the ranks left: failures in files, and exit codes."""
     left = [json.loads(path.read_text()) for path in directory.glob("failed-*")]
     failures = [RunFailedError(*args) for args, _ in left]
     traces = {
@@ -349,9 +338,7 @@ def _failure(
 
 
 def keep_on_this_machine() -> None:
-    """Let the collectives of a group whose ranks are all here listen on the loopback
-    alone, unless the user chose.
-    """
+    """Let a group of local ranks listen on the loopback, unless the user chose."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
@@ -365,8 +352,9 @@ def join_group(
     device_index: int,
     timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Make this process a member of the run's process group; `device_index` is its GPU
-    under nccl.
+    """Make this process a member of the run's process group.
+
+    `device_index` is its GPU under nccl.
 
     `place` is where the ranks meet: a URL, or a torch.distributed.Store.
     """
@@ -418,9 +406,7 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
 
 
 def leave_group(failed: bool) -> None:
-    """Leave the run's process group; where this rank has `failed`, without waiting for
-    others that wait for it.
-    """
+    """Leave the run's process group; after a failure without waiting for others."""
     # A DDP reducer in a reference cycle would outlive the group: the process then
     # aborts one time in eight.
     gc.collect()

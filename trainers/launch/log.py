@@ -16,8 +16,10 @@ class _Redacting(logging.Formatter):
 
 
 def setup_logging(rank: int, quiet: bool = False) -> None:
-    """Send our packages' log to standard output: rank 0's progress as it is (`quiet`:
-    its warnings), other ranks' warnings with their rank.
+    """Send our packages' log to standard output.
+
+    Rank 0's progress as it is (`quiet`: its warnings), other ranks' warnings with their
+    rank.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
@@ -37,9 +39,7 @@ def show_log(handler: logging.Handler, level: int) -> None:
 
 @contextlib.contextmanager
 def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
-    """Show our log as a command does: for good, or (in another program) in a block,
-    unless it shows that itself.
-    """
+    """Show our log: for good in a command, else in a block, if nobody shows it."""
     if is_command:
         setup_logging(rank, quiet)
         yield

@@ -1,5 +1,4 @@
-"""`python -m trainers memory`: what a run's steps will take of a device's memory, by
-precision and checkpointing mode.
+"""`python -m trainers memory`: the device memory that a run's steps will take.
 
 The steps are taken, with tensors that have shapes and no memory (torch's
 FakeTensorMode), and the storages that are alive meanwhile are counted. Fake tensors
@@ -70,8 +69,7 @@ _MOST_READ = 2**12
 
 
 def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
-    """Yield the lines, each as soon as it is known: a row for each precision and mode
-    that the model and device take.
+    """Yield the lines: a row for each precision and mode that model and device take.
 
     `gpu` has its memory in its name ("H100 80GB"); None: the device that is here.
     Raises ConfigError.
@@ -150,9 +148,7 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
 
 
 def _combinations(device: torch.device) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Yield the precisions of each row, the one that is taken, and the mode of
-    `activation_checkpointing`.
-    """
+    """Yield for each row its precisions, the one that is taken, and the mode."""
     for names in _ALIKE:
         able = [name for name in names if name in able_precisions(device)]
         for mode in _MODES if able else ():
@@ -167,9 +163,7 @@ def _forecast(
     size: int,
     capacity: int,
 ) -> tuple[Forecast, str]:
-    """Return what steps of microbatches of `size` samples take, and the largest
-    microbatch that fits, in words.
-    """
+    """Return what a microbatch of `size` takes, and the largest that fits, in words."""
     try:
         forecaster = Forecaster(make_task, config, train, group)
         found = forecaster(size)
@@ -241,9 +235,7 @@ class Forecaster:
         train: Dataset[Any],
         group: Group,
     ) -> None:
-        """`make_task` is called anew for each model; `config` is resolved and its
-        precision one of the device's.
-        """
+        """Make model and optimizer; `make_task` is called anew for each model."""
         # Digests of frozen parameters would read them.
         config = config.model_copy(
             update={
@@ -328,9 +320,10 @@ class _FakeProbe(Probe):
 
     @functools.cached_property
     def _few(self) -> tuple[Batch, tuple[_Shapes, _Shapes] | None]:
-        """A batch of a few samples, and the shapes of two sizes; None where those of a
-        third do not follow from them: samples differ in length, have tensors of their
-        own, or something else than tensors, as text.
+        """A batch of a few samples, and the shapes of two sizes.
+
+        None where those of a third do not follow: samples differ in length, have
+        tensors of their own, or something else than tensors, as text.
         """
         first, second = (_shapes(self._real(size)) for size in _KNOWN)
         batch = self._real(_CHECKED)
@@ -372,9 +365,7 @@ def _extended(known: tuple[_Shapes, _Shapes], size: int) -> _Shapes:
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a process group that answers at once and has no other
-    rank.
-    """
+    """Make this process rank 0 of a fake process group, which answers at once."""
     if world_size == 1:
         yield
         return
@@ -391,8 +382,9 @@ def fake_world(world_size: int) -> Iterator[None]:
 def largest_microbatch(
     peak: Callable[[int], int], start: int, capacity: int, most: int
 ) -> int:
-    """Return the largest microbatch whose peak is at most `capacity` bytes, to within 1
-    %, and at most `most` samples; 0 where a single sample takes more.
+    """Return the largest microbatch whose peak fits `capacity` bytes, to within 1 %.
+
+    At most `most` samples; 0 where a single sample takes more.
 
     It is searched from `start` on.
 
@@ -433,8 +425,7 @@ def fake_model(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> tuple[Task, Any]:
-    """Make the model without its memory; where it reads values or files, with it, and
-    take that away.
+    """Make the model without its memory, or with it where it reads values, and drop it.
 
     It is on its device and in its format already, and stays: torch's `Module.to` is
     unsure of fake parameters.
@@ -463,9 +454,7 @@ def fake_model(
 
 
 def _faked(tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """The same without values, in the format `dtype` where it has one of floating
-    point.
-    """
+    """Return the tensor without values, in `dtype` where it is of floating point."""
     kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device=device)
     return (
@@ -482,8 +471,9 @@ class _Storage:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of all tensors that are alive, real or fake ones: of what is
-    made inside it, and what `count` was given.
+    """Counts the bytes of tensors that are alive, real or fake.
+
+    Those that are made inside it, and those that `count` was given.
 
     What is counted is storages, as torch's allocators give them: views and aliases are
     one.

@@ -1,6 +1,4 @@
-"""A run's directory, whose lease is held: what it must hold before the run starts, and
-once it has ended.
-"""
+"""A run's directory: what it must hold before the run starts, and after its end."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def open_run(location: str) -> tuple[Storage, TrainConfig]:
-    """Return a run's directory and the configuration that trained it last; ConfigError
-    when there is no run.
-    """
+    """Return a run's directory and its last configuration; ConfigError without a run."""
     storage = Storage(storage_uri(location))
     if not storage.exists(MARK):
         runs = [
@@ -44,9 +40,7 @@ def open_run(location: str) -> tuple[Storage, TrainConfig]:
 
 
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete what a directory holds but its lease; ConfigError when there is no file
-    `mark`, which we would have written.
-    """
+    """Delete what a directory holds but its lease; ConfigError if it lacks `mark`."""
     names = [name for name in storage.names() if name != LEASE]
     if names and mark not in names:
         rule = f"is not ours to delete: it holds files but no {mark}"
@@ -58,9 +52,7 @@ def delete_own(storage: Storage, mark: str) -> None:
 
 
 def _finished(storage: Storage) -> RunResult | None:
-    """The result of a run that is done; None when there is none, none that can be read,
-    or nothing left to use.
-    """
+    """Return the result of a run that is done, else None."""
     from trainers.measure.result import RunResult
 
     if not storage.exists("result.json"):
@@ -76,8 +68,9 @@ def _finished(storage: Storage) -> RunResult | None:
 
 
 def check_kept(storage: Storage, result: RunResult) -> None:
-    """Raise StorageError or CheckpointError where the checkpoint with which a run has
-    ended is not there.
+    """Raise an error where the checkpoint that a run ended with is not there.
+
+    StorageError where it was deleted, CheckpointError where the result is damaged.
     """
     from trainers.checkpoint.manifest import Manifest
 
@@ -103,8 +96,9 @@ def check_kept(storage: Storage, result: RunResult) -> None:
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory, whose lease is held, ready; return the result when the
-    run is complete already.
+    """Make the run's directory ready; return the result of a run that is complete.
+
+    This process must hold its lease.
 
     Raises ConfigError when another run of this name is there that learned something
     else.
@@ -128,9 +122,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
 
 
 def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
-    """Make the directory of a function's run, whose lease is held, ready; ConfigError
-    as for `prepare_storage`.
-    """
+    """Make the directory of a function's run ready; ConfigError as in prepare_storage."""
     if fresh:
         delete_own(spec.storage, MARK)
     if spec.storage.exists(MARK):
@@ -139,9 +131,7 @@ def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
 
 
 def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration in the run's directory; ConfigError where one of some
-    keys has another value there.
-    """
+    """Return the run's former configuration; ConfigError where one of `keys` differs."""
     before = read_mapping(spec.storage, MARK)
     for key in keys:
         if before.get(key) != spec.tree.get(key):

@@ -1,5 +1,4 @@
-"""How a process hears that it should stop, and how it ends with the process that
-started it; without torch.
+"""How a process hears that it should stop, and how it ends with its parent.
 
 Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
 """
@@ -17,16 +16,15 @@ _LOOK_S = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask to stop; not SIGHUP where the user had it ignored
-    (nohup).
-    """
+    """Return the signals that ask to stop; not SIGHUP where it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
 
 
 class StopSignals:
-    """In its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop; a second
-    Ctrl-C interrupts at once.
+    """In its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop.
+
+    A second Ctrl-C interrupts at once.
 
     No other signal does when it comes twice, as SIGTERM may: from torchrun, and from
     what has started that.
@@ -35,9 +33,7 @@ class StopSignals:
     asked = False
 
     def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
-        """`tell` is called with the name of the first signal, in a thread: the signal
-        may have come amid a write.
-        """
+        """Call `tell` in a thread, with the first signal's name."""
         self._tell = tell
         self._telling: threading.Thread | None = None
 
@@ -65,9 +61,7 @@ class StopSignals:
 
 
 def end_at_once() -> None:
-    """Let SIGTERM and Ctrl-C interrupt this process, whose work is not kept; in a
-    thread the process keeps its own.
-    """
+    """Let SIGTERM and Ctrl-C interrupt this process; does nothing in a thread."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
@@ -76,8 +70,9 @@ def end_at_once() -> None:
 def follow(
     wait: Callable[[], object], last: Callable[[], object] = lambda: None
 ) -> None:
-    """End this process when `wait` returns, after `last`: in a thread, since a
-    collective lets no handler run.
+    """End this process when `wait` returns, after `last`.
+
+    In a thread, since a collective lets no handler run.
     """
 
     def end() -> None:
@@ -89,9 +84,7 @@ def follow(
 
 
 def follow_agent() -> None:
-    """End this process, where it is a worker of torchrun's, within a second of
-    torchrun's own agent.
-    """
+    """End a worker of torchrun's within a second of torchrun's agent."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     agent = os.getppid()

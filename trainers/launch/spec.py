@@ -1,5 +1,4 @@
-"""A run as plain data: read from a file, checked before any worker starts, and executed
-by each worker.
+"""A run as plain data: read from a file, checked, and executed by each worker.
 
 Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded
 one on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
@@ -116,9 +115,7 @@ class Job(Spec, ABC, Generic[R]):
         return build(TrainConfig, self.tree, self.source)
 
     def load_task(self) -> Task:
-        """Import and construct the task, with its directories on `sys.path`;
-        ConfigError says what is wrong.
-        """
+        """Import and construct the task; raises ConfigError."""
         rank = int(os.environ.get("RANK", "0"))
         with watched(
             self.config.failure, RunContext(None, "driver", rank)
@@ -156,18 +153,14 @@ class RunSpec(Job["RunResult"]):
 
 
 def torchrun_world_size() -> int | None:
-    """Return the number of workers when torchrun (or what sets its variables) started
-    this process, else None.
-    """
+    """Return the number of workers if torchrun started this process, else None."""
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         return int(os.environ["WORLD_SIZE"])
     return None
 
 
 def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
-    """Return the mapping of a configuration file and its directory (None when it is not
-    on this machine).
-    """
+    """Return the mapping of a configuration file and its directory (None: elsewhere)."""
     if "://" in location:
         file = Storage(location)
         return parse_mapping(_read(file.parent, file.name, location), location), None
@@ -196,9 +189,7 @@ def _read(storage: Storage, name: str, source: str) -> str:
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
-    """Read a YAML mapping that we wrote to storage; ConfigError names the file when it
-    is damaged.
-    """
+    """Read a YAML mapping of ours from storage; ConfigError names a damaged file."""
     source = storage.locate(name)
     return parse_mapping(_read(storage, name, source), source)
 
@@ -206,8 +197,7 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
 def read_run(
     location: str, overrides: Mapping[str, Any], world_size: int | None = None
 ) -> RunSpec | FunctionSpec:
-    """Read and check the file of a run, of a task or of a training function:
-    ConfigError says what is wrong, before torch or Ray is imported.
+    """Read and check a run's file, before torch or Ray is imported; raises ConfigError.
 
     `world_size` is given by a launcher that has decided it already (torchrun).
     """
@@ -256,8 +246,7 @@ def make_function_spec(
 def make_spec(
     tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True
 ) -> RunSpec:
-    """Check a training mapping that came from `source`, whose relative names mean
-    `directory`.
+    """Check a training mapping from `source`, whose relative names mean `directory`.
 
     `own_workers`: the workers will be started here, and must fit; torchrun's are
     started already, on any machine.
@@ -282,9 +271,7 @@ def _places(
     directory: Path | None,
     own_workers: bool,
 ) -> tuple[tuple[str, ...], str]:
-    """The directories of the module that a key of a configuration names, and the run's
-    own.
-    """
+    """Return the directories of the module that `key` names, and the run's own."""
     try:
         path = task_path(named, config.task_dir, directory, source, key)
         uri = storage_uri(config.storage_path)
@@ -296,9 +283,7 @@ def _places(
 
 
 def check_machine(config: TrainConfig | FunctionConfig) -> None:
-    """Raise ConfigError where the workers of a local launcher do not fit on this
-    machine.
-    """
+    """Raise ConfigError where a local launcher's workers do not fit on this machine."""
     cores = (
         len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -314,9 +299,7 @@ def check_machine(config: TrainConfig | FunctionConfig) -> None:
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
-    """Check precision and device; `device_type` is where workers will train, None: what
-    this machine has.
-    """
+    """Check precision and device; `device_type` is the workers', None: this machine's."""
     from trainers.devices.device import resolve_device
     from trainers.model.precision import check_device_type, resolve_precision
 

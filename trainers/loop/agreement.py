@@ -1,5 +1,4 @@
-"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to
-give up, and why.
+"""Let all ranks decide together every few steps: stop, write a checkpoint, or fail.
 
 On CUDA nothing waits for the device: what ranks have put in is read at the next
 agreement, ten steps later, unless it is needed at once.
@@ -64,8 +63,10 @@ class Agreements:
         self._asked: Callable[[], Agreement] | None = None
 
     def next(self, at_once: bool) -> Agreement:
-        """Agree with all ranks on what comes next: at once where that is asked for, or
-        something is to be done; else it is what they put in the last time.
+        """Agree with all ranks on what comes next.
+
+        At once where that is asked for, or something is to be done; else it is what
+        they put in the last time.
 
         Every rank must call it.
 
@@ -86,9 +87,7 @@ class Agreements:
 def _ask(
     attempt: Attempt, checkpointing: Checkpointing
 ) -> tuple[Agreement, Callable[[], Agreement]]:
-    """Put in what this rank wants; return it with a function that waits for what all
-    do.
-    """
+    """Put in what this rank wants; return it, and a function that waits for all."""
     context = attempt.context
     max_time_s = attempt.config.max_time_s
     elapsed_s = time.monotonic() - attempt.began
@@ -164,8 +163,10 @@ def _diverged(attempt: Attempt, last: range) -> DivergedError:
 
 
 def _find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
-    """Return the first thing that is not finite: a sample of this rank's share of
-    `steps`, what the task's transform makes of it, or a parameter.
+    """Return the first thing that is not finite in `steps`: a sample or a parameter.
+
+    Looked at are the samples of this rank's share, what the task's transform makes of
+    them, and all parameters.
 
     None where all are, or where they cannot be read again.
     """
@@ -209,9 +210,7 @@ def _in_step(parts: Replica, task: Task, step: int) -> str | None:
 
 
 def _bad_tensor(batch: Batch, rows: Tensor) -> str | None:
-    """Name a tensor that is not finite, with the sample where its first dimension
-    counts them.
-    """
+    """Name a tensor that is not finite, with the sample where dimension 0 counts them."""
     for name, tensor in named_tensors(batch, "batch"):
         bad = ~torch.isfinite(tensor)
         if not bool(bad.any()):

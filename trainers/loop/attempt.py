@@ -52,8 +52,9 @@ class EarlyStopping:
         return f"stopped early: {self._goal.metric} has not improved in {self._waited} evaluations ({best})"
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take in the figures of an evaluation; ConfigError when the metric is none of
-        them.
+        """Take in an evaluation's figures.
+
+        Raises ConfigError where the metric is none of them.
         """
         if self._goal is None:
             return
@@ -149,9 +150,7 @@ class Attempt:
 
     @property
     def epochs(self) -> float | None:
-        """Epochs done, with the part of the last one; None of a stream, whose length
-        nobody knows.
-        """
+        """Epochs done, with a part of one; None of a stream of unknown length."""
         sampler = self.parts.sampler
         return sampler.batches.epochs(self.step) if sampler.known_length else None
 
@@ -171,9 +170,7 @@ class Attempt:
         return self.parts.sampler.batches.place(self.step).number == 0
 
     def check_names(self, figures: Mapping[str, float]) -> None:
-        """Raise ConfigError where an evaluation lacks a metric that the configuration
-        names.
-        """
+        """Raise ConfigError where an evaluation lacks a metric that is configured."""
         for goal in self._named:
             check_metric(goal.key, goal.metric, figures)
 
@@ -203,9 +200,7 @@ class Attempt:
                 logger.info("%s", words)
 
     def position(self) -> dict[str, Any]:
-        """Return where the run is, for logs and reports; without an epoch where there
-        are none.
-        """
+        """Return where the run is, for logs and reports."""
         epoch = {} if self.epochs is None else {"epoch": self.epochs}
         samples = (
             {"samples": self.samples} if self.config.changes_batch else {}
@@ -231,8 +226,9 @@ class Attempt:
             )
 
     def stream_mark(self) -> Mark | None:
-        """Return what tells a stream's samples from others, up to a row that every rank
-        has read: the first one of the last step.
+        """Return what tells apart a stream's samples that all ranks have read.
+
+        That is the first row of the last step.
         """
         stream = self.parts.train_feed.dataset
         if self.step == 0 or not isinstance(stream, Stream):
@@ -240,8 +236,9 @@ class Attempt:
         return stream.mark_at(self.parts.sampler.batches.samples(self.step - 1) + 1)
 
     def report(self, checkpoint: str | None) -> None:
-        """Tell the launcher where the run is, with its figures and maybe a checkpoint
-        that is complete.
+        """Tell the launcher where the run is, with its figures.
+
+        `checkpoint` is complete, where one is given.
         """
         row = {**self.position(), **self.metrics}
         if checkpoint is None and self.context.storage is None:

@@ -59,7 +59,6 @@ from trainers.step.evaluation import check_evaluation, evaluating
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
-from trainers.step.noise_scale import NoiseScale
 from trainers.step.phased_step import PhasedStep, is_phased, make_phases
 from trainers.step.replica import Replica
 from trainers.step.splitting import SAMPLES, check_loss
@@ -75,15 +74,8 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
     Every rank must call it.
     """
-    device = resolve_device(config.device, context.device_index)
-    group = Group(context.rank, context.world_size, device)
-    set_flags(
-        device, config.scaling.cpus_per_worker, config.deterministic
-    )  # before any collective: it binds the GPU
-    apply_matmul(resolve_precision(config.precision, device))
-    if context.local_world_size != context.world_size:
-        check_peers(group, context.storage)
-
+    group = _prepare_device(config, context)
+    device = group.device
     train, val = load_data(task, config, context, group)
     sampler = make_sampler(train, task, config, group)
     _refuse_with_phases(task, config, evaluates=val is not None)
@@ -97,6 +89,147 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     train_feed = feed(train)
     val_feed = None if val is None else feed(val)
     seed_all(config.seed)
+    trained = make_trained(task, _make_model(task, train), config, group)
+    share_tensors(list(trained.beside.values()), group)
+    model = trained.model
+    forward = trained.forward
+    _check_state(task, group)
+    enter("probe")
+    probe = Probe(
+        forward,
+        trained.optimizer,
+        train,
+        group,
+        make_phases(forward, trained.optimizer),
+    )
+    try:
+        microbatch_size, accumulation = _find_microbatch(
+            probe, sampler.length, config, context
+        )
+    except ValueError as error:
+        _refuse_single(error, "microbatch_size", config.microbatch_size)
+        raise
+    pieces = group.world_size * accumulation
+    seen = _look_first(probe, sampler, val, config, microbatch_size, pieces)
+    warnings = _said(seen.found, group)
+    # Named beside what was seen, since not every model is counted.
+    syncs = group.world_size > 1 and _has(model, nn.SyncBatchNorm)
+    even = is_sharded(model) or any(group.gather(seen.collectives or syncs))
+
+    enter("wrapping and compiling the model")
+    step = _make_step(probe, config, accumulation)
+    if trained.ema is not None:
+        trained.ema.follow(step.scaler)
+    seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
+    total_steps = steps_in_all(config, sampler.batches)
+    replica = Replica(
+        device=device,
+        group=group,
+        spec=forward.spec,
+        model=model,
+        optimizer=trained.optimizer,
+        step=step,
+        sampler=sampler,
+        train_feed=train_feed,
+        val_feed=val_feed,
+        total_steps=total_steps,
+        microbatch_size=microbatch_size,
+        accumulation=accumulation,
+        flops_per_sample=seen.flops_per_sample,
+        schedule=_make_schedule(
+            task,
+            trained.optimizer,
+            config,
+            sampler,
+            total_steps,
+            evaluates=val is not None,
+        ),
+        ema=trained.ema,
+        as_made=trained.as_made,
+        beside=trained.beside,
+        frozen=trained.frozen,
+        samples=seen.samples,
+        held_back=seen.held_back,
+        even=even,
+        warnings=warnings,
+    )
+    if isinstance(step.forward.model, DistributedDataParallel):
+        _settle_buckets(replica, config, context)
+    return replica
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Record what throw-away passes before training have shown."""
+
+    found: list[ConfigError | str | None]
+    """What to raise or to warn of."""
+    flops_per_sample: float | None
+    samples: str
+    held_back: str
+    collectives: bool
+    """Whether anything was sent to other ranks."""
+
+
+def _look_first(
+    probe: Probe,
+    sampler: StepSampler,
+    val: Dataset[Any] | None,
+    config: TrainConfig,
+    microbatch_size: int,
+    pieces: int,
+) -> _Seen:
+    """Take the throw-away passes before training, of every rank alike."""
+    train = probe.dataset
+    forward = probe.forward
+    group = probe.group
+    last = min(sampler.batches.steps_in(0), steps_in_all(config, sampler.batches)) - 1
+    planned = [
+        rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]
+    ]
+    singles = any(group.gather(min(map(len, planned)) == 1))
+    watch = CollectiveWatch()
+    with throwaway(forward, dataset=(train, val)):
+        with watch if group.world_size > 1 else contextlib.nullcontext():
+            # First: of a model as it was made.
+            rows = sampler.rows(0, SAMPLES)
+            found = [
+                check_loss(part, train, rows, microbatch_size, pieces)
+                for part in probe.passes
+            ]
+            if singles and _has(forward.model, nn.modules.batchnorm._BatchNorm):
+                _try_single(probe, sampler.anchor(0))
+            microbatch = sampler.rows(0, microbatch_size)
+            flops_per_sample = count_flops(forward, train, microbatch, probe.phases)
+        samples = tell_samples(train)
+        held_back = tell_samples(val)
+        found.append(check_apart(train, val))
+        if val is not None and not is_sharded(forward.model):
+            enter("evaluation")
+            at_once = config.evaluate.microbatch_size
+            found.append(check_evaluation(forward, val, at_once))
+    return _Seen(found, flops_per_sample, samples, held_back, watch.seen)
+
+
+def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
+    """Choose and set up this worker's device; return its place among all."""
+    device = resolve_device(config.device, context.device_index)
+    group = Group(context.rank, context.world_size, device)
+    set_flags(
+        device, config.scaling.cpus_per_worker, config.deterministic
+    )  # before any collective: it binds the GPU
+    apply_matmul(resolve_precision(config.precision, device))
+    if context.local_world_size != context.world_size:
+        check_peers(group, context.storage)
+    return group
+
+
+def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
+    """Return the task's model, with the shapes of its lazy layers."""
     enter("model")
     made: Any = task.model()
     if not isinstance(made, nn.Module):
@@ -108,106 +241,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
             "return it alone",
         )
     materialise(task, made, train)
-    trained = make_trained(task, made, config, group)
-    share_tensors(list(trained.beside.values()), group)
-    model = trained.model
-    optimizer = trained.optimizer
-    ema = trained.ema
-    forward = trained.forward
-    _check_state(task, group)
-    enter("probe")
-    probe = Probe(forward, optimizer, train, group, make_phases(forward, optimizer))
-    try:
-        microbatch_size, accumulation = _find_microbatch(
-            probe, sampler.length, config, context
-        )
-    except ValueError as error:
-        _refuse_single(error, "microbatch_size", config.microbatch_size)
-        raise
-    share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
-    least = -(-share // microbatch_size) if config.changes_batch else accumulation
-    noise = None
-    if config.noise_scale and group.world_size * least > 1:
-        noise = NoiseScale(group)
-    elif config.noise_scale:
-        logger.warning(
-            "no gradient noise scale: a step of one microbatch on one worker has no parts to compare"
-        )
-    pieces = group.world_size * accumulation
-    watch = CollectiveWatch()
-    last = min(sampler.batches.steps_in(0), steps_in_all(config, sampler.batches)) - 1
-    planned = [
-        rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]
-    ]
-    singles = any(group.gather(min(map(len, planned)) == 1))
-    watched = watch if group.world_size > 1 else contextlib.nullcontext()
-    with throwaway(forward, dataset=(train, val)):  # of every rank alike
-        with watched:
-            # First: of a model as it was made.
-            found = [
-                check_loss(
-                    one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces
-                )
-                for one in probe.passes
-            ]
-            if singles and any(
-                isinstance(module, nn.modules.batchnorm._BatchNorm)
-                for module in model.modules()
-            ):
-                _try_single(probe, sampler.anchor(0))
-            flops_per_sample = count_flops(
-                forward, train, sampler.rows(0, microbatch_size), probe.phases
-            )
-        samples = tell_samples(train)
-        held_back = tell_samples(val)
-        found.append(check_apart(train, val))
-        if val is not None and not is_sharded(model):
-            enter("evaluation")
-            found.append(
-                check_evaluation(forward, val, config.evaluate.microbatch_size)
-            )
-    warnings = _said(found, group)
-    # Named beside what was seen, since not every model is counted.
-    syncs = group.world_size > 1 and any(
-        isinstance(module, nn.SyncBatchNorm) for module in model.modules()
-    )
-    even = is_sharded(model) or any(group.gather(watch.seen or syncs))
-
-    enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, least, accumulation)
-    if ema is not None:
-        ema.follow(step.scaler)
-    seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
-    total_steps = steps_in_all(config, sampler.batches)
-    replica = Replica(
-        device=device,
-        group=group,
-        spec=forward.spec,
-        model=model,
-        optimizer=optimizer,
-        step=step,
-        sampler=sampler,
-        train_feed=train_feed,
-        val_feed=val_feed,
-        total_steps=total_steps,
-        microbatch_size=microbatch_size,
-        accumulation=accumulation,
-        flops_per_sample=flops_per_sample,
-        schedule=_make_schedule(
-            task, optimizer, config, sampler, total_steps, evaluates=val is not None
-        ),
-        ema=ema,
-        as_made=trained.as_made,
-        beside=trained.beside,
-        frozen=trained.frozen,
-        samples=samples,
-        held_back=held_back,
-        even=even,
-        warnings=warnings,
-    )
-    if isinstance(step.forward.model, DistributedDataParallel):
-        _settle_buckets(replica, config, context)
-    return replica
+    return made
 
 
 @dataclass(frozen=True)
@@ -234,9 +268,7 @@ class Trained:
 def make_trained(
     task: Task, model: nn.Module, config: TrainConfig, group: Group
 ) -> Trained:
-    """Place or shard a task's model as configured, and make its optimizer and its
-    moving average.
-    """
+    """Place or shard a task's model; make its optimizer and its moving average."""
     frozen = (
         frozen_digests(model) if config.checkpoint.parameters == "trained" else None
     )
@@ -281,8 +313,9 @@ def make_trained(
 
 
 def materialise(task: Task, model: nn.Module, dataset: Dataset[Any]) -> None:
-    """Give lazy layers (nn.LazyLinear) their shapes by a first sample, before an
-    optimizer has their parameters.
+    """Give lazy layers (nn.LazyLinear) their shapes by a first sample.
+
+    It comes before an optimizer has their parameters.
     """
     if not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         return
@@ -305,8 +338,9 @@ def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
-    """Raise ConfigError for what does not go with steps that the task makes itself, of
-    the bare model.
+    """Raise ConfigError for what does not go with steps that the task makes itself.
+
+    Such steps are of the bare model.
     """
     if not is_phased(task):
         return
@@ -315,7 +349,6 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
     for key, value, refused, fix in (
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
-        ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
@@ -358,8 +391,9 @@ def _find_microbatch(
 
 
 def _try_single(probe: Probe, row: Tensor) -> None:
-    """Raise ConfigError where BatchNorm does not take a microbatch of one sample, such
-    as an epoch's last may be.
+    """Raise ConfigError where BatchNorm refuses a microbatch of one sample.
+
+    An epoch's last microbatch may be one.
     """
     forward = probe.forward
     try:
@@ -375,20 +409,17 @@ def _try_single(probe: Probe, row: Tensor) -> None:
 
 
 def _refuse_single(error: ValueError, field: str, value: object) -> None:
-    """Raise ConfigError for BatchNorm's complaint about one sample; return for any
-    other error.
-    """
+    """Raise ConfigError for BatchNorm's complaint about one sample; else return."""
     if "more than 1 value per channel" in str(error):
         rule = "leaves a worker a microbatch of one sample, which BatchNorm cannot normalise"
         fix = "choose a batch size that leaves each worker two samples of every step, or set `drop_last: true`"
         raise ConfigError(field, value, rule, fix) from error
 
 
-def _make_step(
-    probed: Probe, config: TrainConfig, noise: NoiseScale | None, least: int, most: int
-) -> TrainStep:
-    """Compile the model and its loss, wrap it, and make its step, of `least` to `most`
-    microbatches, with the noise scale where that is asked for.
+def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
+    """Compile the model and its loss, wrap it, and make its step.
+
+    A step has at most `most` microbatches.
     """
     model = probed.forward.model
     group = probed.group
@@ -410,8 +441,7 @@ def _make_step(
         for phase in phased.phases.values():
             phase.copies_gradients = captures
         return phased
-    watch = noise.hook if noise is not None and least == 1 else None
-    wrapped = wrap_model(model, group, config.strategy, watch)
+    wrapped = wrap_model(model, group, config.strategy)
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
@@ -423,7 +453,6 @@ def _make_step(
         )
     else:
         step = TrainStep(of, probed.optimizer, group, config.clip_grad_norm)
-    step.noise = noise
     step.copies_gradients = captures
     return step
 
@@ -431,14 +460,15 @@ def _make_step(
 def _captures(
     config: TrainConfig, group: Group, optimizer: Optimizer, most: int
 ) -> bool:
-    """Whether steps are to be captured where they can be: with `auto` those that hold
-    no more than one microbatch.
+    """Return whether to capture steps where they can be.
+
+    With `auto` those of one microbatch at most.
     """
     if config.cuda_graphs != "auto":
         return config.cuda_graphs
     fits = group.device.type == "cuda" and group.world_size == most == 1
     fits &= config.strategy in ("ddp", "none") and config.compile not in CAPTURING
-    fits &= config.activation_checkpointing == "none" and not config.noise_scale
+    fits &= config.activation_checkpointing == "none"
     return fits and all(
         param_group.get("fused") for param_group in optimizer.param_groups
     )
@@ -540,8 +570,9 @@ def _settle_buckets(replica: Replica, config: TrainConfig, context: RunContext) 
 
 
 def _check_state(task: Task, group: Group) -> None:
-    """A task's own state must come back from a checkpoint: say so before training, not
-    after a crash.
+    """Raise ConfigError unless a task's own state will come back from a checkpoint.
+
+    Said before training, not after a crash.
     """
     _require_plain(whole(task.state_dict(), group), type(task).__name__)
 

@@ -1,6 +1,4 @@
-"""A run's checkpoints in its loop: when one is due, where the run stood in it, and
-going on from the newest.
-"""
+"""Keep a run's checkpoints in its loop: say when, note where, and resume."""
 
 import logging
 import time
@@ -22,9 +20,10 @@ STREAM_S = 600.0
 
 
 class Checkpointing:
-    """Keeps an attempt's checkpoints; without storage nothing is ever due, unless there
-    is a refuge and `checkpoint` says when, and where there is a refuge one is written
-    before the node is taken away.
+    """Keep an attempt's checkpoints.
+
+    Without storage nothing is due, unless there is a refuge and `checkpoint` says when.
+    Where there is a refuge, one is written before the node is taken away.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -60,9 +59,7 @@ class Checkpointing:
         )
 
     def wanted(self, preempted: bool) -> bool:
-        """Return whether this rank wants one: by `every_s`, or before its node is taken
-        away.
-        """
+        """Return whether this rank wants one: by `every_s`, or before its node goes."""
         if self._keeper is None:
             return preempted and self.attempt.context.refuge is not None
         return self._keeper.due() or preempted
@@ -77,8 +74,9 @@ class Checkpointing:
         return self._keeper is not None and self._keeper.checkpoints.busy
 
     def keep(self, at_once: bool) -> None:
-        """Write a checkpoint and the log up to it; with `checkpoint.async` and not
-        `at_once` while training goes on.
+        """Write a checkpoint and the log up to it.
+
+        With `checkpoint.async` and not `at_once` training goes on meanwhile.
         """
         began = time.perf_counter()
         attempt = self.attempt
@@ -150,8 +148,7 @@ class Checkpointing:
         self.settle()
 
     def resume(self) -> None:
-        """Go back to the newest complete checkpoint, if there is one, and begin a
-        stream where it was in it.
+        """Go back to the newest complete checkpoint, if any, and begin a stream there.
 
         A trial begins anew, and says so, where a run as long as it is now would not
         have come through that state.
@@ -232,9 +229,7 @@ class Checkpointing:
         )
 
     def _check_course(self, position: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where a trial of another length would be another one
-        from its beginning.
-        """
+        """Raise CheckpointError where another length makes another trial of it."""
         parts = self.attempt.parts
         then = position["total_steps"]
         if self.attempt.context.storage is not None or then == parts.total_steps:

@@ -1,6 +1,4 @@
-"""A run's data: both splits as the task gives them, and the order of the training
-samples.
-"""
+"""Load both splits as the task gives them, and order the training samples."""
 
 import contextlib
 import logging
@@ -12,8 +10,7 @@ from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.data.batch import fetch
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule
-from trainers.data.order import Drawn
-from trainers.data.sampler import StepSampler
+from trainers.data.sampler import Drawn, StepSampler
 from trainers.data.splits import same_rows_on_ranks
 from trainers.data.stream import Rereadable, Stream, same_on_ranks
 from trainers.data.stream_reader import digest
@@ -30,8 +27,9 @@ logger = logging.getLogger(__name__)
 def load_data(
     task: Task, config: TrainConfig, context: RunContext, group: Group
 ) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """Load the datasets of both splits and refuse an empty one; the second is None
-    where nothing is evaluated.
+    """Load the datasets of both splits; the second is None without evaluation.
+
+    Raises ConfigError for an empty one.
     """
     seed_all(config.seed)
     enter("setup")
@@ -76,9 +74,7 @@ def load_data(
 
 
 def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
-    """Raise ConfigError where a task without a validation split meets what goes by an
-    evaluation.
-    """
+    """Raise ConfigError where an evaluation needs a validation split."""
     needs = [
         ("checkpoint.best", config.checkpoint.best),
         ("early_stopping.metric", config.early_stopping.metric),
@@ -100,9 +96,7 @@ def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
 def make_sampler(
     train: Any, task: Task, config: TrainConfig, group: Group
 ) -> StepSampler:
-    """Return what deals the training samples out, in the task's own order where it
-    gives one.
-    """
+    """Return what deals the training samples out, in the task's order if any."""
     size = config.batch_size
     drop_last = config.drop_last
     given = task.sampler(train, config)
@@ -125,8 +119,8 @@ def make_sampler(
         drop_last,
         global_batch_size=config.batch_sizes,
         drawn=drawn,
-        of_stream=of_stream,
     )
+    sampler.of_stream = of_stream
     if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
         fix = "give the order of all samples: the ranks split each step of it"
         raise ConfigError("sampler", drawn.name, "gives each rank another order", fix)
@@ -139,8 +133,9 @@ def make_sampler(
 
 
 def check_length(train: Any, sampler: StepSampler) -> None:
-    """Raise ConfigError where the training split has another length than when its
-    epochs were dealt out.
+    """Raise ConfigError where the training split has changed its length.
+
+    Its epochs were dealt out with another.
     """
     if sampler.drawn is None and sampler.known_length and sampler.length != len(train):
         rule = f"has {len(train)} samples now, and had {sampler.length}, of which epochs are made"
@@ -149,8 +144,9 @@ def check_length(train: Any, sampler: StepSampler) -> None:
 
 
 def tell_samples(dataset: Any) -> str:
-    """Return what tells a few samples from others, for a `throwaway` block: a run that
-    goes on must find them again.
+    """Return what tells a few samples from others: a resumed run must find them again.
+
+    For a `throwaway` block.
 
     Nothing of a stream, which does so itself, and of samples that are others each time.
     """
@@ -176,8 +172,9 @@ def steps_in_all(config: TrainConfig, batches: BatchSchedule) -> int:
 def _look_into(
     stream: Stream, has_sampler: bool, config: TrainConfig, group: Group
 ) -> None:
-    """Read as much of a stream as any throw-away pass may; ConfigError where it cannot
-    be trained on so.
+    """Read as much of a stream as any throw-away pass may.
+
+    Raises ConfigError where it cannot be trained on so.
     """
     for key, value, instead in (
         ("epochs", config.epochs, "`max_steps`"),

@@ -26,8 +26,10 @@ _OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
-    """Begin a new window of the log; what the steps since the last one were is logged
-    once the device has done them (`Attempt.settle`).
+    """Begin a new window of the log.
+
+    What the steps since the last one were is logged once the device has done them
+    (`Attempt.settle`).
     """
     parts = attempt.parts
     clock = attempt.clock
@@ -35,7 +37,6 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
         return
     clock.end_span()
     losses = parts.step.take_losses(attempt.open_steps)
-    noise = parts.step.noise.take() if parts.step.noise is not None else lambda: None
     record: dict[str, Any] = {**attempt.position(), "lr": parts.step.wanted_lrs[0]}
     if attempt.config.changes_batch:
         record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
@@ -43,7 +44,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     attempt.later.append(
         (
             attempt.step,
-            partial(_log_window, attempt, monitor, clock.spans, record, losses, noise),
+            partial(_log_window, attempt, monitor, clock.spans, record, losses),
         )
     )
 
@@ -54,7 +55,6 @@ def _log_window(
     spans: int,
     record: dict[str, Any],
     read_losses: Callable[[], Losses],
-    read_noise: Callable[[], float | None],
 ) -> None:
     """Log the mean loss of a window's steps, and tell the terminal and the launcher."""
     parts = attempt.parts
@@ -73,8 +73,6 @@ def _log_window(
     loss = losses["train_loss"]
     attempt.metrics |= losses
     record |= {"train_time_s": clock.train_time_s, **losses, **monitor.window()}
-    if (noise_scale := read_noise()) is not None:
-        attempt.metrics["noise_scale"] = record["noise_scale"] = noise_scale
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:
@@ -96,8 +94,7 @@ def _log_window(
 
 
 def take_first_losses(attempt: Attempt) -> None:
-    """Before the first window is complete, have the mean losses so far among the
-    figures.
+    """Put the mean losses so far among the figures, before the first window ends.
 
     Every rank must call it.
     """
@@ -116,8 +113,7 @@ def _means(losses: Losses) -> dict[str, float]:
 
 
 def validate(attempt: Attempt) -> dict[str, float]:
-    """Evaluate, where there is a validation split, and report; return the figures, none
-    without that split.
+    """Evaluate and report; return the figures, none without a validation split.
 
     Scheduler, task and early stopping are told of them.
     """

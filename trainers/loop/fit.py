@@ -1,10 +1,8 @@
-"""The shared per-worker loop: the same `fit(task, config, context)` in a test, under
-torchrun, Ray, and in a lane.
+"""Train one worker's run: the same `fit` in a test, under torchrun, Ray, and in a lane.
 
-build: device, seed, data, model, optimizer; probe the microbatch
-(trainers/loop/build.py) resume the newest complete checkpoint, and train
-(trainers/loop/training.py) where training runs out of memory: do both again with a
-smaller microbatch
+build     device, seed, data, model, optimizer; the microbatch that fits (build.py)
+train     from the newest complete checkpoint on (training.py)
+again     both, with a smaller microbatch, where training runs out of memory
 """
 
 import contextlib
@@ -73,8 +71,9 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
 
 
 def _outlast(failure: FailureConfig, context: RunContext) -> None:
-    """Let collectives wait longer than any budget of the watchdog: it knows what hangs,
-    and gloo and NCCL do not.
+    """Let collectives wait longer than any budget of the watchdog.
+
+    It knows what hangs, and gloo and NCCL do not.
     """
     if context.world_size > 1:
         budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
@@ -92,7 +91,9 @@ def _attempt(
     watchdog: Watchdog,
     begun: list[dict[str, Any]],
 ) -> RunResult:
-    """`begun` gets the task's state before the first step of the first attempt, once
+    """Build and train once.
+
+    `begun` gets the task's state before the first step of the first attempt, once
     model() has made what is in it.
     """
     with _torch_limits_explained(config), contextlib.ExitStack() as stack:
@@ -112,8 +113,7 @@ def _attempt(
 
 @contextlib.contextmanager
 def _torch_limits_explained(config: TrainConfig) -> Iterator[None]:
-    """Raise ConfigError, which names the setting, in place of torch's error for a known
-    limit met inside.
+    """Raise ConfigError, which names the setting, for a known limit of torch's.
 
     Limits that forward alone can meet, and whose sentence needs the batch, are
     explained by ForwardPass.

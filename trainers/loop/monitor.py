@@ -1,5 +1,6 @@
-"""Measure each worker while it trains: speed, memory, GPU readings and MFU, and compare
-the ranks.
+"""Measure each worker while it trains, and compare the ranks.
+
+Measured are speed, memory, GPU readings and MFU.
 
 Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event
 made before). All else is read when a window is logged, and waits for nothing.
@@ -34,9 +35,7 @@ _EVENT_PAIRS = 64
 
 
 class Monitor:
-    """Figures of one worker's run: of each log window, since the last comparison of the
-    ranks, and of the whole run.
-    """
+    """Measure a worker: in each log window, between comparisons, and in the whole run."""
 
     def __init__(self, parts: Replica, clock: StepClock) -> None:
         self.device = parts.device
@@ -66,9 +65,10 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Return global speed and this rank's data wait since the last call, as far as
-        the clock is settled; memory, and the energy that its device has used since
-        training began, at most once a second.
+        """Return the figures of the window that ends, as far as the clock is settled.
+
+        These are global speed and this rank's data wait; at most once a second memory,
+        and the energy that its device has used since training began.
         """
         now = self.clock.totals()
         spent = now - self._window
@@ -96,16 +96,15 @@ class Monitor:
         return found
 
     def mfu(self, samples_per_s: float) -> float | None:
-        """Return the model FLOPs utilisation at this speed; None where FLOPs (on rank
-        0) or peak are unknown.
-        """
+        """Return MFU at this speed; None where FLOPs (on rank 0) or peak are unknown."""
         return utilisation(
             self.flops_per_sample, samples_per_s, self.group.world_size, self.peak
         )
 
     def compare(self, elapsed_s: float) -> list[RankFigures] | None:
-        """Return a row of figures of each rank since the last comparison; None within
-        ten seconds, or with one rank.
+        """Return each rank's figures since the last call; None within ten seconds.
+
+        None with one rank, too.
 
         `elapsed_s` must be equal on all ranks, and every rank must call this equally
         often: it may be a collective. Rank 0 warns, once for each finding.
@@ -170,8 +169,9 @@ class Monitor:
 
 
 class BackwardTimer:
-    """Time from the end of DDP's forward to the rank's last gradient: no collective
-    lies between them.
+    """Time a rank from the end of DDP's forward to its last gradient.
+
+    No collective lies between them.
 
     The last gradient is that of the first parameter, as DDP's own buckets assume. On a
     GPU both ends are events, of which a fixed number of pairs is recorded between two

@@ -1,13 +1,14 @@
-"""The loop itself, on one worker: its steps, and in which order whatever is due between
-them is done.
+"""Run a worker's steps, and between them whatever is due, in this order.
 
-until the last step (of this launcher's part of the run), or until asked to stop: set
-    the learning rate; run one step (trainers/step/train_step.py); count it every
-    `log_every_steps`, whatever else is due: the mean loss of those steps (figures.py)
-    every ten steps, and before anything is kept: all ranks agree on stop, divergence,
-    checkpoint time (agreement.py) when due: evaluate (figures.py); checkpoint
-    (checkpointing.py); report
-evaluate and checkpoint the end; write `result.json` (figures.py)
+Until the last step (of this launcher's part of the run), or until asked to stop:
+
+- set the learning rate, run one step (trainers/step/train_step.py), count it;
+- every ten steps, and before anything is kept, agree with all ranks on stop, divergence
+  and checkpoint time (agreement.py);
+- every `log_every_steps`, whatever else is due, log those steps' mean loss (figures.py);
+- when due, evaluate (figures.py), checkpoint (checkpointing.py) and report.
+
+Then evaluate and checkpoint the end, and write `result.json` (figures.py).
 """
 
 import contextlib
@@ -192,9 +193,7 @@ class Training:
             logger.info("no validation split: nothing is evaluated")
 
     def epoch(self) -> bool:
-        """Train the rest of the current epoch; return whether the run was asked to stop
-        in it.
-        """
+        """Train the rest of the epoch; return whether the run was asked to stop in it."""
         clock = self.attempt.clock
         clock.end_span()  # the last steps of an epoch after which nothing was due
         for size, sizes in self.steps():
@@ -210,8 +209,9 @@ class Training:
         return False
 
     def steps(self) -> Iterator[tuple[int, list[int]]]:
-        """Train the rest of the current epoch, at most to the attempt's end; yield
-        after each step its samples, and those of this rank's microbatches.
+        """Train the rest of the epoch, at most to the attempt's end.
+
+        Yields after each step its samples, and those of this rank's microbatches.
         """
         attempt = self.attempt
         parts = self.attempt.parts
@@ -258,9 +258,7 @@ class Training:
             yield size, sizes
 
     def set_rates(self) -> None:
-        """Set the learning rates of the next step, and note where it has another batch
-        size than the last one.
-        """
+        """Set the next step's learning rates, and note where its batch size is another."""
         attempt = self.attempt
         parts = self.attempt.parts
         config = self.attempt.config
@@ -289,8 +287,9 @@ class Training:
         )
 
     def look_at_first_step(self) -> None:
-        """Warn of parameters without a gradient after the first step; ConfigError for
-        those that came in it.
+        """Warn of parameters without a gradient after the first step.
+
+        Raises ConfigError for those that came in it.
         """
         parts = self.attempt.parts
         self._refuse_late()
@@ -352,9 +351,7 @@ class Training:
         return agreed.stop or attempt.step >= attempt.end
 
     def agree(self, at_once: bool) -> Agreement:
-        """Agree with all ranks on what comes next; the first time the slow steps are
-        over.
-        """
+        """Agree with all ranks on what comes next; the first time slow steps are over."""
         self.attempt.parts.step.check_lr()
         agreed = self.asked.next(at_once)
         self.attempt.later.append(
@@ -384,8 +381,7 @@ _Plan = tuple[list[Tensor], list[int]]
 def step_batches(
     attempt: Attempt, first: int, last: int
 ) -> tuple[Iterator[Batch], Iterator[list[int]]]:
-    """Return the microbatches of these steps of the epoch, one after another, and for
-    each step their sizes.
+    """Return the microbatches of these steps, one after another, and each step's sizes.
 
     The attempt must be at the first of them.
     """
@@ -415,9 +411,7 @@ def _plans(attempt: Attempt, first: int, last: int) -> Iterator[_Plan]:
 def _loader_seeds(
     plans: Iterator[_Plan], seed: int, rank: int, start: int
 ) -> Iterator[int]:
-    """Yield the seed of each microbatch of the steps from `start` on, for what a
-    loader's process draws for it.
-    """
+    """Yield the seed of each microbatch from step `start` on, for loader processes."""
     for step, (microbatches, _) in enumerate(plans, start):
         for piece in range(len(microbatches)):
             yield batch_seed(seed, rank, step, piece)

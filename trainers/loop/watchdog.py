@@ -1,5 +1,4 @@
-"""End workers that get no further, after the stacks of every rank are saved with the
-run.
+"""End workers that get no further, once the stacks of every rank are saved.
 
 A thread of each worker watches the loop's heartbeat, from before the task is imported
 until the result is written. In steps the loop beats with each batch; any other phase
@@ -43,8 +42,9 @@ _WAITING = ", waiting for other ranks"
 
 
 class Watchdog:
-    """Ends this process when the thread that made it gets no further than its phase's
-    budget allows.
+    """End this process when its thread gets no further than its phase's budget allows.
+
+    The thread is the one that made it.
     """
 
     def __init__(self, failure: FailureConfig, context: RunContext) -> None:
@@ -70,9 +70,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def enter(self, phase: str, steps: bool = False) -> None:
-        """Note that another phase begins; one of `steps` beats, and each beat has the
-        budget of a step.
-        """
+        """Begin another phase; in one of `steps` each beat has the budget of a step."""
         # first: the thread must not measure an old beat by a shorter budget
         self.beat()
         left, _ = self._phase
@@ -98,8 +96,9 @@ class Watchdog:
             os.close(self._stderr)
 
     def _duplicate_stderr(self) -> int:
-        """A descriptor for `faulthandler`, open until `close`; a notebook's standard
-        error may have none.
+        """Return a descriptor for `faulthandler`, open until `close`.
+
+        A notebook's standard error may have none.
         """
         streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
         for stream in streams:
@@ -143,8 +142,9 @@ class Watchdog:
             os._exit(HUNG_EXIT_CODE)
 
     def _tell(self, where: str, budget: str) -> None:
-        """Say where this rank is: on standard error, on storage and to the launcher, of
-        which any may hang as well.
+        """Say where this rank is: on standard error, on storage, and to the launcher.
+
+        Any of them may hang as well.
         """
         rank = self._context.rank
         storage = self._context.storage
@@ -192,8 +192,9 @@ class Watchdog:
 
 
 def _waits_for_others(frame: traceback.FrameSummary) -> bool:
-    """Whether a stack that ends so waits in a collective, or for one; DDP's are part of
-    the backward pass.
+    """Return whether a stack that ends so waits in a collective, or for one.
+
+    DDP's are part of the backward pass.
     """
     in_torch = "/torch/distributed/" in frame.filename or frame.filename.endswith(
         "/torch/nn/parallel/distributed.py"
@@ -210,8 +211,7 @@ _current: Watchdog | None = None
 
 @contextlib.contextmanager
 def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
-    """Watch this process during a block, as long as a block around it does not do so
-    already.
+    """Watch this process during a block, unless a block around it does already.
 
     A rank that leaves it because a collective failed waits first: the rank that failed
     or died before it shall be seen before it, by whatever launcher.

@@ -43,8 +43,9 @@ class Throughput:
 
 @dataclass
 class Totals:
-    """What a clock has counted since this launch began; two of them subtract to what
-    lies between.
+    """What a clock has counted since this launch began.
+
+    Two of them subtract to what lies between.
     """
 
     steps: int = 0
@@ -59,12 +60,11 @@ class Totals:
     """Until batches were there."""
 
     def __sub__(self, earlier: Totals) -> Totals:
-        return Totals(
-            *(
-                getattr(self, one.name) - getattr(earlier, one.name)
-                for one in fields(self)
-            )
-        )
+        between = Totals()
+        for field in fields(self):
+            then = getattr(earlier, field.name)
+            setattr(between, field.name, getattr(self, field.name) - then)
+        return between
 
 
 class StepClock:
@@ -109,8 +109,9 @@ class StepClock:
         return time.perf_counter()
 
     def step(self, samples: int, own_samples: int | None = None) -> None:
-        """A step of `samples` global samples was issued, `own_samples` (all, when not
-        given) of them on this rank.
+        """Count a step of `samples` global samples that was issued.
+
+        `own_samples` (all, when not given) are on this rank.
         """
         self._open.append(samples)
         if self.counting:
@@ -160,8 +161,9 @@ class StepClock:
                     self._measured_wait_s += wait_s
 
     def leave_out(self) -> None:
-        """The last step compiled a graph again: it and those that share its span do not
-        count into the throughput.
+        """Leave the last step, which compiled again, out of the throughput.
+
+        So are those that share its span.
         """
         spoilt = len(self._open) or 1
         if self._open:
@@ -172,9 +174,7 @@ class StepClock:
             self._times.cut(max(WARMUP_STEPS, len(self._times) - spoilt))
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the time until each of them is there counts as waiting for
-        data.
-        """
+        """Yield the same batches; the time until each is there counts as waiting."""
         began = time.perf_counter()
         for batch in batches:
             self._wait_s += time.perf_counter() - began
@@ -186,8 +186,9 @@ class StepClock:
         return replace(self._counted)
 
     def throughput(self) -> Throughput | None:
-        """Figures over the steps after warm-up (over all of them when there are no
-        more); None before any.
+        """Return figures over the steps after warm-up; None before any.
+
+        Over all of them when there are no more.
         """
         times = self._times
         skip = WARMUP_STEPS if len(times) > WARMUP_STEPS else 0

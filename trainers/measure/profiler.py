@@ -1,5 +1,4 @@
-"""What a run asks to see of its steps: torch.profiler over some of them,
-torch.compile's figures, and what lay in a GPU's memory when it ran out.
+"""Profile some steps of a run, watch its compiler, report what filled its GPU.
 
 Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would
 complain of the missing GPU.
@@ -8,15 +7,12 @@ complain of the missing GPU.
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 import logging
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
@@ -40,9 +36,7 @@ _TABLE_ROWS = 15
 
 
 class Inspection:
-    """Profiles the steps of this rank and watches its compiler, as far as the
-    configuration asks for it.
-    """
+    """Profiles this rank's steps and watches its compiler, as far as is asked for."""
 
     def __init__(
         self,
@@ -100,21 +94,19 @@ def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
         profiler = StepProfiler(config.profile_steps, context.storage, device)
     if config.compile != "off":
         compile_watch = CompileWatch()
-    return (
-        Inspection(profiler, compile_watch, context.rank)
-        if profiler or compile_watch
-        else None
-    )
+    if profiler or compile_watch:
+        return Inspection(profiler, compile_watch, context.rank)
+    return None
 
 
 class StepProfiler:
-    """Records `steps` training steps of this rank, after the warm-up that no throughput
-    counts either.
+    """Records `steps` training steps of this rank, after the warm-up.
 
-    Writes below `profile/` of `storage`: `trace.json.gz` for ui.perfetto.dev or
-    chrome://tracing, `memory_timeline.json` and `memory_timeline.png`. Without storage
-    there is the table in the log only. Evaluations and checkpoints between the recorded
-    steps are in the trace too.
+    No throughput counts that warm-up either.
+
+    Writes `profile/trace.json.gz` to `storage`, for ui.perfetto.dev or
+    chrome://tracing. Without storage there is the table in the log only. Evaluations
+    and checkpoints between the recorded steps are in the trace too.
     """
 
     def __init__(
@@ -146,14 +138,13 @@ class StepProfiler:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are recorded and written: there is nothing left to call
-        `step` for.
-        """
+        """Whether all steps are recorded and written, and `step` need not be called."""
         return self.recorded == self.steps
 
     def step(self) -> bool:
-        """Note that a step has ended, which the device must have finished; return
-        whether the next one is slowed.
+        """Note that a step has ended, and return whether the next one is slowed.
+
+        The device must have finished the step.
 
         A slowed step must be left out of the throughput.
         """
@@ -186,72 +177,13 @@ class StepProfiler:
         with tempfile.TemporaryDirectory() as directory:
             trace = Path(directory, "trace.json.gz")
             recorded.export_chrome_trace(str(trace))
-            with gzip.open(trace, "rt", errors="replace") as stream:
-                points = memory_points(json.load(stream), self.device)
-            Path(directory, "memory_timeline.json").write_text(json.dumps(points))
-            draw_memory(points, self.device, Path(directory, "memory_timeline.png"))
             try:
-                for file in sorted(Path(directory).iterdir()):
-                    storage.copy(file, file.name)
+                storage.copy(trace, trace.name)
             except StorageError as error:  # the training is worth more than its profile
                 logger.warning("the profile is lost: %s", error)
                 return
-        where = storage.locate("trace.json.gz"), storage.locate("memory_timeline.png")
-        logger.info(
-            "profile written: %s (open it at https://ui.perfetto.dev), %s", *where
-        )
-
-
-def memory_points(
-    trace: dict[str, Any], device: torch.device
-) -> list[tuple[float, int]]:
-    """(ms since the first event, bytes allocated by torch) at every allocation and free
-    of a Chrome trace.
-
-    On a CPU the bytes are the change since the recording began: what was there before
-    is not known.
-    """
-    # c10::DeviceType numbers, as the trace has them.
-    wanted = (1, device.index or 0) if device.type == "cuda" else (0, -1)
-    events = [
-        (event["ts"], event["args"])
-        for event in trace["traceEvents"]
-        if event.get("name") == "[memory]"
-    ]
-    own = [
-        (ts, args)
-        for ts, args in events
-        if (args["Device Type"], args["Device Id"]) == wanted
-    ]
-    own.sort(key=lambda event: float(event[0]))
-    return [
-        ((float(ts) - float(own[0][0])) / 1e3, int(args["Total Allocated"]))
-        for ts, args in own
-    ]
-
-
-def draw_memory(
-    points: list[tuple[float, int]], device: torch.device, file: Path
-) -> None:
-    """Draw the memory over time as one line."""
-    from matplotlib.figure import (
-        Figure,
-    )  # takes long to import, and few runs are profiled
-
-    title = f"Memory that torch has allocated on {device}"
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.step(
-        [ms for ms, _ in points],
-        [allocated / 2**20 for _, allocated in points],
-        where="post",
-    )
-    axes.set(
-        xlabel="ms",
-        ylabel="MiB",
-        title=title + ("" if device.type == "cuda" else ", since the recording began"),
-    )
-    figure.savefig(file)
+        words = "profile written: %s (open it at https://ui.perfetto.dev)"
+        logger.info(words, storage.locate(trace.name))
 
 
 class CompileWatch:
@@ -275,8 +207,9 @@ class CompileWatch:
         self._graphs = self._utils.counters["stats"]["unique_graphs"]
 
     def figures(self) -> dict[str, int]:
-        """`graphs` compiled, places with `graph_breaks`, and `recompiles` (of a graph
-        that its guards refused).
+        """Return counts of `graphs`, `graph_breaks` and `recompiles`.
+
+        They are graphs compiled, places, and graphs that their guards refused.
         """
         return {
             "graphs": self._new("stats")["unique_graphs"],
@@ -331,9 +264,7 @@ class CompileWatch:
 
 @contextlib.contextmanager
 def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
-    """Save a memory report when the block, one attempt at the run, ends out of device
-    memory.
-    """
+    """Save a memory report when the block ends out of device memory."""
     device = resolve_device(config.device, context.device_index)
     try:
         yield
@@ -345,8 +276,9 @@ def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
 def save_memory_report(
     error: BaseException, device: torch.device, storage: Storage | None, rank: int
 ) -> None:
-    """Keep what lay in the GPU's memory when `error` ended the run: nothing for other
-    errors and other devices.
+    """Keep what lay in the GPU's memory when `error` ended the run.
+
+    Does nothing for other errors and other devices.
 
     Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz,
     `memory/rank-N-snapshot.pickle`. Without storage (a trial of a sweep) the summary is

@@ -57,17 +57,21 @@ class RankFigures(TypedDict):
 
 
 def total_energy_j(rows: list[RankFigures]) -> float | None:
-    """Return the energy of all that the ranks run on; None where that of any is not
-    known.
+    """Return the energy of all that the ranks run on.
+
+    None where that of any is not known.
     """
     known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
     values = [value for value in known.values() if value is not None]
-    return sum(values) if values and len(values) == len(known) else None
+    if values and len(values) == len(known):
+        return sum(values)
+    return None
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """What is uneven between ranks, and slowed GPUs: a key that names rank and kind,
-    and the sentence to log.
+    """Return what is uneven between ranks, and slowed GPUs.
+
+    Each is a key that names rank and kind, and the sentence to log.
     """
     found: list[tuple[str, str]] = []
     for row in rows:
@@ -127,7 +131,9 @@ def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
 
 def _slowed_by(row: RankFigures) -> list[str]:
     reasons = (row["gpu"] or {}).get("slowed_by")
-    return reasons if isinstance(reasons, list) else []
+    if isinstance(reasons, list):
+        return reasons
+    return []
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
@@ -151,8 +157,9 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
 
 
 def table(rows: list[RankFigures]) -> list[str]:
-    """The rows as lines of a table for the terminal; columns without any reading are
-    left out.
+    """Return the rows as lines of a table for the terminal.
+
+    Columns without any reading are left out.
     """
     columns = [[title, *map(cell, rows)] for title, cell in _COLUMNS]
     shown = [column for column in columns if set(column[1:]) != {"-"}]

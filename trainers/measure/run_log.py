@@ -1,6 +1,4 @@
-"""The log that is kept with a run: JSON lines, and TensorBoard events where they are
-asked for.
-"""
+"""The log kept with a run: JSON lines, and TensorBoard events if asked for."""
 
 import contextlib
 import json
@@ -20,8 +18,9 @@ SHOW_EVERY_S = 10.0
 
 
 class RunLog:
-    """The run's records: parts `log/<step>.jsonl` that each end at a flush, so object
-    stores need no append.
+    """The run's records, in parts `log/<step>.jsonl` that each end at a flush.
+
+    So object stores need no append.
 
     With `tensorboard` the same parts go to `tensorboard/` as events. Flushes are those
     of checkpoints, which may be hours apart: a run that is `followed` also leaves
@@ -45,8 +44,9 @@ class RunLog:
         self._open.append((time.time(), record))
 
     def show(self, step: int) -> None:
-        """Copy what is new to `live/<step>.jsonl`, now and then, in a thread: training
-        does not wait for it.
+        """Copy what is new to `live/<step>.jsonl`, now and then.
+
+        A thread does it: training does not wait.
         """
         now = time.monotonic()
         if not self._is_followed or now - self._shown_at < SHOW_EVERY_S:
@@ -71,8 +71,9 @@ class RunLog:
         self.part(step)()
 
     def part(self, step: int) -> Callable[[], None]:
-        """Take what was remembered; the returned function, for any thread, writes it as
-        the part until `step`.
+        """Take what was remembered, and return what writes it as the part until `step`.
+
+        Any thread may call that.
         """
         taken = self._open
         self._open = []
@@ -97,8 +98,9 @@ class RunLog:
         return write
 
     def cut(self, step: int) -> None:
-        """Drop the parts that end after `step`: the run resumes there and will write
-        them again.
+        """Drop the parts that end after `step`, where the run resumes.
+
+        It will write them again.
         """
         self._live.delete("")
         for storage, last in (
@@ -157,15 +159,17 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def events_name(step: int) -> str:
-    """The file of the part that ends at `step`; TensorBoard knows an event file by
-    `tfevents`.
+    """Return the event file of the part that ends at `step`.
+
+    TensorBoard knows it by `tfevents`.
     """
     return f"events.out.tfevents.{step:012d}"
 
 
 def encode_events(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
-    """Records with their time (Unix, seconds) as events: every number but the position
-    is a scalar at `step`.
+    """Return records with their time (Unix, seconds) as TensorBoard events.
+
+    Every number but the position is a scalar at `step`.
 
     tensorboardX gives the message types and the checksum; its own writer has a thread
     and a queue that `flush` does not wait for.

@@ -1,5 +1,6 @@
-"""Step times as running sums: the mean and its confidence interval, at the same cost
-after any step.
+"""Step times as running sums, at the same cost after any step.
+
+They give the mean and its confidence interval.
 """
 
 import itertools
@@ -56,8 +57,9 @@ class StepTimes:
     def add(
         self, elapsed_s: float, samples: Sequence[int], wait_s: float = 0.0
     ) -> None:
-        """Add a step for each of `samples`; they shared `elapsed_s` evenly, in which
-        they waited `wait_s` for data.
+        """Add a step for each of `samples`, which shared `elapsed_s` evenly.
+
+        In that time they waited `wait_s` for data.
         """
         each = elapsed_s / len(samples)
         own = max(0.0, elapsed_s - wait_s) / len(samples)
@@ -81,8 +83,9 @@ class StepTimes:
         return self._samples[-1] - self._samples[skip]
 
     def half_width_s(self, skip: int) -> float:
-        """Half width of the 95 % confidence interval of the mean time of the steps
-        after the first `skip`.
+        """Return the half width of the 95 % interval of the mean step time.
+
+        It is over the steps after the first `skip`.
 
         From the means of up to 30 consecutive stretches: neighbouring steps are slow or
         fast together, and single ones would promise too much. Steps that shared a time
@@ -91,26 +94,29 @@ class StepTimes:
         stretches = self._stretches(skip)
         if self.disturbed_s(skip):
             outlying = _outlying(stretches)
-            stretches = [one for one in stretches if one not in outlying]
+            stretches = [stretch for stretch in stretches if stretch not in outlying]
         count = len(stretches)
         if count < 2:
             return 0.0
-        means = [one.time_s / one.steps for one in stretches]
+        means = [stretch.time_s / stretch.steps for stretch in stretches]
         return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
 
     def disturbed_s(self, skip: int) -> float:
-        """Time that the process stood still, or had no processor, in the steps after
-        the first `skip`: what outlying stretches took beyond the median one, without
-        waiting for data; 0 where that is no large share of all.
+        """Return the time that the process stood still, after the first `skip` steps.
+
+        It is what outlying stretches took beyond the median one, without waiting for
+        data; 0 where that is no large share of all.
         """
         stretches = self._stretches(skip)
         if len(stretches) < _FEWEST:
             return 0.0
-        usual_s = statistics.median(one.step_s for one in stretches)
-        lost_s = sum(one.own_s - usual_s * one.steps for one in _outlying(stretches))
-        return (
-            lost_s if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)) else 0.0
+        usual_s = statistics.median(stretch.step_s for stretch in stretches)
+        lost_s = sum(
+            stretch.own_s - usual_s * stretch.steps for stretch in _outlying(stretches)
         )
+        if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)):
+            return lost_s
+        return 0.0
 
     def _stretches(self, skip: int) -> list[_Stretch]:
         """Up to 30 of the steps after the first `skip`, about equally long."""
@@ -129,15 +135,17 @@ class StepTimes:
 
 
 def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
-    """Those that took far longer than the median one, a step and a sample: larger
-    batches are no disturbance.
+    """Return the stretches that took far longer than the median one.
+
+    Both a step and a sample must: larger batches are no disturbance.
     """
-    step_s = statistics.median(one.step_s for one in stretches)
-    sample_s = statistics.median(one.sample_s for one in stretches)
+    step_s = statistics.median(stretch.step_s for stretch in stretches)
+    sample_s = statistics.median(stretch.sample_s for stretch in stretches)
     return [
-        one
-        for one in stretches
-        if one.step_s > _OUTLYING * step_s and one.sample_s > _OUTLYING * sample_s
+        stretch
+        for stretch in stretches
+        if stretch.step_s > _OUTLYING * step_s
+        and stretch.sample_s > _OUTLYING * sample_s
     ]
 
 
@@ -147,8 +155,9 @@ def student_t95(freedom: float) -> float:
 
 
 def student_t(freedom: float, level: float) -> float:
-    """A quantile of Student's t (Abramowitz and Stegun 26.7.5); the 97.5 % one is
-    within 1 % from 2 degrees of freedom on, the 99.9 % one from 4 on.
+    """Return a quantile of Student's t (Abramowitz and Stegun 26.7.5).
+
+    The 97.5 % one is within 1 % from 2 degrees of freedom on, the 99.9 % one from 4 on.
     """
     z = statistics.NormalDist().inv_cdf(level)
     terms = (

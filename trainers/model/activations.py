@@ -1,5 +1,4 @@
-"""Activation checkpointing: a block keeps its inputs, and computes the rest again in
-the backward pass.
+"""Checkpoint activations: a block keeps its inputs, and computes the rest again.
 
 Chen et al. 2016 (arXiv:1604.06174); `selective` keeps the products too, and computes
 only what is cheap again, as in Korthikanti et al. 2022 (arXiv:2205.05198), by
@@ -40,8 +39,9 @@ _kept_whole = False
 
 
 def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
-    """Let the blocks that a ModuleList or Sequential repeats compute activations again,
-    in place: classes and names stay.
+    """Let blocks that a ModuleList or Sequential repeats compute activations again.
+
+    In place: classes and names stay.
 
     `mode` is full or selective; none does nothing. Raises ConfigError where there is no
     such block.
@@ -70,9 +70,7 @@ def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
 
 @contextlib.contextmanager
 def activations_kept() -> Iterator[None]:
-    """Keep all activations in this block: for a pass that counts what the model itself
-    computes.
-    """
+    """Keep all activations inside, for a pass that counts what the model computes."""
     global _kept_whole
     before, _kept_whole = _kept_whole, True
     try:
@@ -133,8 +131,9 @@ class _Recomputed:
 
 
 def _buffers(block: nn.Module) -> dict[str, Tensor]:
-    """Return a block's buffers by name, without BatchNorm's statistics, which no pass
-    in training reads.
+    """Return a block's buffers by name, without BatchNorm's statistics.
+
+    No pass in training reads those.
     """
     statistics = {id(one) for norm in _norms(block) for one in norm.buffers()}
     return {
@@ -192,8 +191,9 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _as_before(block: nn.Module, inner: Any) -> Any:
-    """Return the context of the second pass: the buffers are as the first one has found
-    them, and stay as it left them.
+    """Return the context of the second pass, with the buffers as the first found them.
+
+    They stay as it left them.
 
     To be called before the first pass.
     """

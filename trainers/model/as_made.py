@@ -1,5 +1,6 @@
-"""What of a model may change while it trains beside values: frozen parameters, modes of
-modules, which buffers it has.
+"""Record what of a model may change while it trains, beside values.
+
+That is which parameters are frozen, the modes of modules, and which buffers there are.
 
 A checkpoint keeps what has changed since the task's model() made it: a resumed run
 makes the model anew.
@@ -44,9 +45,7 @@ class AsMade:
         return {name: changed for name, changed in found.items() if changed}
 
     def late_parameters(self, model: nn.Module) -> list[str]:
-        """Return the names of parameters that the model was made without, or that have
-        been put in another's place.
-        """
+        """Name the parameters that the model was made without, or that were exchanged."""
         made = {id(one) for one in self._parameters}
         return [
             name
@@ -94,8 +93,9 @@ def add_buffers(
 
 
 def train_as_made(model: nn.Module) -> list[str]:
-    """Put a model into training mode but for what its maker has put into evaluation
-    mode; return the names of those modules, without what is in them.
+    """Put a model into training mode but for what its maker put into evaluation mode.
+
+    Returns the names of those modules, without what is in them.
 
     A model that is in evaluation mode as a whole (as `from_pretrained` gives one) is
     trained as a whole.

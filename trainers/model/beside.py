@@ -1,5 +1,4 @@
-"""What a task trains beside its model, such as a loss with parameters of its own:
-attributes of the task.
+"""Find what a task trains beside its model, such as a loss with parameters.
 
 It is the model's equal: on its device, alike on all ranks, averaged over them, kept in
 checkpoints.
@@ -18,9 +17,7 @@ from trainers.model.sharding import is_sharded
 
 
 def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are attributes of the task, and have parameters to train
-    that are not the model's.
-    """
+    """Return the task's modules with parameters to train that are not the model's."""
     own = {id(parameter) for parameter in model.parameters()}
     return [
         value
@@ -33,8 +30,9 @@ def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
 def trained_beside(
     task: Any, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Return by name what the optimizer holds beside the model, with what else is in
-    the same attributes of the task.
+    """Return by name what the optimizer holds beside the model.
+
+    With it comes what else is in the same attributes of the task.
 
     Raises ConfigError for what no checkpoint would find again.
     """
@@ -76,9 +74,7 @@ def trained_beside(
 
 
 def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, Tensor]:
-    """Return by name the tensors of a task's attributes that are neither the model's
-    nor `kept`.
-    """
+    """Return by name the tensors of a task that are neither the model's nor `kept`."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {
         name: one
@@ -88,9 +84,7 @@ def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, T
 
 
 def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return by name the sums of those of floating point, which tell whether one has
-    changed.
-    """
+    """Return by name the sums of floating tensors, which tell whether one has changed."""
     return {
         name: str(
             float(one.detach().sum(dtype=torch.float64))
@@ -103,9 +97,7 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def place(
     tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Move tensors to a device, in place, those of floating point in a format where
-    that is given.
-    """
+    """Move tensors to a device, in place; floating ones also to a format, if given."""
     for tensor in tensors:
         tensor.data = tensor.data.to(
             device, dtype if tensor.is_floating_point() else None
@@ -137,8 +129,9 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the tensors of a task that a checkpoint has under these names;
-    CheckpointError where one is missing.
+    """Return the task's tensors of these names.
+
+    Raises CheckpointError where one is missing.
     """
     there = _all_tensors(task)
     if missing := sorted(names - there.keys()):

@@ -1,6 +1,4 @@
-"""Frozen parameters, which `checkpoint.parameters: trained` leaves out: what they were,
-and loading without them.
-"""
+"""Leave frozen parameters out of checkpoints (`checkpoint.parameters: trained`)."""
 
 import hashlib
 from collections.abc import Mapping
@@ -13,8 +11,10 @@ from trainers.errors import CheckpointError
 
 
 def frozen_digests(model: nn.Module) -> dict[str, str]:
-    """Return a SHA-256 of each parameter that needs no gradient, by name; `model` as
-    the task makes it, on the CPU, so that it depends on neither precision nor strategy.
+    """Return by name a SHA-256 of each parameter that needs no gradient.
+
+    `model` is as the task makes it, on the CPU, so that digests depend on neither
+    precision nor strategy.
     """
     return {
         name: _digest(parameter)
@@ -32,8 +32,9 @@ def _digest(tensor: Tensor) -> str:
 
 
 def check_frozen(saved: Any, now: Mapping[str, str] | None) -> None:
-    """Raise CheckpointError unless a checkpoint left out these very parameters; None:
-    it, or this run, has them all.
+    """Raise CheckpointError unless a checkpoint left out these very parameters.
+
+    None: it, or this run, has them all.
     """
     if not isinstance(saved, dict) or now is None:
         if saved is not now:
@@ -51,9 +52,7 @@ def check_frozen(saved: Any, now: Mapping[str, str] | None) -> None:
 def load_model(
     model: nn.Module, saved: Mapping[str, Any], frozen: Mapping[str, str] | None
 ) -> None:
-    """Load a model's state; `frozen` parameters, which are not in it, stay the model's
-    own.
-    """
+    """Load a model's state; `frozen` parameters, which it lacks, stay the model's own."""
     missing, unexpected = model.load_state_dict(saved, strict=not frozen)
     if wrong := sorted({*missing, *unexpected} - (frozen or {}).keys()):
         raise CheckpointError(f"it does not fit this model: {', '.join(wrong[:4])}")

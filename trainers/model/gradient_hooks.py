@@ -1,5 +1,4 @@
-"""Averages of gradients over ranks: DDP's own, and a quicker one for small models on
-CPU workers.
+"""Average gradients over ranks: by DDP, or quicker for small models on CPU workers.
 
 gloo's all-reduce passes parts of a buffer around in turns, and hands each turn to a
 thread of its own. For gradients of a few hundred kilobytes that waiting is the larger
@@ -41,6 +40,7 @@ def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
     """Replace gradients by their averages over ranks, for what is trained without DDP.
+
     Every rank must call it with as many, of the same shapes.
     """
     if group.world_size == 1:
@@ -53,8 +53,9 @@ def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
 
 
 def average_present(parameters: Sequence[Tensor], group: Group) -> None:
-    """Average the gradients of `parameters` over ranks, in place; a rank without one
-    counts as zero, and where no rank has one there is none.
+    """Average the gradients of `parameters` over ranks, in place.
+
+    A rank without one counts as zero; where no rank has one there is none.
 
     Waits for the device; every rank must call it with the same parameters.
     """
@@ -78,9 +79,7 @@ def average_present(parameters: Sequence[Tensor], group: Group) -> None:
 
 
 def as_real(gradient: Tensor) -> Tensor:
-    """Return the numbers of a gradient as a dense tensor of real ones, on its own
-    memory.
-    """
+    """Return a gradient's numbers as a dense real tensor, on its own memory."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
@@ -104,8 +103,9 @@ def _average_rows(parameter: Tensor, group: Group) -> None:
 
 
 def exchanged(rank: int, world_size: int) -> Hook:
-    """A DDP communication hook: gradients that are all in one small bucket go to every
-    rank directly.
+    """Send gradients that are all in one small bucket to every rank directly.
+
+    A DDP communication hook.
     """
     peers = [peer for peer in range(world_size) if peer != rank]
 

@@ -1,6 +1,4 @@
-"""Several optimizers as one: each has parameters of its own, and the rest of the loop
-sees one of all of them.
-"""
+"""Join several optimizers, each with parameters of its own, into one."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +13,9 @@ _FLAGS = ("found_inf", "grad_scale")
 
 
 class JoinedOptimizer(Optimizer):
-    """The groups and states of its parts, in their order, which stay the parts' own; a
-    step is one of every part.
+    """Hold the groups and states of several optimizers; a step is one of each.
+
+    Groups and states stay the parts' own, in their order.
 
     Its state_dict is that of one optimizer with all groups; each part takes its own
     part of one.
@@ -69,9 +68,7 @@ class JoinedOptimizer(Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all parts' states; parameters are numbered on from one part to the
-        next.
-        """
+        """Return all parts' states, with parameters numbered on from part to part."""
         groups: list[dict[str, Any]] = []
         state: dict[int, Any] = {}
         first = 0
@@ -121,8 +118,9 @@ def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
 def join(
     given: Optimizer | Mapping[str, Optimizer], model: nn.Module, task: str
 ) -> Optimizer:
-    """Return what the class `task` gave as optimizer as one; ConfigError where that is
-    none, or where two of several have one parameter.
+    """Return what the class `task` gave as optimizer, as one.
+
+    Raises ConfigError where it is none, or two of several have one parameter.
     """
     field = f"{task}.optimizer()"
     fix = "return a dict of optimizers by name, each with parameters of its own"

@@ -1,6 +1,4 @@
-"""An exponential moving average of what a model learns, kept beside it: evaluated, kept
-and exported in its place.
-"""
+"""Keep an exponential moving average of a model, to evaluate and export in its place."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -17,9 +15,10 @@ from trainers.model.sharding import local, shard_like
 
 
 class MovingAverage:
-    """Averages of the optimizer's parameters and, as torchvision's reference has it, of
-    the model's floating buffers that a state_dict holds; whole numbers (BatchNorm's
-    count) stay the model's own.
+    """Average the optimizer's parameters and the floating buffers of a state_dict.
+
+    torchvision's reference averages buffers, too. Whole numbers (BatchNorm's count)
+    stay the model's own.
 
     They begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
     decay) W_t after the optimizer's step t. A step that the loss scaler skips does not
@@ -78,17 +77,13 @@ class MovingAverage:
         self._average = get_ema_multi_avg_fn(decay)
 
     def follow(self, scaler: GradScaler) -> None:
-        """Tell by this loss scaler, which lowers its scale then, that a step has
-        changed nothing.
-        """
+        """Follow this loss scaler, whose scale falls where a step changed nothing."""
         if scaler.is_enabled():
             self._scaler = scaler
             self._scale = torch.tensor(scaler.get_scale())
 
     def take_unfrozen(self) -> None:
-        """Take in what is trained from the next step on: its average so far is what it
-        is.
-        """
+        """Take in what is trained from the next step on, with its value as its average."""
         self._add([name for name, one in self._frozen.items() if one.requires_grad])
 
     def _add(self, names: Iterable[str]) -> None:
@@ -114,8 +109,9 @@ class MovingAverage:
                     average.lerp_(value, weight)
 
     def _moved(self) -> Tensor | None:
-        """Whether the last step has changed the parameters; None where no scaler may
-        have skipped it.
+        """Whether the last step has changed the parameters; None where none is skipped.
+
+        Only a scaler skips steps.
         """
         if self._scaler is None or self._scale is None:
             return None
@@ -127,9 +123,7 @@ class MovingAverage:
         return moved
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Averages and values by format and device, as torch's function takes them;
-        this rank's parts.
-        """
+        """Return this rank's averages and values by format and device."""
         if not self._groups:
             by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
             for name, value in self._values.items():
@@ -160,8 +154,9 @@ class MovingAverage:
             local(value).copy_(local(source[name]))
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return, inside `in_place`, what the model's state_dict does not hold then:
-        its own values, and averages that are wider than they are.
+        """Return, inside `in_place`, what the model's state_dict does not hold then.
+
+        That is its own values, and averages that are wider than they are.
         """
         assert self._own
         return {"own": self._own, "averages": self._wider()}
@@ -174,8 +169,9 @@ class MovingAverage:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is one of this model's `state_dict`;
-        with it come those that were unfrozen before it.
+        """Raise CheckpointError unless `state` is one of this model's `state_dict`.
+
+        With it come those that were unfrozen before it.
         """
         own = state.get("own")
         self._add(
@@ -197,9 +193,7 @@ class MovingAverage:
     def load_state_dict(
         self, state: dict[str, dict[str, Tensor]], scaler: GradScaler
     ) -> None:
-        """Take back what `state_dict` gave, whole, once the model has its own part of
-        it and `scaler` its state.
-        """
+        """Take back what `state_dict` gave, once model and `scaler` have their state."""
         averages = {**self._values, **shard_like(state["averages"], self._wider())}
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))

@@ -48,8 +48,7 @@ def lr_scale(config: TrainConfig, size: int) -> float:
 def scaled_options(
     config: TrainConfig, size: int, base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return those of an optimizer's options, learning rate aside, that rule sde
-    changes at a global batch size.
+    """Return the options that rule sde changes at a batch size, but the learning rate.
 
     Gradients of k times the samples have noise of 1 / sqrt(k), which is what eps stands
     beside: eps / sqrt(k). Betas forget as much a sample: beta^k, which is Malladi's 1 -
@@ -73,9 +72,10 @@ def scaled_options(
 
 
 def scaled_decay(config: TrainConfig, size: int) -> float | None:
-    """Return the decay of the weights' moving average at a global batch size: with rule
-    sde an average of as many samples (Busbridge et al. 2023, arXiv 2307.13813); None
-    without an average.
+    """Return the decay of the weights' average at a batch size; None without one.
+
+    With rule sde it averages as many samples at any size (Busbridge et al. 2023, arXiv
+    2307.13813).
     """
     decay = config.ema.decay
     return (
@@ -86,8 +86,9 @@ def scaled_decay(config: TrainConfig, size: int) -> float | None:
 
 
 def built_lr(config: TrainConfig) -> float:
-    """Return the learning rate that an optimizer is built with: that of the batch size,
-    or of the base batch size where there is a schedule, whose steps multiply it.
+    """Return the learning rate that an optimizer is built with: that of the batch size.
+
+    Where there is a schedule, whose steps multiply it, it is the base batch size's.
     """
     return config.optimizer.lr * (
         1.0
@@ -97,8 +98,7 @@ def built_lr(config: TrainConfig) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Build the configured optimizer over all parameters, fused where the device has
-    it.
+    """Build the configured optimizer over all parameters, fused where the device can.
 
     A frozen one has no gradient, and no step moves it; it may be unfrozen later.
 
@@ -136,10 +136,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
-    """Raise ConfigError for an optimizer that a step cannot use: one with a torch LR
-    scheduler attached, since the run sets the learning rate in every step, one that
-    asks for the loss again (LBFGS), and one without what the `rule` of `lr_scaling`
-    scales.
+    """Raise ConfigError for an optimizer that a step cannot use.
+
+    That is one with a torch LR scheduler attached, since the run sets the learning rate
+    in every step, one that asks for the loss again (LBFGS), and one without what the
+    `rule` of `lr_scaling` scales.
     """
     if rule == "sde" and any("betas" not in group for group in optimizer.param_groups):
         what = f"scales the betas of Adam, which the optimizer of {task}.optimizer() does not have"
@@ -161,8 +162,9 @@ def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
 
 
 def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
-    """Warn of parameters of the model and of the task's attributes that require a
-    gradient and are in no optimizer.
+    """Warn of parameters that require a gradient and are in no optimizer.
+
+    They are the model's, or of the task's attributes.
     """
     held = {id(one) for group in optimizer.param_groups for one in group["params"]}
     named = {**dict(model.named_parameters()), **left_beside(task, model, ())}
@@ -177,9 +179,7 @@ def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
 
 
 def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
-    """Raise ConfigError where the optimizer has another number of groups than it was
-    made with.
-    """
+    """Raise ConfigError where the optimizer's number of groups has changed."""
     if len(optimizer.param_groups) != count:
         rule = "has been given a group while the model is trained, which a run that goes on would not have"
         fix = "give it all parameters from the start: no step moves a frozen one"
@@ -187,9 +187,7 @@ def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
 
 
 def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
-    """Raise ConfigError where a group has another learning rate than the one that it
-    was given for this step.
-    """
+    """Raise ConfigError where a group's learning rate is not the one that was set."""
     check_groups(optimizer, task, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
@@ -203,9 +201,10 @@ def _overruled(field: str, rule: str) -> ConfigError:
 
 
 def set_training(optimizer: Any, training: bool) -> None:
-    """Tell a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682) which of
-    its weights the model is to have: those that it trains, or their average, which is
-    what is evaluated and kept.
+    """Tell a schedule-free optimizer which of its weights the model is to have.
+
+    Those that it trains, or their average, which is evaluated and kept (Defazio et al.
+    2024, arXiv 2405.15682).
 
     Others have no such modes.
     """
@@ -219,8 +218,9 @@ def set_training(optimizer: Any, training: bool) -> None:
 
 @contextlib.contextmanager
 def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
-    """Let the model have the weights inside that are evaluated and kept: the
-    optimizer's own average, or `ema`'s.
+    """Let the model have inside the weights that are evaluated and kept.
+
+    They are the optimizer's own average, or `ema`'s.
     """
     set_training(optimizer, False)
     try:
@@ -233,8 +233,9 @@ def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
 def warmup_steps(
     schedule: ScheduleConfig, total_steps: int, batches: BatchSchedule | None = None
 ) -> int:
-    """Return how many steps of `total_steps` are the warm-up; with `batches` a share is
-    one of samples.
+    """Return how many of `total_steps` are the warm-up.
+
+    With `batches` a share is one of samples.
     """
     warmup = schedule.warmup
     if not isinstance(warmup, float):

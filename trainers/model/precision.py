@@ -1,6 +1,4 @@
-"""What each precision name means for autocast, scaler, parameters and matmul, and which
-devices can do it: `TABLE`.
-"""
+"""Say what each precision means for autocast, scaler, parameters and matmul: `TABLE`."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ class PrecisionSpec:
     def with_layout(
         self, wanted: Literal["auto"] | bool, model: nn.Module, device: torch.device
     ) -> PrecisionSpec:
-        """Return the row with the memory format that `wanted` means for this model:
-        auto, for convolutions on CUDA.
+        """Return the row with the memory format that `wanted` means for this model.
+
+        auto: channels last for convolutions on CUDA.
         """
         images = any(parameter.ndim == 4 for parameter in model.parameters())
         if wanted is True and not images:
@@ -68,8 +67,9 @@ class PrecisionSpec:
         )
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Convert parameters and buffers to this row's format, 4-D ones to its layout
-        too, and layers to float8.
+        """Convert a model to this row's format and layout, and its layers to float8.
+
+        The layout is one of 4-D parameters and buffers.
         """
         if self.float8:
             model = to_float8(model)
@@ -86,9 +86,7 @@ class PrecisionSpec:
         return model
 
     def convert_batch(self, batch: Batch) -> Batch:
-        """Convert floating tensors to the parameters' format and layout; indices and
-        masks stay.
-        """
+        """Convert floating tensors to this row's format and layout; others stay."""
         if self.parameters is None and not self.channels_last:
             return batch
         return map_tensors(self._convert, batch)
@@ -148,8 +146,9 @@ def able_precisions(device: torch.device) -> list[Precision]:
 
 
 def check_device_type(name: str, device_type: str) -> None:
-    """Raise ConfigError when no device of this type can do the precision (its
-    capability is checked where it is).
+    """Raise ConfigError when no device of this type can do the precision.
+
+    A device's capability is checked where it is.
     """
     if device_type not in TABLE[name].devices:
         able = [row.name for row in TABLE.values() if device_type in row.devices]
@@ -166,8 +165,7 @@ def _unable(name: str, what: str, able: Sequence[str]) -> ConfigError:
 
 
 def apply_matmul(spec: PrecisionSpec) -> None:
-    """Set what fp32 matmuls and convolutions compute in, process-wide, whatever it was
-    before.
+    """Set what fp32 matmuls and convolutions compute in, in the whole process.
 
     torch's older switches set its newer `fp32_precision` too. Set alone, the newer ones
     differ from the older, and reading those then raises: torch.compile does, for

@@ -1,5 +1,4 @@
-"""Schedulers of torch's: made by the task, stepped by the loop, and kept in
-checkpoints.
+"""Run torch's schedulers: the task makes them, the loop steps and keeps them.
 
 A scheduler never sees the run's optimizer but a stand-in with the same groups and
 options, whose learning rates (and momenta, where it cycles them) are handed on before
@@ -28,9 +27,7 @@ _TRIED = 10_000
 
 
 class StandIn(Optimizer):
-    """The groups and options of an optimizer, with its parameters, which no step of
-    this one changes.
-    """
+    """Hold an optimizer's groups and options; a step of this one changes no parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [
@@ -40,8 +37,9 @@ class StandIn(Optimizer):
         self._given = [group.keys() for group in optimizer.param_groups]
 
     def written(self) -> list[dict[str, Any]]:
-        """Return, of each group, the options that a scheduler writes: the learning rate
-        and its own; momenta only where it cycles them.
+        """Return of each group the options that a scheduler writes.
+
+        These are the learning rate and its own; momenta only where it cycles them.
         """
         return [
             {
@@ -55,14 +53,11 @@ class StandIn(Optimizer):
         ]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Count as a step for the scheduler, which warns where there was none before
-        its own.
-        """
+        """Count as a step for the scheduler, which warns where there was none before."""
 
 
 class Schedule:
-    """A scheduler at its stand-in: when it is stepped, and what comes of it for the
-    run's optimizer.
+    """Step a scheduler at its stand-in, and tell the optimizer what comes of it.
 
     After a linear warm-up (`lr_schedule.warmup`) it is stepped after every step or
     epoch, or, where it reduces on a plateau, after every evaluation. Ranks do the same,
@@ -106,8 +101,9 @@ class Schedule:
             _check_mode(self.scheduler, self.figure)
 
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
-        """Raise ConfigError for a scheduler that ends before the run; it is tried, and
-        put back.
+        """Raise ConfigError for a scheduler that ends before the run.
+
+        It is tried, and put back.
 
         `epochs`: the steps at which each of them has ended.
         """
@@ -172,8 +168,9 @@ class Schedule:
                 ) from error
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by a figure; ConfigError where an evaluation does
-        not have it.
+        """Step a scheduler that goes by a figure.
+
+        Raises ConfigError where an evaluation does not have it.
         """
         if not self.by_figure:
             return

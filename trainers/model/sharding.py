@@ -1,6 +1,4 @@
-"""Sharded models and tensors (FSDP2, DTensor): what is sharded, what a rank has of it,
-and the whole of it.
-"""
+"""Shard models and tensors (FSDP2, DTensor), and gather them whole."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +12,9 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """Find what fsdp gathers and frees on its own: the blocks that a ModuleList or
-    Sequential repeats.
+    """Find what fsdp gathers and frees on its own: blocks that a container repeats.
+
+    Containers are ModuleList and Sequential.
 
     A block is a child with parameters, at any depth, that is no such container itself;
     nothing inside it is split further. What is left, and blocks that share a parameter
@@ -62,8 +61,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tree: Any, group: Group) -> Any:
-    """Gather every sharded tensor of nested plain data, into host memory of rank 0;
-    other ranks get None for it.
+    """Gather every sharded tensor of nested plain data into host memory of rank 0.
+
+    Other ranks get None for it.
 
     Every rank must call it.
     """
@@ -78,9 +78,7 @@ def whole(tree: Any, group: Group) -> Any:
 
 
 def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
-    """Return the sharded tensor of the shape of `whole`, on the devices of `like`, of
-    which this rank has `rows`.
-    """
+    """Return a tensor of the shape of `whole`, sharded as `like`, from a rank's `rows`."""
     from torch.distributed.tensor import DTensor
 
     placed: Tensor = DTensor.from_local(
@@ -95,9 +93,7 @@ def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
 
 
 def shard_like(tree: Any, like: Any) -> Any:
-    """Cut the tensors of nested plain data, which every rank has whole, as their
-    counterparts in `like` are.
-    """
+    """Shard the tensors of nested plain data, whole on each rank, as those of `like`."""
     if is_shard(like):
         from torch.distributed.tensor import distribute_tensor
 

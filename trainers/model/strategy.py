@@ -1,5 +1,4 @@
-"""Devices that share one model: where each strategy puts it, and how it wraps and
-compiles it.
+"""Put one model on many devices: place, wrap and compile it by strategy.
 
 | strategy | before the optimizer | after the probe | gradients of a step        |
 |----------|----------------------|-----------------|----------------------------|
@@ -30,7 +29,6 @@ from trainers.model.gradient_hooks import exchanged
 from trainers.model.sharding import is_sharded, shard_units
 
 logger = logging.getLogger(__name__)
-Watch = Callable[[Any], Any]
 _NAMED = 4  # how many parameters a sentence names
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own: in training they normalise by the batch, and read no buffer."""
@@ -43,8 +41,9 @@ _WITHOUT_CUDA_GRAPHS = {
 
 
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
-    """Move the model to the group's device, or shard it over all ranks (fsdp), before
-    the optimizer is built.
+    """Move the model to the group's device, or shard it over all ranks (fsdp).
+
+    It comes before the optimizer is built.
 
     Every rank must call it with the same weights.
     """
@@ -73,8 +72,9 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
 
 
 def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
-    """Return the model with torch's SyncBatchNorm, on the same parameters, in place of
-    its BatchNorm layers.
+    """Return the model with torch's SyncBatchNorm in place of its BatchNorm layers.
+
+    Parameters stay the same.
 
     One worker has all samples of a microbatch: there it stays as it is. Raises
     ConfigError where torch has no such layer for the device.
@@ -100,15 +100,8 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     return converted
 
 
-def wrap_model(
-    model: nn.Module, group: Group, strategy: str = "ddp", watch: Watch | None = None
-) -> nn.Module:
-    """Return what training calls in place of the bare module; that module itself where
-    nothing is to be added.
-
-    `watch` turns DDP's communication hook (None: its own average) into one that also
-    measures the gradients.
-    """
+def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Module:
+    """Return what training calls in place of the bare module, which may be itself."""
     if strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         if gpus > 1:
@@ -128,19 +121,13 @@ def wrap_model(
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
     if (norms := _batchnorms(model)) is not None:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
-    hook: Any = (
-        exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
-    )
-    if watch is not None:
-        hook = watch(hook)
-    if hook is not None:
-        wrapped.register_comm_hook(None, hook)
+    if group.device.type == "cpu":
+        wrapped.register_comm_hook(None, exchanged(group.rank, group.world_size))
     return wrapped
 
 
 class Replicated(DistributedDataParallel):
-    """DDP that notes whether a pass has gone through it: one that goes by the bare
-    module is not averaged.
+    """Note in DDP whether a pass has gone through it: others are not averaged.
 
     It has the module's methods and parts (`model.encode`), which are such another way.
     """
@@ -164,9 +151,7 @@ class Replicated(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def unfit(self) -> str | None:
-        """Say why DDP cannot average what the pass before has left on this rank; None
-        where it can.
-        """
+        """Say why DDP cannot average what the last pass left; None where it can."""
         if not self.called:
             return (
                 "the loss goes by another way than the model that forward() was given"
@@ -183,16 +168,12 @@ class Replicated(DistributedDataParallel):
         return None
 
     def check_finished(self) -> None:
-        """Raise DDP's RuntimeError where it still waits for a gradient after the
-        backward pass.
-        """
+        """Raise DDP's RuntimeError where it still waits for a gradient after backward."""
         self.reducer._check_reducer_finalized()
 
 
 def _batchnorms(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules that own all buffers, where each is one of torch's BatchNorm
-    layers; else None.
-    """
+    """Return the modules that own all buffers if each is torch's BatchNorm; else None."""
     owners = [
         module
         for module in model.modules()
@@ -208,7 +189,8 @@ def _batchnorms(model: nn.Module) -> list[nn.Module] | None:
 def _share_what_is_read(
     norms: Sequence[nn.Module], wrapped: DistributedDataParallel, inputs: object
 ) -> None:
-    """Let DDP send rank 0's buffers before a forward only where that reads them:
+    """Let DDP send rank 0's buffers before a forward only where that reads them.
+
     BatchNorm in training does not, and evaluations and checkpoints have rank 0's
     anyway.
 
@@ -218,9 +200,7 @@ def _share_what_is_read(
 
 
 class _DataParallel(DataParallel[nn.Module]):
-    """Replicas run in threads of their own, which autocast to float16 whatever format
-    the caller has chosen.
-    """
+    """Keep the caller's autocast format in replicas' threads, which take float16."""
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         dtype = torch.get_autocast_dtype("cuda")
@@ -238,8 +218,9 @@ def _in_format(
 
 
 def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
-    """Compile in place: the module keeps its class and its names. dynamic=False: every
-    size here comes back.
+    """Compile in place: the module keeps its class and its names.
+
+    dynamic=False: every size here comes back.
 
     A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph
     may hold; what the root does between its units stays eager.
@@ -265,8 +246,9 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
 
 
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` in a frame of this file: those of torch's own modules torch 2.11
-    leaves eager, with all in them.
+    """Return `call` in a frame of this file.
+
+    Frames of torch's own modules torch 2.11 leaves eager, with all in them.
     """
 
     def called(*inputs: Any, **kwargs: Any) -> Any:
@@ -303,9 +285,7 @@ def compile_loss(
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that want a gradient and have none after a
-    backward pass.
-    """
+    """Name the parameters that want a gradient and have none after a backward pass."""
     return [
         name
         for name, one in model.named_parameters()
@@ -314,8 +294,9 @@ def unused_parameters(model: nn.Module) -> list[str]:
 
 
 def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
-    """Raise ConfigError from DDP's complaint that parameters had no part in the loss,
-    with their names; else return.
+    """Raise ConfigError, with names, where DDP waits for parameters without a gradient.
+
+    Returns for any other error.
     """
     if "Expected to have finished reduction" not in str(error) or not isinstance(
         model, DistributedDataParallel
@@ -345,8 +326,9 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context whose backward keeps gradients on the rank: for all microbatches
-    of a step but the last.
+    """Return a context whose backward keeps gradients on the rank.
+
+    It is for all microbatches of a step but the last.
     """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
@@ -363,8 +345,9 @@ def _unreduced(model: Any) -> Iterator[None]:
 
 
 def share_buffers(model: nn.Module, group: Group) -> None:
-    """Copy rank 0's buffers to every rank, as DDP does before a forward: BatchNorm's
-    statistics are one model's.
+    """Copy rank 0's buffers to every rank, as DDP does before a forward.
+
+    BatchNorm's statistics are one model's.
     """
     share_tensors(list(model.buffers()), group)
 

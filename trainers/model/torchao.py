@@ -1,6 +1,4 @@
-"""What torchao adds: Linear layers that multiply in float8, and AdamW with narrow
-moments.
-"""
+"""Use torchao: Linear layers that multiply in float8, and AdamW with narrow moments."""
 
 import importlib
 from collections.abc import Iterable, Mapping
@@ -29,8 +27,9 @@ def _import(module: str, key: str, value: str, instead: str) -> Any:
 
 
 def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
-    """Exchange the plain Linear layers of sizes that float8 products take; parameters
-    and all names stay the same.
+    """Exchange the plain Linear layers of sizes that float8 products take.
+
+    Parameters and all names stay the same.
 
     Inputs, weights and gradients are scaled by the largest value that each tensor has
     at the time, which is torchao's default recipe (tensorwise); a number of rows that
@@ -77,8 +76,9 @@ def narrow_adamw(
 
 
 class _PlainState:
-    """An optimizer of torchao's whose state_dict holds plain tensors: its own kinds of
-    tensors are in no checkpoint.
+    """Keep plain tensors in the state_dict of an optimizer of torchao's.
+
+    Its own kinds of tensors are in no checkpoint.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,8 +91,9 @@ class _PlainState:
         return {**whole, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; ValueError where it is that of another
-        optimizer.
+        """Take back what `state_dict` gave.
+
+        Raises ValueError where it is another optimizer's.
         """
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         optimizer: Any = self

@@ -1,5 +1,6 @@
-"""Which microbatch ran out of memory in mid-training: kept with the run, and read by
-its next start.
+"""Remember which microbatch ran out of memory in mid-training.
+
+It is kept with the run, and read by its next start.
 
 The probe tries the worst case that the task names, so a step may still need more:
 longer sequences, another process on the device, fragmentation. The next start takes
@@ -25,9 +26,7 @@ _Ceilings = dict[str, Annotated[int, Field(ge=1)]]
 
 
 def _setting(config: TrainConfig, context: RunContext, device_name: str) -> str:
-    """Return what a ceiling holds for: another device, strategy or number of workers
-    has its own.
-    """
+    """Return what a ceiling holds for: device, strategy, number of workers, compile."""
     words = [
         f"{context.world_size} x {device_name}",
         config.strategy,
@@ -73,8 +72,9 @@ def refuse_microbatch(
     context: RunContext,
     device_name: str,
 ) -> None:
-    """Report that `failed_size` did not fit; store it and raise TooLargeError where a
-    smaller one may be chosen.
+    """Report that `failed_size` did not fit, and store it.
+
+    Raises TooLargeError where a smaller one may be chosen.
 
     Any rank may call it.
     """

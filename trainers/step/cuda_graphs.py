@@ -1,21 +1,19 @@
-"""Whole steps as CUDA graphs: captured once, then replayed for every step of the same
-shapes.
+"""Capture whole steps as CUDA graphs, and replay them for every step of the same shapes.
 
 A replay launches forward, backward, checks and optimizer in one call, so a small model
 does not wait for the host.
 
-    the first steps of a shape    run as they are, in the stream that captures: warm-up
-                                  and training at once, so that neither weights nor
-                                  optimizer nor random state have to be put back
-    the next one                  is captured, which computes nothing, and replayed
-    steps of the same shapes      are copied into the graph's own batches and replayed
-    all others                    (an epoch's last, shorter step) run as they are, with
-    the same code
+- The first steps of a shape run as they are, in the stream that captures. They are
+  warm-up and training at once, so neither weights nor optimizer nor random state have
+  to be put back.
+- The next one is captured, which computes nothing, and replayed.
+- Steps of the same shapes are copied into the graph's own batches and replayed.
+- All others (an epoch's last, shorter step) run as they are, with the same code.
 
 Random numbers go on from where the generator is, in a replay too. The task's Python
 code runs only in steps that are captured or run as they are: a schedule in forward(), a
 counter, an `if` stand still in replays. So a graph is proved (trainers/step/proof.py):
-when it is captured, and before its 2nd, 11th, 101st and 1,001st replay, a few replays
+when it is captured, and before its 2nd, 11th, 101st and 1,001st replay. A few replays
 and the same steps as they are begin from the same state, and must end in the same. What
 differs ends capturing for good.
 """
@@ -71,9 +69,7 @@ class CudaCapture:
         self._stream = _capture_stream(device)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work on the capturing stream; the current one waits for it, the host
-        does not.
-        """
+        """Do the work on the capturing stream, for which the current one waits."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -225,9 +221,7 @@ class GraphedStep(TrainStep):
                 parameter.grad = gradient
 
     def _waits_for_host(self, issue: Callable[[], None]) -> bool:
-        """Take a step, and return whether the host needs about as long to issue it as
-        it takes.
-        """
+        """Take a step; return whether the host takes about as long to issue it."""
         synchronize(self.group.device)
         began = time.perf_counter()
         issue()
@@ -236,9 +230,7 @@ class GraphedStep(TrainStep):
         return issued_s > _HOST_SHARE * (time.perf_counter() - began)
 
     def _begin(self, record: Callable[[], _Graph], issue: Callable[[], None]) -> None:
-        """Capture the step, and prove it; where nobody has asked for that, without an
-        error that it may meet.
-        """
+        """Capture the step and prove it; raise only where capturing was asked for."""
         try:
             spare = None if self.asked else take_spare(self.group.device)
             self._graph = record()
@@ -260,8 +252,9 @@ class GraphedStep(TrainStep):
         torch.cuda.empty_cache()
 
     def _prove(self, graph: _Graph, issue: Callable[[], None]) -> None:
-        """Let the graph go unless a few replays leave what the same steps do, and, the
-        second time, are faster.
+        """Give the graph up unless it leaves what plain steps leave.
+
+        After its first replay also unless it is faster.
         """
         self.strayed = True
         eager = self._pass(issue)
@@ -326,9 +319,7 @@ class GraphedStep(TrainStep):
         self._lr_versions = [lr._version for lr in self._lrs]
 
     def check_lr(self) -> None:
-        """As TrainStep's; reads the learning rates only where something else has
-        written to them.
-        """
+        """Check as TrainStep does; read only what something has written to."""
         same = all(
             group["lr"] is lr
             for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=False)
@@ -354,8 +345,10 @@ class GraphedStep(TrainStep):
         self.resized()
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """As TrainStep's; where capturing is asked for, ConfigError if the scheduler
-        changes what is captured.
+        """Follow as TrainStep does.
+
+        Raises ConfigError where capturing is asked for and the scheduler changes what
+        is captured.
         """
         if schedule.cycled(self.optimizer) and not self._given_up:
             rule = (
@@ -410,8 +403,9 @@ class GraphedStep(TrainStep):
         return _Graph(shape, tensors_of(inputs), gradients, replay)
 
     def _count(self, shape: Hashable, sizes: list[int]) -> None:
-        """Remember a step that runs as it is; say so once where not its size but its
-        shape is the reason.
+        """Count a step that runs as it is.
+
+        Warns once where its shape, not its size, is the reason.
         """
         if sizes == self._last[0] and shape != self._last[1] and not self._warned:
             self._warned = True
@@ -425,9 +419,7 @@ class GraphedStep(TrainStep):
 
 
 def layout(batch: Batch) -> Hashable:
-    """Describe what batches of one graph have in common: nesting, shapes, formats,
-    places, all that is no tensor.
-    """
+    """Describe what batches of one graph share: nesting, shapes, formats, other values."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
     if isinstance(batch, PackedSequence):  # a graph has its sizes from the host

@@ -1,6 +1,4 @@
-"""Explains torch's complaint about tensors on different devices by naming those that
-are elsewhere.
-"""
+"""Explain torch's complaint about mixed devices: name the tensors that are elsewhere."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,8 +34,7 @@ def raise_if_mismatch(
     batch: Batch,
     device: torch.device,
 ) -> None:
-    """Raise DeviceMismatchError from torch's complaint about devices, naming what is
-    elsewhere; else return.
+    """Raise DeviceMismatchError from torch's complaint about devices; else return.
 
     Looks at the batch, at the model's parameters and buffers, and at tensors that
     modules or the task hold as plain attributes, which `model.to(device)` does not
@@ -106,9 +103,7 @@ def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an object's attributes; what a module has registered is not
-    among them.
-    """
+    """Yield the tensors in an object's attributes, without what a module registers."""
     for key, value in vars(owner).items():
         if key not in ("_parameters", "_buffers", "_modules"):
             yield from named_tensors(value, f"{name}.{key}", depth - 1)
@@ -117,8 +112,9 @@ def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Ten
 def named_tensors(
     value: Any, name: str, depth: int = _DEPTH
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nested batch with its path (`batch['image'][0]`), and
-    those in other objects.
+    """Yield every tensor of a nested batch with its path, and those in other objects.
+
+    A path is one such as `batch['image'][0]`.
     """
     if isinstance(value, Tensor):
         yield f"`{name}`", value

@@ -1,5 +1,4 @@
-"""Exact distributed evaluation: the same figures for any number of workers, to the last
-sample.
+"""Evaluate exactly: the same figures for any number of workers, to the last sample.
 
 Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a
 table, which is added over ranks (to zeros, so exactly) and then summed without
@@ -62,8 +61,10 @@ def evaluate(
     seeds: tuple[int, ...] = (0,),
     collective: bool = False,
 ) -> dict[str, float]:
-    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`,
-    over every sample once; a metric of some batches alone, over theirs.
+    """Return `val_loss` and the task's metrics over every sample once.
+
+    Metrics are `val_<name>`. A metric of some batches alone is over theirs; there is no
+    `val_loss` where the task's loss is None here.
 
     Every rank must call it.
 
@@ -110,43 +111,16 @@ def evaluate(
                 todo = _halved(todo[measured.done :], feed.most)
     finally:
         set_rng_state(random_state, group.device)
-    said = group.gather((measured.samples, measured.has_loss))
-    samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
-    has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
-    if len(has_loss) == 2:
-        rule = "is None for some batches of an evaluation alone"
-        fix = "return None for all of them, or for none"
-        raise ConfigError(f"{type(task).__name__}.loss()", MISSING, rule, fix)
-    names = [_LOSS, _WEIGHT, *samples]
-    table = torch.zeros(len(batches), len(names), dtype=torch.float64)
-    if measured.sums:
-        rows, columns = zip(
-            *((batch, names.index(name)) for batch, name in measured.sums), strict=True
-        )
-        table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
-    loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
-    figures = {
-        name: total / samples[name]
-        for name, total in zip(samples, sums_of, strict=True)
-    }
-    of_states = measured.states.figures(group)
-    if both := sorted(figures.keys() & of_states.keys()):
-        raise _taken(both[0], "is the name of two figures", type(task).__name__)
-    figures |= of_states
-    val_loss = (
-        {}
-        if has_loss == {False}
-        else {"val_loss": loss_sum / weight_sum if weight_sum else math.nan}
-    )
-    return {**val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}
+    return _figures(measured, len(batches), group, type(task).__name__)
 
 
 def check_evaluation(
     forward: ForwardPass, dataset: Dataset[Any], size: int
 ) -> ConfigError | str | None:
-    """Return a warning where figures depend on which samples are evaluated together:
-    those of the first `size` samples at once, or of the first 64 where they have to be
-    read one by one, differ from those of their halves.
+    """Return a warning where figures depend on which samples are evaluated together.
+
+    Compared are those of the first `size` samples at once, or of the first 64 where
+    they have to be read one by one, with those of their halves.
 
     Return what to raise for metrics of a wrong shape.
 
@@ -220,9 +194,7 @@ def _figures_of(
 def too_large(
     error: BaseException, size: int, group: Group, smaller: int
 ) -> RunFailedError:
-    """Return what to raise where a batch of `size`, that nothing is learnt from, ran
-    out of memory.
-    """
+    """Return what to raise where a batch of `size` in evaluation ran out of memory."""
     words = f"rank {group.rank}: an evaluation batch of {size} ran out of memory ({first_line(error)})"
     return RunFailedError(
         classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}"
@@ -276,8 +248,9 @@ class _Measured:
         *,
         with_loss: bool,
     ) -> tuple[BaseException | None, int]:
-        """Measure the pieces, and run the `idle` ones; return the error of one that ran
-        out of memory, and its size.
+        """Measure the pieces, and run the `idle` ones.
+
+        Returns the error of one that ran out of memory, and its size.
 
         Only a forward pass may: a metric that has seen a batch would see it again.
         """
@@ -341,9 +314,44 @@ class _Measured:
             self.sums[place] = self.sums[place] + value if place in self.sums else value
 
 
+def _figures(
+    measured: _Measured, num_batches: int, group: Group, task: str
+) -> dict[str, float]:
+    """Add up what all ranks have measured; `task` is the name of its class."""
+    said = group.gather((measured.samples, measured.has_loss))
+    samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
+    has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
+    if len(has_loss) == 2:
+        rule = "is None for some batches of an evaluation alone"
+        fix = "return None for all of them, or for none"
+        raise ConfigError(f"{task}.loss()", MISSING, rule, fix)
+    names = [_LOSS, _WEIGHT, *samples]
+    table = torch.zeros(num_batches, len(names), dtype=torch.float64)
+    if measured.sums:
+        rows, columns = zip(
+            *((batch, names.index(name)) for batch, name in measured.sums), strict=True
+        )
+        table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
+    loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
+    figures = {
+        name: total / samples[name]
+        for name, total in zip(samples, sums_of, strict=True)
+    }
+    of_states = measured.states.figures(group)
+    if both := sorted(figures.keys() & of_states.keys()):
+        raise _taken(both[0], "is the name of two figures", task)
+    figures |= of_states
+    named = {f"val_{name}": figure for name, figure in figures.items()}
+    if has_loss == {False}:
+        return named
+    val_loss = loss_sum / weight_sum if weight_sum else math.nan
+    return {"val_loss": val_loss, **named}
+
+
 def _flat(found: Any, task: str) -> dict[str, Any]:
-    """Take the mappings among the metrics of the class `task` apart: what is in them is
-    `<name>_<key>`.
+    """Take apart the mappings among a task's metrics: `<name>_<key>` each.
+
+    `task` is the name of its class.
     """
     if not isinstance(found, Mapping):
         rule = "must be a dict of metrics by name"
@@ -365,9 +373,7 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
 
 
 def check_names(names: Iterable[str], task: str) -> None:
-    """Raise ConfigError where the metrics of the class `task` have a name that
-    evaluation takes itself, or none.
-    """
+    """Raise ConfigError where a metric has no name, or one that evaluation takes."""
     for name in names:
         if not isinstance(name, str):
             raise _taken(name, "must be text", task)
@@ -382,17 +388,13 @@ def _taken(name: object, rule: str, task: str) -> ConfigError:
 
 
 def batch_seed(*numbers: int) -> int:
-    """Return the seed of one batch: the same on any rank, and of nothing else in the
-    run.
-    """
+    """Return the seed of one batch: the same on any rank, whatever else the run does."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
 
 
 @contextlib.contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into the mode that it was
-    in.
-    """
+    """Put every module into evaluation mode, and each back into its own afterwards."""
     modes = [
         (module, module.training) for model in models for module in model.modules()
     ]
@@ -417,8 +419,7 @@ class MetricStates:
     def take(
         self, values: Mapping[str, Any], place: _Place, samples: int, task: str
     ) -> dict[str, Tensor]:
-        """Keep and reset the metrics among `values`, which a part of a batch has
-        updated; return the tensors.
+        """Keep and reset the metrics of a part of a batch; return its tensors.
 
         Raises ConfigError, which names the class `task`, for what is neither a tensor
         [samples] nor a metric.
@@ -446,8 +447,9 @@ class MetricStates:
         }
 
     def figures(self, group: Group) -> dict[str, float]:
-        """Compute each metric's figure over all batches of all ranks; a vector's as
-        `<name>_<index>`.
+        """Compute each metric's figure over all batches of all ranks.
+
+        A vector's are `<name>_<index>`.
 
         Every rank must call it. Raises ConfigError for a figure of more dimensions.
         """
@@ -514,8 +516,9 @@ def _keep(
     state: Any,
     reduction: Callable[[Any], Any] | None,
 ) -> None:
-    """Keep a batch's state; whole numbers that are summed are one state for all of a
-    rank's batches.
+    """Keep a batch's state.
+
+    Whole numbers that are summed are one state for all of a rank's batches.
     """
     if isinstance(state, list):
         kept[place] = [item.detach() for item in state]
@@ -532,8 +535,9 @@ def _keep(
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """Return what torchmetrics makes of the ranks' states; floating sums are made in
-    float64.
+    """Return what torchmetrics makes of the ranks' states.
+
+    Floating sums are made in float64.
     """
     if isinstance(states[0], list):
         items = [item for state in states for item in state]

@@ -1,5 +1,4 @@
-"""Model FLOPs: what one sample costs by torch's own counter, and the peak of the GPU
-that it is measured against.
+"""Count what one sample costs in FLOPs, and look up the peak of the GPU.
 
 Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of
 all workers together, as data sheets have it (peaks.csv, with the source of each row). A
@@ -39,8 +38,10 @@ def count_flops(
     microbatch: Tensor,
     phases: Sequence[ForwardPass] = (),
 ) -> float | None:
-    """Count the FLOPs of the forward and backward pass for one sample: matrix products,
-    convolutions and attention, an addition and a multiplication each counted.
+    """Count the FLOPs of a sample's forward and backward pass.
+
+    Counted are matrix products, convolutions and attention, an addition and a
+    multiplication each.
 
     None when they cannot be counted, or differ from step to step.
 
@@ -84,9 +85,7 @@ def count_flops(
 
 
 class _AllModules(contextlib.nullcontext[None]):
-    """In place of torch's own tracker, which counts by module, and whose hooks refuse a
-    gradient by an input.
-    """
+    """Count no FLOPs by module: torch's own tracker refuses a gradient by an input."""
 
     parents = frozenset({"Global"})
 
@@ -97,8 +96,9 @@ def utilisation(
     world_size: int,
     peak: float | None,
 ) -> float | None:
-    """Model FLOPs utilisation over all workers, 0 to 1; `peak` is one device's, in
-    FLOP/s.
+    """Return model FLOPs utilisation over all workers, 0 to 1.
+
+    `peak` is one device's, in FLOP/s.
 
     None when not known.
     """
@@ -108,9 +108,7 @@ def utilisation(
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """Dense peak of this worker's device in `precision` (as in the configuration), in
-    FLOP/s; None when not known.
-    """
+    """Return this device's dense peak in `precision`, in FLOP/s; None when not known."""
     return (
         gpu_peak(torch.cuda.get_device_name(device), precision)
         if device.type == "cuda"
@@ -119,8 +117,9 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """Return the same by torch's name of the GPU, which a row's pattern must match
-    whole: a slice of a GPU (MIG) has no row.
+    """Return the same by torch's name of the GPU, which a row must match whole.
+
+    A slice of a GPU (MIG) has no row.
 
     What is not in `peaks.csv` is not known.
     """

@@ -49,9 +49,7 @@ class ForwardPass:
         return "loss()"
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context for forward and backward, in which only what this loss
-        trains requires a gradient.
-        """
+        """Return a context in which only what this loss trains requires a gradient."""
         return contextlib.nullcontext()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Any:
@@ -63,8 +61,10 @@ class ForwardPass:
         return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss alone; ConfigError where it is not one number, or nothing can
-        be learned from it.
+        """Return the loss alone.
+
+        Raises ConfigError where it is not one number, or nothing can be learned from
+        it.
         """
         loss = self(batch)[1]
         loss = self.scalar(loss) if loss is None else loss
@@ -77,8 +77,9 @@ class ForwardPass:
         return loss
 
     def scalar(self, loss: Any) -> Tensor:
-        """Return the task's loss as a tensor of no dimension; ConfigError where it is
-        something else.
+        """Return the task's loss as a tensor of no dimension.
+
+        Raises ConfigError where it is something else.
         """
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss if loss.ndim == 0 else loss.reshape(())
@@ -92,8 +93,6 @@ class ForwardPass:
         )
 
     def explain(self, error: RuntimeError, batch: Batch) -> None:
-        """Raise ours where `error` is torch's complaint about devices or unused
-        parameters; return for any other.
-        """
+        """Raise ours for torch's words on devices or unused parameters."""
         raise_if_unused(error, self.model)
         raise_if_mismatch(error, self.task, self.model, batch, self.device)

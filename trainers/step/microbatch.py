@@ -1,6 +1,7 @@
 """Does this microbatch fit?
 
-Probed locally, without a collective inside; then agreed by all ranks.
+Forecast from a few samples where memory is ample, else probed locally, without a
+collective inside; then agreed by all ranks.
 
 Under DDP a rank that runs out of memory leaves the others waiting in all-reduce. So a
 size is tried on the bare module first: worst-case batch, forward, backward and
@@ -8,9 +9,11 @@ optimizer step, everything put back after.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ from torch.utils.data import Dataset
 
 from trainers.causes import classify
 from trainers.data.batch import Batch, map_tensors, tensors_of
-from trainers.devices.device import synchronize, take_spare
+from trainers.devices.device import free_gpu_bytes, synchronize, take_spare
 from trainers.devices.group import Group
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
@@ -33,13 +36,17 @@ from trainers.step.throwaway import throwaway
 logger = logging.getLogger(__name__)
 
 _REFUSED = "cannot be trained: "
+_FEW = 8
+"""Samples of the pass from which the memory of a whole microbatch is forecast."""
+_MARGIN = 2
+"""How many times the forecast must fit into what is free, to need no probe."""
+_STATE_COPIES = 4
+"""Of the parameters beside them: gradients, DDP's buckets and two moments."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Whole steps of a size, to see whether they fit; everything is put back after
-    them.
-    """
+    """Take whole steps of a size, to see whether they fit, and put everything back."""
 
     forward: ForwardPass
     """Of the bare module, before DDP has put its hooks into it."""
@@ -58,9 +65,9 @@ class Probe:
     def run(
         self, size: int, accumulates: bool, with_spare: bool
     ) -> BaseException | None:
-        """Take steps of microbatches of `size` samples, as one that `accumulates`
-        several of them would find memory; return the out-of-memory error that this rank
-        met, if any.
+        """Return this rank's out-of-memory error in steps of `size`, if any.
+
+        A step that `accumulates` has several such microbatches.
 
         `with_spare`: it fits only if a little is left.
         """
@@ -69,6 +76,41 @@ class Probe:
             gc.collect()
             torch.cuda.empty_cache()
         return error
+
+    def fits_by_far(self, size: int) -> bool:
+        """Return whether memory is so ample on every rank that `size` needs no probe.
+
+        Every rank must call it. Only CUDA counts what a pass takes; whether a forecast
+        was right shows in the first step.
+        """
+        forward = self.forward
+        if forward.device.type != "cuda" or is_sharded(forward.model):
+            return False
+        needed = self._few_bytes * max(1, size / _FEW)
+        needed += _STATE_COPIES * sum(
+            parameter.nbytes for parameter in forward.model.parameters()
+        )
+        fits = _MARGIN * needed < free_gpu_bytes(forward.device)
+        return all(self.group.gather(fits))
+
+    @functools.cached_property
+    def _few_bytes(self) -> float:
+        """Memory that a pass of a few samples takes; infinite where it fails.
+
+        The probe explains why.
+        """
+        device = self.forward.device
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with throwaway(self.forward, dataset=self.dataset):
+            try:
+                for part in self.passes:
+                    with part.alone():
+                        part.loss(self.batch(_FEW)).backward()
+            except Exception as error:
+                logger.debug("memory cannot be forecast: %s", error)
+                return math.inf
+        return torch.cuda.max_memory_allocated(device) - before
 
     def _error(
         self, size: int, accumulates: bool, with_spare: bool
@@ -89,8 +131,9 @@ class Probe:
         return None
 
     def take_steps(self, size: int, accumulates: bool) -> None:
-        """Take the first two steps, or one where the second needs no more; the model
-        and the optimizer change.
+        """Take the first two steps, or one where the second needs no more memory.
+
+        Model and optimizer change.
         """
         optimizer = self.optimizer
         sharded = is_sharded(self.forward.model)
@@ -141,8 +184,9 @@ def choose_microbatch(
     bounds: tuple[int | None, int | None] = (None, None),
     tell: Callable[[int, bool], None] = lambda size, fits: None,
 ) -> int:
-    """Return the microbatch size: the wanted one, or for `auto` the share split into as
-    few parts as fit.
+    """Return the microbatch size: the wanted one, or for `auto` the largest that fits.
+
+    The share is split into as few parts as that takes.
 
     `share` is the most samples that a rank has in a step, or the most to try where a
     step `accumulates` anyway. `bounds` are the largest size that is known to fit and
@@ -156,75 +200,95 @@ def choose_microbatch(
     raises at once, whatever is wanted, since the others wait for it and can only be
     ended from outside.
     """
-    known_fit, known_misfit = bounds
-    sharded = is_sharded(probe.forward.model)
-    too_large = (
-        "a larger microbatch ran out of memory"
-        if accumulates and wanted == "auto" and share == 1
-        else ""
-    )
-    kind: type[BaseException] = torch.OutOfMemoryError
+    search = _Search(wanted, share, probe, accumulates, bounds, tell)
+    if wanted != "auto":
+        size = min(int(wanted), share)
+        search.fits(size)
+        return size
+    return fewest_parts(share, search.fits)
 
-    def fits(size: int) -> bool:
-        """On every rank; raises where there is nothing smaller to try."""
-        nonlocal too_large, kind
-        last = wanted != "auto" or size == 1
-        if known_misfit is not None and size >= known_misfit:
-            too_large = f"a microbatch of {known_misfit} is known not to fit"
+
+class _Search:
+    """Ask all ranks which sizes fit, and remember why larger ones did not."""
+
+    def __init__(
+        self,
+        wanted: int | str,
+        share: int,
+        probe: Probe,
+        accumulates: bool,
+        bounds: tuple[int | None, int | None],
+        tell: Callable[[int, bool], None],
+    ) -> None:
+        self._wanted = wanted
+        self._share = share
+        self._probe = probe
+        self._accumulates = accumulates
+        self._known_fit, self._known_misfit = bounds
+        self._tell = tell
+        self._too_large = ""
+        if accumulates and wanted == "auto" and share == 1:
+            self._too_large = "a larger microbatch ran out of memory"
+        self._kind: type[BaseException] = torch.OutOfMemoryError
+
+    def fits(self, size: int) -> bool:
+        """Return whether a size fits on every rank; raise if none smaller is left."""
+        last = self._wanted != "auto" or size == 1
+        if self._known_misfit is not None and size >= self._known_misfit:
+            known = f"a microbatch of {self._known_misfit} is known not to fit"
+            self._too_large = known
             if last:
-                raise torch.OutOfMemoryError(too_large)
+                raise torch.OutOfMemoryError(known)
             return False
-        if known_fit is not None and size <= known_fit:
+        if self._known_fit is not None and size <= self._known_fit:
             return True
-        refused = ""
-        try:
-            error = probe.run(size, accumulates or size < share, with_spare=not last)
-        except Exception as other:
-            if not too_large:
-                raise
-            error = other
-            refused = _REFUSED
-        if error is not None and sharded:
-            tell(size, False)
-            if refused:
-                raise kind(
-                    f"{too_large}, and one of {size} {refused}{error}"
-                ) from error
-            raise error
-        met = probe.group.gather(
-            None
-            if error is None
-            else f"{refused}{type(error).__name__}: {error}".splitlines()[0]
-        )
-        reason = next(
-            (words for words in met if words and words.startswith(_REFUSED)),
-            next(filter(None, met), None),
-        )
-        if reason is not None and reason.startswith(_REFUSED):
-            raise kind(f"{too_large}, and one of {size} {reason}") from error
-        tell(size, reason is None)
+        if self._probe.fits_by_far(size):
+            return True
+        error, reason = self._probed(size, last)
+        self._tell(size, reason is None)
         if reason is None:
             return True
         if last:
-            raise error or torch.OutOfMemoryError(
-                f"a microbatch of {size} did not fit on another rank: {reason}"
-            )
-        too_large = f"a microbatch of {size} does not fit ({reason})"
+            other = f"a microbatch of {size} did not fit on another rank: {reason}"
+            raise error or torch.OutOfMemoryError(other)
+        self._too_large = f"a microbatch of {size} does not fit ({reason})"
         if error is not None and classify(error) == "out_of_host_memory":
-            kind = MemoryError
-        logger.info("%s", too_large)
+            self._kind = MemoryError
+        logger.info("%s", self._too_large)
         return False
 
-    if wanted != "auto":
-        size = min(int(wanted), share)
-        fits(size)
-        return size
-    return fewest_parts(share, fits)
+    def _probed(self, size: int, last: bool) -> tuple[BaseException | None, str | None]:
+        """Return this rank's error, and the first reason of any rank."""
+        refused = ""
+        accumulates = self._accumulates or size < self._share
+        try:
+            error = self._probe.run(size, accumulates, with_spare=not last)
+        except Exception as other:
+            if not self._too_large:
+                raise
+            error = other
+            refused = _REFUSED
+        if error is not None and is_sharded(self._probe.forward.model):
+            self._tell(size, False)
+            if not refused:
+                raise error
+            words = f"{self._too_large}, and one of {size} {refused}{error}"
+            raise self._kind(words) from error
+        mine = None
+        if error is not None:
+            mine = f"{refused}{type(error).__name__}: {error}".splitlines()[0]
+        met = [words for words in self._probe.group.gather(mine) if words]
+        for words in met:
+            if words.startswith(_REFUSED):
+                sentence = f"{self._too_large}, and one of {size} {words}"
+                raise self._kind(sentence) from error
+        return error, next(iter(met), None)
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """Return the size of the largest part when `share` samples are split into as few
-    even parts as fit.
+    """Return the largest part when `share` samples are split into the fewest that fit.
+
+    Parts are even.
 
     Parts are doubled until one fits, then bisected: `fits` is asked at most once for a
     size, and for sizes that are known not to fit no more than that takes. It must raise

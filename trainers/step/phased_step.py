@@ -1,5 +1,6 @@
-"""Steps of several phases, each with a loss and an optimizer of its own: adversarial
-training, gradient penalties.
+"""Take steps of several phases, each with its own loss and optimizer.
+
+Adversarial training and gradient penalties are such.
 """
 
 import contextlib
@@ -28,8 +29,9 @@ ONLY = "train"
 
 
 def is_phased(task: Task) -> bool:
-    """Whether the task says itself what a step does; else all of its optimizers go by
-    one backward of its loss.
+    """Return whether the task says itself what a step does.
+
+    Else all of its optimizers go by one backward of its loss.
     """
     return any(
         getattr(type(task), name) is not getattr(Task, name)
@@ -53,8 +55,9 @@ class PhasePass(ForwardPass):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no parameter of another phase require a gradient inside: gradients only
-        go through it.
+        """Let no parameter of another phase require a gradient inside.
+
+        Gradients only go through it.
         """
         trained = [parameter for parameter in self.others if parameter.requires_grad]
         for parameter in trained:
@@ -90,9 +93,7 @@ class PhasePass(ForwardPass):
 
 
 def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
-    """Return the phases of a task, in the order of its optimizers; none where its steps
-    are the usual ones.
-    """
+    """Return a task's phases in the order of its optimizers; none of usual steps."""
     task = forward.task
     given = {item.name: getattr(forward, item.name) for item in fields(forward)}
     if not is_phased(task):
@@ -123,8 +124,7 @@ def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
 
 
 class PhasedStep(TrainStep):
-    """Takes, for each phase of a step in turn, a whole step of that phase's optimizer
-    over all microbatches.
+    """Take for each phase in turn a whole step of its optimizer, of all microbatches.
 
     The model stays bare: a phase's gradients are averaged over ranks once they are
     complete, so that a loss may have gradients in it. Buffers are rank 0's when a phase
@@ -188,8 +188,9 @@ class PhasedStep(TrainStep):
         return names
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """As TrainStep's, of all phases together, and where there are several of each
-        in its own steps.
+        """Open those of all phases together and, where there are several, of each.
+
+        A phase's are over its own steps.
         """
         opened = {
             name: phase.open_losses(phase.steps) for name, phase in self.phases.items()
@@ -242,10 +243,10 @@ class _Phase(TrainStep):
         self._looks = self.group.rank == 0
         """Whether the next step looks for parameters that have no part in it."""
 
-    def _update(self, step_samples: int) -> None:
+    def _update(self) -> None:
         self.steps += 1
         if self._looks and (names := unused_parameters(self.forward.model)):
             words = "the loss of phase %s does not depend on %s: they are not trained"
             logger.warning(words, self.forward.phase, shorten(names))
         self._looks = False
-        super()._update(step_samples)
+        super()._update()

@@ -1,6 +1,4 @@
-"""Steps that are thrown away, and what they leave: proof that a captured step does what
-the step itself does.
-"""
+"""Prove that a captured step does what the plain one does, by throw-away steps."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +37,9 @@ def take_pass(
     optimizer: Optimizer,
     own: Mapping[str, Tensor],
 ) -> Pass:
-    """Take a step a few times, and put everything back; `own` are tensors that it
-    writes to besides those of model and optimizer.
+    """Take a step a few times, note what it leaves, and put everything back.
+
+    `own` are tensors that it writes to besides those of model and optimizer.
     """
     device = forward.device
     with throwaway(forward, optimizer) as snapshot:
@@ -76,8 +75,9 @@ def take_pass(
 
 
 def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
-    """Name what two passes from the same state have left otherwise, to the last bit;
-    with `repeats` of the eager one, by more than these differ from it.
+    """Name what two passes from one state have left otherwise, to the last bit.
+
+    With `repeats` of the eager one: by more than these differ from it.
     """
     for name, theirs in eager.state.items():
         ours = captured.state[name]

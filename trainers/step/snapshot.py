@@ -1,6 +1,4 @@
-"""A snapshot of Python objects, taken and put back in place: what a throw-away pass has
-changed, it has not.
-"""
+"""Put Python objects back in place as they were before a throw-away pass."""
 
 import functools
 import logging
@@ -50,11 +48,18 @@ _DEFINED = (
     FunctionType,
     type,
 )  # what an import or a definition leaves in a module
+_GENERATORS = (
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+)
 
 
 class Snapshot:
-    """The state of all that can be reached from some objects, by identity: `restore`
-    changes what differs, in place.
+    """Keep the state of all that can be reached from some objects, by identity.
+
+    `restore` changes what differs, in place.
 
     Taken are attributes (with those of classes, closures and globals of the users' own
     modules), containers, random generators, the tensors that `keep` is told and all
@@ -108,8 +113,9 @@ class Snapshot:
                 logger.warning(words, name, "return it from the task's state_dict()")
 
     def changed(self) -> str | None:
-        """Name something in an object or container that is another one now; tensors
-        that changed in place are not.
+        """Name something in an object or container that is another one now.
+
+        Tensors that changed in place are not looked at.
         """
         for name, read, before in self._held:
             now = read()
@@ -130,50 +136,47 @@ class Snapshot:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, Tensor):
-            self._take_tensor(value, name)
-        elif isinstance(value, np.ndarray):
-            if (
-                value.dtype != object
-                and value.flags.writeable
-                and self._affordable(value.nbytes)
-            ):
-                self._undo.append(functools.partial(np.copyto, value, value.copy()))
-        elif isinstance(value, (dict, list, set, deque)):
-            self._undo.append(_container_undo(value))
-            self._hold(name, functools.partial(_items, value))
-            if len(value) <= _MANY:
-                self._descend(
-                    value.items() if isinstance(value, dict) else enumerate(value), name
-                )
-        elif isinstance(value, (tuple, frozenset)):
-            self._descend(enumerate(value), name)
-        elif isinstance(
-            value,
-            (
-                torch.Generator,
-                random.Random,
-                np.random.Generator,
-                np.random.RandomState,
-            ),
-        ):
-            self._undo.append(_generator_undo(value))
-        elif isinstance(value, functools.partial):
-            self._descend(enumerate((value.func, value.args, value.keywords)), name)
-        elif isinstance(value, MethodType):
-            self._descend([("", value.__self__), ("", value.__func__)], name)
-        elif isinstance(value, FunctionType):
-            self._take_function(value, name)
-        elif isinstance(value, type):
-            self._take_class(value)
-        elif (
-            isinstance(value, _STATEFUL) or self._is_users(type(value).__module__)
-        ) and not is_sharded(value):
+        for kinds, take in _KINDS:
+            if isinstance(value, kinds):
+                take(self, value, name)
+                return
+        is_users = isinstance(value, _STATEFUL) or self._is_users(
+            type(value).__module__
+        )
+        if is_users and not is_sharded(value):
             self._take_object(value, name)
 
+    def _take_array(self, array: Any, name: str) -> None:
+        is_plain = array.dtype != object and array.flags.writeable
+        if is_plain and self._affordable(array.nbytes):
+            self._undo.append(functools.partial(np.copyto, array, array.copy()))
+
+    def _take_container(self, container: Any, name: str) -> None:
+        self._undo.append(_container_undo(container))
+        self._hold(name, functools.partial(_items, container))
+        if len(container) > _MANY:
+            return
+        if isinstance(container, dict):
+            self._descend(container.items(), name)
+        else:
+            self._take_items(container, name)
+
+    def _take_items(self, items: Any, name: str) -> None:
+        self._descend(enumerate(items), name)
+
+    def _take_generator(self, generator: Any, name: str) -> None:
+        self._undo.append(_generator_undo(generator))
+
+    def _take_partial(self, call: Any, name: str) -> None:
+        self._descend(enumerate((call.func, call.args, call.keywords)), name)
+
+    def _take_method(self, method: Any, name: str) -> None:
+        self._descend([("", method.__self__), ("", method.__func__)], name)
+
     def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
-        """Take the items later; a key that is not text or a number would be long in a
-        name.
+        """Take the items later; keys that are no text or number are left out of names.
+
+        They would be long.
         """
         for key, item in items:
             if not isinstance(item, _PLAIN):
@@ -251,7 +254,7 @@ class Snapshot:
                 )
                 self._descend([(slot, content)], name)
 
-    def _take_class(self, owner: type) -> None:
+    def _take_class(self, owner: type, name: str) -> None:
         """The attributes of a user's class, and the globals of its module."""
         if not self._is_users(owner.__module__):
             return
@@ -268,14 +271,29 @@ class Snapshot:
         self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
-        """Whether a module is the users' own code: of the task's package, or of none
-        that is installed.
+        """Whether a module is the users' own code.
+
+        Such is one of the task's package, or of none that is installed.
         """
         package = (module or "").partition(".")[0]
         file = getattr(sys.modules.get(module or ""), "__file__", None)
         if not file or package in _OURS:
             return False
         return package == self._package or not any(part in file for part in _LIBRARIES)
+
+
+_KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
+    (Tensor, Snapshot._take_tensor),
+    (np.ndarray, Snapshot._take_array),
+    ((dict, list, set, deque), Snapshot._take_container),
+    ((tuple, frozenset), Snapshot._take_items),
+    (_GENERATORS, Snapshot._take_generator),
+    (functools.partial, Snapshot._take_partial),
+    (MethodType, Snapshot._take_method),
+    (FunctionType, Snapshot._take_function),
+    (type, Snapshot._take_class),
+]
+"""What is done with each kind of object."""
 
 
 def _items(container: Any) -> dict[Any, Any]:
@@ -296,9 +314,7 @@ def _names(owner: type | ModuleType) -> dict[str, Any]:
 
 
 def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
-    """Put back the names of a class or module, but not what was imported or defined
-    since.
-    """
+    """Put back the names of a class or module, but not later imports or definitions."""
     now = _names(owner)
     for name in now.keys() - before.keys():
         if not isinstance(now[name], _DEFINED):
@@ -309,8 +325,9 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
 
 
 def _container_undo(value: Any) -> Callable[[], None]:
-    """Return what puts the items of a dict, list, set or deque back where they differ,
-    past methods of a subclass.
+    """Return what puts a container's items back where they differ.
+
+    It goes past methods of a subclass of dict, list, set or deque.
     """
     if isinstance(value, set):
         members = set(value)

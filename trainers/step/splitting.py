@@ -1,6 +1,4 @@
-"""Whether a loss may be split: a step's microbatches and workers add up to it only
-where it is a weighted mean.
-"""
+"""Check that a loss may be split: only a weighted mean adds up over microbatches."""
 
 import itertools
 import logging
@@ -48,8 +46,9 @@ def check_loss(
     microbatch_size: int,
     pieces: int,
 ) -> ConfigError | str | None:
-    """Return what to raise, or to warn of, where the gradient of a few samples is not
-    the weighted mean of their halves' gradients.
+    """Check that the gradient of a few samples is the weighted mean of their halves'.
+
+    Returns what to raise, or to warn of, where it is not.
 
     For a `throwaway` block. `order` (int64 [n]) are training samples, of which the
     first are taken, and then others, whose halves differ in their labels. `pieces` is
@@ -72,27 +71,13 @@ def check_loss(
         forward = replace(
             forward, spec=replace(forward.spec, autocast=None, scaler=False)
         )
-    with (
-        evaluating(forward.model, *modules_beside(forward.task, forward.model)),
-        forward.alone(),
-    ):
-        forward.model.training = (
-            True  # what the task looks at; the layers in it are in evaluation mode
-        )
-        for module in forward.model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.train()  # cuDNN's backward wants it
-        found = None
-        try:
-            for rows in _choices(forward, dataset, order, size):
-                found = _difference(forward, dataset, rows, only_sums=pieces == 1)
-                if pieces == 1 or found is not None:
-                    break
-        except ConfigError:
-            raise
-        except Exception as error:  # training says it better
-            logger.debug("the loss cannot be split to see: %s", error)
-            return None
+    try:
+        found = _first_difference(forward, dataset, order, size, only_sums=pieces == 1)
+    except ConfigError:
+        raise
+    except Exception as error:  # training says it better
+        logger.debug("the loss cannot be split to see: %s", error)
+        return None
     if found is None:
         return None
     loss, mean, share, is_random = found
@@ -114,12 +99,34 @@ def check_loss(
     return ConfigError(forward.said, MISSING, rule, f"{fix}; {known}")
 
 
+def _first_difference(
+    forward: ForwardPass,
+    dataset: Dataset[Any],
+    order: Tensor,
+    size: int,
+    only_sums: bool,
+) -> tuple[float, float, float, bool] | None:
+    """Return the first `_difference` of the samples that are looked at."""
+    with (
+        evaluating(forward.model, *modules_beside(forward.task, forward.model)),
+        forward.alone(),
+    ):
+        # What the task looks at; the layers in it are in evaluation mode.
+        forward.model.training = True
+        for module in forward.model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.train()  # cuDNN's backward wants it
+        for rows in _choices(forward, dataset, order, size):
+            found = _difference(forward, dataset, rows, only_sums=only_sums)
+            if only_sums or found is not None:
+                return found
+    return None
+
+
 def _choices(
     forward: ForwardPass, dataset: Dataset[Any], order: Tensor, size: int
 ) -> Iterator[Tensor]:
-    """Yield rows of `size` samples: the first ones, then for each of the batch's labels
-    half rare and half common.
-    """
+    """Yield rows of `size` samples: the first, then by each label rare and common ones."""
     yield order[:size]
     pool = order
     leaves = []
@@ -140,8 +147,7 @@ def _choices(
 
 
 def _label(leaf: Any, samples: int) -> Tensor | None:
-    """A number by which samples differ: their class, their weight, how much of them is
-    masked.
+    """Return a number by which samples differ: class, weight, or how much is masked.
 
     None of inputs.
     """
@@ -159,9 +165,10 @@ def _label(leaf: Any, samples: int) -> Tensor | None:
 def _difference(
     forward: ForwardPass, dataset: Dataset[Any], rows: Tensor, only_sums: bool
 ) -> tuple[float, float, float, bool] | None:
-    """Return the loss of the batch, the weighted mean of its halves', the share by
-    which their gradients differ, and whether anything was drawn at random meanwhile;
-    None where they do not differ.
+    """Return how a batch's loss and gradient differ from their halves'; None if not.
+
+    It is the loss, the halves' weighted mean, the share by which gradients differ, and
+    whether anything was drawn at random meanwhile.
 
     `only_sums`: nor where forward passes alone show that it is no sum.
     """
@@ -235,8 +242,9 @@ def _difference(
 
 
 def _is_sum(loss: float, mean: float) -> bool:
-    """Whether the loss of a batch, of which `mean` is the mean of the halves', looks
-    like a sum over its samples.
+    """Return whether a batch's loss looks like a sum over its samples.
+
+    `mean` is that of the halves.
     """
     return abs(loss) > _OF_A_SUM * abs(mean)
 
@@ -244,8 +252,9 @@ def _is_sum(loss: float, mean: float) -> bool:
 def _compare(
     forward: ForwardPass, batch: Batch, parts: list[Batch], shares: list[float]
 ) -> tuple[float, float, float]:
-    """Return the batch's loss, the mean of its parts', and how large the difference of
-    their gradients is, beside the larger of them.
+    """Return the batch's loss, the mean of its parts', and how gradients differ.
+
+    The difference is a norm, and the larger of theirs stands beside it.
     """
 
     def norm() -> float:

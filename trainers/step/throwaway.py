@@ -1,6 +1,4 @@
-"""Throw-away passes: whatever they change is put back, so that training begins as if
-there had been none.
-"""
+"""Take throw-away passes: training begins as if there had been none."""
 
 import contextlib
 import copy
@@ -43,8 +41,9 @@ class CollectiveWatch(TorchDispatchMode):
 def throwaway(
     forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None
 ) -> Iterator[Snapshot]:
-    """Restore the model, the task, the dataset and random state at the end, to the bit,
-    and drop all gradients.
+    """Restore model, task, dataset and random state at the end, to the bit.
+
+    All gradients are dropped.
 
     With `optimizer`, whose steps may be taken inside, its state and all parameters too.
     Copies are kept in host memory; the snapshot that is given may be told of more to

@@ -1,6 +1,4 @@
-"""One optimizer step: forward and backward of each microbatch, exact global mean, clip,
-guarded update.
-"""
+"""Take one optimizer step: the exact global mean over microbatches, and an update."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from trainers.config import TrainConfig
 from trainers.data.batch import Batch
 from trainers.devices.device import to_host
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
+from trainers.errors import MISSING, ConfigError
 from trainers.model.gradient_hooks import as_real, average_present
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.optimizer import (
@@ -27,7 +25,6 @@ from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
 from trainers.model.strategy import Replicated, no_sync, share_buffers
 from trainers.step.forward import ForwardPass
-from trainers.step.noise_scale import NoiseScale
 from trainers.task import Task, weight_of
 
 Losses = dict[str, tuple[float, int]]
@@ -43,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainStep:
-    """Runs one step and keeps its sums on the device: nothing here waits for the
-    device.
+    """Take steps and keep their sums on the device: nothing here waits for it.
 
     The loss of a step is the mean over its global weight: microbatch m of rank r
     contributes `loss * weight / global weight`, times the world size because DDP
@@ -67,8 +63,6 @@ class TrainStep:
         self.optimizer = optimizer
         self.group = group
         self.clip_grad_norm = clip_grad_norm
-        self.noise: NoiseScale | None = None
-        """Measures the gradient noise scale, where that is asked for."""
         device = group.device
         self.scaler = torch.amp.GradScaler(device.type, enabled=forward.spec.scaler)
         # MPS has no float64.
@@ -110,6 +104,23 @@ class TrainStep:
         """Whether gradients are averaged over ranks once they are complete, and not by
         DDP in the backward pass.
         """
+        self._find_beside()
+        self._fused = all(
+            param_group.get("fused") for param_group in optimizer.param_groups
+        )
+        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
+        # in some versions only.
+        narrow = any(
+            parameter.dtype is torch.bfloat16 for parameter in self._parameters
+        )
+        self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
+        for one in optimizers_of(optimizer):
+            if forward.spec.scaler and self._fused and isinstance(one, SGD):
+                _start_momentum(one)
+
+    def _find_beside(self) -> None:
+        """Find what is trained, and what of it DDP does not average."""
+        forward = self.forward
         self._every = [
             *{
                 id(one): one for one in (*forward.model.parameters(), *self._parameters)
@@ -123,19 +134,7 @@ class TrainStep:
             }
             self._beside = [one for one in self._parameters if id(one) not in averaged]
         elif not is_sharded(forward.model):
-            self.by_hand = group.world_size > 1
-        self._fused = all(
-            param_group.get("fused") for param_group in optimizer.param_groups
-        )
-        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
-        # in some versions only.
-        narrow = any(
-            parameter.dtype is torch.bfloat16 for parameter in self._parameters
-        )
-        self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
-        for one in optimizers_of(optimizer):
-            if forward.spec.scaler and self._fused and isinstance(one, SGD):
-                _start_momentum(one)
+            self.by_hand = self.group.world_size > 1
 
     @property
     def bad(self) -> Tensor:
@@ -170,9 +169,6 @@ class TrainStep:
             share_buffers(self.forward.model, self.group)
         shares, batches = self._shares(batches, sizes, step_samples, idle)
         last = len(sizes) - 1
-        noise = self.noise
-        if noise is not None:
-            noise.begin(shares)
         for index, share in enumerate(shares):
             batch = next(batches)
             known = (
@@ -184,32 +180,40 @@ class TrainStep:
                 loss = self._last_pass(batch, share)
             else:
                 with no_sync(self.forward.model):
-                    loss = self.forward.loss(batch)
+                    loss = self._loss(batch)
                     self._backward(loss, share)
             for parameter, before in zip(self._parameters, known, strict=False):
                 if before is None and parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
-            if index == 0 and noise is not None:
-                noise.first(self._gradients())
             if isinstance(share, Tensor):
                 # A microbatch without a label counts for nothing: torch's mean over
                 # none is NaN, its gradient zero.
                 self.loss_sum += (loss.detach() * share).masked_fill(share == 0, 0.0)
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
-        self._update(step_samples)
+        self._update()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """Return the loss of a microbatch, which must leave earlier gradients alone."""
+        held = next((p for p in self._parameters if p.grad is not None), None)
+        before = None if held is None else _version(held.grad)
+        loss = self.forward.loss(batch)
+        if held is not None and _version(held.grad) != before:
+            field = f"{type(self.forward.task).__name__}.loss()"
+            rule = "changes the gradients of the microbatches before, which are lost"
+            fix = "leave out zero_grad(), backward() and step(), which the run calls"
+            raise ConfigError(field, MISSING, rule, fix)
+        return loss
 
     def _last_pass(self, batch: Batch, share: float | Tensor) -> Tensor:
-        """Forward and backward of a step's last microbatch, in which DDP averages
-        gradients; return the loss.
-        """
+        """Run a step's last microbatch, in which DDP averages; return its loss."""
         wrapped = self.forward.model
         if not isinstance(wrapped, Replicated):
-            loss = self.forward.loss(batch)
+            loss = self._loss(batch)
             self._backward(loss, share)
             return loss
         wrapped.called = False
-        loss = self.forward.loss(batch)
+        loss = self._loss(batch)
         if not wrapped.called:
             self.average_by_hand(
                 "the loss goes by another way than the model that forward() was given"
@@ -223,8 +227,7 @@ class TrainStep:
         return loss
 
     def average_by_hand(self, why: str) -> None:
-        """Average all gradients after the backward pass from here on, which is right
-        whatever a loss depends on.
+        """Average gradients after the backward pass from here on.
 
         Every rank must call it.
         """
@@ -235,8 +238,7 @@ class TrainStep:
         self.by_hand = True
 
     def follow_frozen(self) -> None:
-        """Take in where something has frozen or unfrozen parameters since the last
-        step.
+        """Take in where parameters were frozen or unfrozen since the last step.
 
         Every rank must call it.
         """
@@ -260,8 +262,9 @@ class TrainStep:
             warn_untrained(bare, self.optimizer, self.forward.task)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
-        """Gradients of `loss * share * world size`, which enters as the seed of the
-        backward pass where it can.
+        """Compute gradients of `loss * share * world size`.
+
+        The factor is the seed of the backward pass where it can be.
         """
         scale = share * self.group.world_size
         if isinstance(scale, Tensor) or self.scaler.is_enabled():
@@ -312,8 +315,9 @@ class TrainStep:
         return found
 
     def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
-        """Scale the gradients down to a norm of `most`; return the norm that they had,
-        over all ranks' shards.
+        """Scale gradients down to a norm of `most`; return the norm that they had.
+
+        It is the norm over all ranks' shards.
         """
         if not any(map(is_shard, gradients)):
             norm = get_total_norm(gradients)
@@ -330,19 +334,14 @@ class TrainStep:
 
     def _average(self) -> None:
         """Average over ranks what the backward pass has not."""
-        if self.by_hand and self.noise is not None:
-            self.noise.contributed(self._gradients())
         average_present(self._parameters if self.by_hand else self._beside, self.group)
 
-    def _update(self, step_samples: int) -> None:
+    def _update(self) -> None:
         self._average()
         scaled = self.scaler.is_enabled()
         if scaled:
             self.scaler.unscale_(self.optimizer)
         gradients = self._gradients()
-        if self.noise is not None:
-            scale = self.scaler.scale(self._one) if scaled else 1.0
-            self.noise.end(gradients, step_samples, scale)
         checked = gradients
         if self.clip_grad_norm is not None:
             checked = [self._clip(gradients, self.clip_grad_norm)]
@@ -385,8 +384,9 @@ class TrainStep:
         self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Set what a scheduler says of `step`, from 0: learning rates, times `scale`,
-        and momenta where it cycles them.
+        """Set learning rates, times `scale`, and cycled momenta of `step` (from 0).
+
+        A scheduler says what they are.
         """
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         for param_group, name, value in schedule.cycled(self.optimizer):
@@ -403,14 +403,13 @@ class TrainStep:
         """Note that steps have another number of samples from here on."""
 
     def check_lr(self) -> None:
-        """Raise ConfigError where something else has changed the learning rate since
-        `set_lr`.
-        """
+        """Raise ConfigError where something else has changed the learning rate."""
         check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """Return a function that waits for the mean losses since they were last taken,
-        as sums over steps and ranks, of the last `steps` steps; they stay.
+        """Return a function that waits for sums of the losses of `steps` steps.
+
+        They are over steps and ranks, since they were last taken, and stay.
 
         Every rank must call it.
         """
@@ -452,3 +451,7 @@ def _start_momentum(optimizer: SGD) -> None:
                 optimizer.state[parameter].setdefault(
                     "momentum_buffer", torch.zeros_like(parameter)
                 )
+
+
+def _version(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else gradient._version

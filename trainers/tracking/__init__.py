@@ -1,3 +1,1 @@
-"""Experiment trackers: a process of its own reads what a run leaves on storage, and
-sends it.
-"""
+"""Experiment trackers: a process of its own reads a run from storage and sends it."""

@@ -1,5 +1,6 @@
-"""Sends what a run has left on storage to one tracker: under the same id in every
-resume, each step at least once.
+"""Send what a run left on storage to one tracker, each step at least once.
+
+A run has the same id in every resume.
 
 `tracking/<tracker>.json` in the run's directory keeps, for the run (of a sweep for each
 trial too), the id and what was sent. Storage is the queue: what a tracker has not got

@@ -48,9 +48,7 @@ class History:
 
 
 class Source(Protocol):
-    """Where histories come from; each tracker has one of its own, and asks it again and
-    again.
-    """
+    """Where histories come from; each tracker asks one of its own again and again."""
 
     def poll(self, ended: str | None) -> list[History]:
         """Return what is new, a sweep before its trials; with all rows the first time.
@@ -60,9 +58,7 @@ class Source(Protocol):
 
 
 def as_params(tree: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """A configuration by dotted keys; lists are text, and what is named as a secret is
-    hidden.
-    """
+    """Return a configuration by dotted keys; lists as text, secrets hidden."""
     shown: dict[str, str | int | float | bool] = {}
     for key, value in flat(tree).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -121,9 +117,7 @@ class RunHistory:
         ]
 
     def _new(self, directory: str) -> list[Row]:
-        """The rows of parts that were not there before, and of the last one where it
-        has grown.
-        """
+        """Return the rows of new parts, and of the last one where it has grown."""
         storage = self._run.child(directory)
         rows = []
         for name in storage.names():

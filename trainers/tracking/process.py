@@ -1,5 +1,4 @@
-"""The process that sends, beside the one that drives a run: what starts it, and what it
-does.
+"""The process that sends to trackers: what starts it, and what it does.
 
 Its arguments are what to send; standard input says how the driver has ended: an end
 without a word, that it was killed. Its standard output is the log, a sentence in each
@@ -45,8 +44,7 @@ def followed(
     path: Sequence[str],
     again: str,
 ) -> Iterator[None]:
-    """Send a run or a sweep, whose lease is held, to its trackers in the block, by a
-    process of its own.
+    """Send a run or a sweep to its trackers in the block, by a process of its own.
 
     Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
     `module` is what the process runs, `again` the command that sends what is left.
@@ -108,8 +106,9 @@ def _listen(stream: IO[bytes]) -> None:
 
 
 def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
-    """Send until the driver has ended and trackers have everything, or have had their
-    time; ends this process, with exit code 1 where one has not.
+    """Send until the driver has ended and trackers have everything, or GRACE_S more.
+
+    Ends this process, with exit code 1 where something is left.
     """
     os.nice(_NICE)
     for number in (

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 def send_run(location: str) -> bool:
-    """Send what the trackers of a run, which must not be training, have not got; return
-    whether all have everything.
+    """Send what a run's trackers have not got; return whether all have everything.
+
+    The run must not be training.
 
     Raises ConfigError where there is no run, or a process trains it.
     """

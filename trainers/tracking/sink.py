@@ -54,16 +54,15 @@ class Sink(ABC):
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
-        """`project` is what the configuration says, `storage` the directory of the run
-        or the sweep.
-        """
+        """Take the configuration's `project` and the directory of the run or sweep."""
         self.project = project
         self.storage = storage
 
     @abstractmethod
     def start(self, run: TrackedRun) -> str:
-        """Begin the run `run.id`, or go on with it; return the tracker's own name of
-        it, another one where it is new.
+        """Begin the run `run.id`, or go on with it; return the tracker's name of it.
+
+        Another name where it is new.
 
         Called once in each process for each run that has something to send.
         """
@@ -78,9 +77,7 @@ class Sink(ABC):
         """Take a file, in place of an earlier one of its name."""
 
     def end(self, run: str, status: str, tags: dict[str, str]) -> None:  # noqa: B027
-        """End the run, with a status of `trainers.errors` or `killed`, and what has
-        become known of it.
-        """
+        """End the run with a status of `trainers.errors`, or `killed`."""
 
     def close(self) -> None:  # noqa: B027
         """Called when nothing more will come."""

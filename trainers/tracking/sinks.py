@@ -1,5 +1,4 @@
-"""The sinks by the name of their tracker, each around the tracker's own client; a
-client is imported when it is used.
+"""The sinks by their tracker's name, each around the tracker's own client.
 
 Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the
 configuration names no experiment; whatever the clients read. Set, unless it is:
@@ -102,9 +101,7 @@ class MlflowSink(Sink):
         self._client.log_artifact(run, str(file))
 
     def end(self, run: str, status: str, tags: dict[str, str]) -> None:
-        """FINISHED, KILLED where the same command would go on, else FAILED; the status
-        itself is a tag.
-        """
+        """End as FINISHED, KILLED (it can go on) or FAILED; a tag has the status."""
         for key, value in (self._tags(tags) | {"paceline.status": status}).items():
             self._client.set_tag(run, key, value)
         ends = {"done": "FINISHED", "stopped": "KILLED", "killed": "KILLED"}
@@ -119,8 +116,9 @@ class MlflowSink(Sink):
 
 
 class WandbSink(Sink):
-    """Trials are of the job type `trial` in one group with their sweep: W&B has no runs
-    below runs.
+    """Trials have the job type `trial`, in one group with their sweep.
+
+    W&B has no runs below runs.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
@@ -185,8 +183,9 @@ class WandbSink(Sink):
 
 
 class TrackioSink(Sink):
-    """Trials are in one group with their sweep. trackio knows a run by its name, which
-    so ends with part of the id.
+    """Trials are in one group with their sweep.
+
+    trackio knows a run by its name, which so ends with part of the id.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
@@ -215,9 +214,7 @@ class TrackioSink(Sink):
         )
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """A row for each step; `finish` returns when they are in its database, or in
-        its buffer for a server.
-        """
+        """Log a row for each step; `finish` returns when they are stored or buffered."""
         opened = self._open(run)
         for row in rows:
             opened.log(row.values, step=row.step)
@@ -230,8 +227,9 @@ class TrackioSink(Sink):
 
 
 class CsvSink(Sink):
-    """`metrics.csv`: a row for each step of each run (empty for a run itself), a column
-    for each metric.
+    """`metrics.csv`: a row for each step of each run, a column for each metric.
+
+    The run's name is empty for a run itself.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
@@ -268,9 +266,7 @@ class CsvSink(Sink):
 
 
 class EventsSink(Sink):
-    """`tensorboard/<trial>/` of a sweep: a directory for each trial, as TensorBoard
-    shows runs side by side.
-    """
+    """`tensorboard/<trial>/` of a sweep: a directory for each trial."""
 
     def start(self, run: TrackedRun) -> str:
         """The sweep itself has a directory, too."""
@@ -296,8 +292,7 @@ _SINKS: Mapping[str, type[Sink]] = {
 def check_trackers(
     trackers: Sequence[TrackerConfig], path: Sequence[str], source: str
 ) -> None:
-    """Raise ConfigError where a tracker's package is not installed, or a sink of the
-    user's own cannot be used.
+    """Raise ConfigError where a tracker's package is missing, or a sink cannot be used.
 
     `path` has the directories of the user's modules.
     """

@@ -1,1 +1,4 @@
-"""The answer of a sweep, and the files that show it."""
+"""What a sweep says: the answer, and the files that show it.
+
+The doors are `answer` (answer.py) and `write_report` (write.py).
+"""

@@ -1,19 +1,16 @@
-"""What a sweep says: its trials ranked by the objective, the answer in one line, and
-what is in doubt.
-"""
+"""What a sweep says: its trials ranked, the answer in one line, and what is in doubt."""
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from trainers.config.metrics import direction_of
 from trainers.errors import POLICIES
-from tune.config import SweepConfig
+from tune.config import BATCH_KEYS, SweepConfig, sample_values
 from tune.objective import TO_TARGET, Objective
 from tune.report.doubts import Doubt, doubts
-from tune.report.largest import largest_size
 from tune.report.seeds import Configuration, by_configuration, without_seed
 from tune.report.words import (
     amount,
@@ -24,10 +21,12 @@ from tune.report.words import (
     metric_names,
     number,
     printable,
+    shown,
     span,
     target,
     telling,
 )
+from tune.search.around import is_inside, scores_of
 from tune.search.finalists import Final, finals, most_ahead, rivals, told_apart
 from tune.trials.interval import EQUAL, Interval
 from tune.trials.record import TrialRecord, value_of
@@ -37,7 +36,9 @@ _UNITS = {
     "peak_memory_bytes": " of peak memory",
     "energy_j": " of energy",
     "step_time_s": " a step",
+    "samples_per_s": "",
 }
+"""What follows the value of a metric that its unit tells."""
 
 
 @dataclass(frozen=True)
@@ -106,78 +107,70 @@ class _Place:
 
 
 def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
-    """Rank the trials by the objective and say the outcome: by repeats where finalists
-    were repeated, by the mean over its seeds where the space has a `seed`, else by one
-    run each.
+    """Rank the trials by the objective, and say the outcome.
+
+    Repeats decide where finalists were repeated, the mean over its seeds where the
+    space has a `seed`, and else one run each.
     """
     objective = config.objective
     ranked = _ranked(objective, records)
     found = finals(config, records)
     if "seed" in config.space:
         configurations = by_configuration(objective, ranked, records)
-        ranked = [
-            pair for configuration in configurations for pair in configuration.runs
-        ]
+        ranking = []
+        for configuration in configurations:
+            ranking += [record for _, record in configuration.runs]
         places = _places_of_seeds(objective, configurations)
     elif found:
-        ids = [final.record.id for final in found]
-        ranked.sort(
-            key=lambda pair: ids.index(pair[1].id) if pair[1].id in ids else len(ids)
-        )
+        finalists = [final.record for final in found]
+        ids = {record.id for record in finalists}
+        ranking = finalists + [record for _, record in ranked if record.id not in ids]
         places = _places_of_finals(found)
     else:
+        ranking = [record for _, record in ranked]
         places = _places_of_runs(objective, ranked)
-    ranking = [record for _, record in ranked]
+    best = None
+    value = None
     if places:
-        ranking[0] = places[0].record
+        best = places[0].record
+        value = places[0].value
+        ranking[0] = best
         line = _line(config, records, places)
+        if found and objective.metric == "usd_to_target":
+            value = _usd(best, value)
     else:
         line = _why_none(config, records)
-    best = places[0] if places else None
-    is_time = objective.metric in TO_TARGET
-    ahead = most_ahead(records, found) if is_time and len(ranking) > 1 else None
-    value = best.value if best else None
-    if best and found and objective.metric == "usd_to_target":
-        value = _usd(best.record, best.value)
-    fastest = _fastest(config, records, best.record if best else None, found)
+    ahead = None
+    if objective.metric in TO_TARGET and len(ranking) > 1:
+        ahead = most_ahead(records, found)
     equal = [place.record for place in _tied(places)]
     repeated = {final.record.id for final in found}
-    unclear = [
-        record for record in rivals(config, records) if record.id not in repeated
-    ]
-    as_good = {record.id for record in [*ranking[:1], *equal, *unclear]}
+    as_good = {record.id for record in [*ranking[:1], *equal]}
+    as_good |= {record.id for record in rivals(config, records)} - repeated
     return Answer(
         ranking,
         found,
         value,
         equal,
         printable(line),
-        printable(fastest),
+        printable(_fastest(config, records, best, found)),
         printable(largest_size(config, records, as_good)),
         doubts(config, records, found, ahead),
         ahead,
     )
 
 
-def objective_value(objective: Objective, record: TrialRecord) -> float | None:
-    """Return the figure that ranks a trial; None where it failed, or has none that is
-    finite.
-    """
-    return value_of(objective.metric, record)
-
-
 def _ranked(
     objective: Objective, records: list[TrialRecord]
 ) -> list[tuple[float, TrialRecord]]:
-    pairs = [
-        (objective_value(objective, record), record)
-        for record in records
-        if record.purpose != "repeat"
-    ]
-    values = [(value, record) for value, record in pairs if value is not None]
-    return sorted(
-        values, key=lambda pair: pair[0], reverse=objective.direction == "max"
-    )
+    """Return the trials that have a value of the objective, best first."""
+    found = []
+    for record in records:
+        value = value_of(objective.metric, record)
+        if value is not None and record.purpose != "repeat":
+            found.append((value, record))
+    is_max = objective.direction == "max"
+    return sorted(found, key=lambda pair: pair[0], reverse=is_max)
 
 
 def _places_of_runs(
@@ -189,11 +182,13 @@ def _places_of_runs(
     best_value, best = ranked[0]
     places = []
     for value, record in ranked:
-        is_clear = record is not best and _is_clear(
-            objective.metric, best, record, best_value, value
-        )
-        margin = _margin(objective.metric, best_value, value) or ""
-        places.append(_Place(record, value, "one run", not is_clear, margin))
+        margin = _margin(objective.metric, best_value, value)
+        is_clear = margin is not None and record is not best
+        if objective.metric in TO_TARGET:
+            is_clear = record is not best and told_apart(best, record)
+        elif objective.metric == "samples_per_s":
+            is_clear = is_clear and _is_faster(best, record)
+        places.append(_Place(record, value, "one run", not is_clear, margin or ""))
     return places
 
 
@@ -204,11 +199,9 @@ def _places_of_seeds(
     places = []
     for configuration in configurations:
         mean = configuration.mean
-        runs = (
-            f"{configuration.num_seeds} seeds"
-            if configuration.num_seeds > 1
-            else "one seed"
-        )
+        runs = "one seed"
+        if len(configuration.runs) > 1:
+            runs = f"{len(configuration.runs)} seeds"
         if configuration.num_missed:
             runs += f", {configuration.num_missed} more without a value"
         if mean.low < mean.high:
@@ -229,10 +222,9 @@ def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
         if final.num_missed:
             runs += f", {final.num_missed} of which missed it"
         low = number(final.ratio.low, 2)
-        high = number(final.ratio.high, 2)
-        interval = (
-            f"{low} to {high}" if math.isfinite(final.ratio.high) else f"at least {low}"
-        )
+        interval = f"at least {low}"
+        if math.isfinite(final.ratio.high):
+            interval = f"{low} to {number(final.ratio.high, 2)}"
         margin = f"{number(final.ratio.value, 3)} times ({interval}) faster than"
         places.append(
             _Place(final.record, final.time_s.value, runs, final.equal, margin)
@@ -249,19 +241,18 @@ def _line(
     first, *others = places
     name = capitalized(in_words(names, first.record))
     head = f"{name}: {_achieved(config.objective, first)} ({first.runs})"
+    if not others and len(records) == 1:
+        return f"{head}; it is the only trial."
     if not others:
-        only = (
-            "it is the only trial"
-            if len(records) == 1
-            else "nothing else has a value to compare"
-        )
-        return f"{head}; {only}."
+        return f"{head}; nothing else has a value to compare."
     equal = [
         in_words(names, place.record).removeprefix("batch ") for place in _tied(places)
     ]
-    if equal:
-        return f"{head}; {listed(equal)} {'is' if len(equal) == 1 else 'are'} as good."
-    return f"{head}, {others[0].margin} the next, {in_words(names, others[0].record)}."
+    if not equal:
+        next_ = in_words(names, others[0].record)
+        return f"{head}, {others[0].margin} the next, {next_}."
+    verb = "is" if len(equal) == 1 else "are"
+    return f"{head}; {listed(equal)} {verb} as good."
 
 
 def _tied(places: Sequence[_Place]) -> list[_Place]:
@@ -270,26 +261,20 @@ def _tied(places: Sequence[_Place]) -> list[_Place]:
 
 
 def _achieved(objective: Objective, place: _Place) -> str:
-    """Return what a configuration is best at: "3.12 s to val_accuracy 0.97", "val_loss
-    0.0432".
-    """
+    """Return what a configuration is best at: "3.12 s to val_accuracy 0.97"."""
     metric = objective.metric
     record = place.record
+    value = amount(metric, place.value)
+    if metric in _UNITS:
+        return value + _UNITS[metric]
     if metric not in TO_TARGET:
-        is_named = metric not in _UNITS and metric != "samples_per_s"
-        return (
-            f"{metric} " * is_named
-            + amount(metric, place.value)
-            + _UNITS.get(metric, "")
-        )
+        return f"{metric} {value}"
     is_repeated = place.runs != "one run"
     if metric == "usd_to_target" and not is_repeated:
-        return f"{amount(metric, place.value)} to {target(objective)}"
-    time = (
-        duration(place.value)
-        if is_repeated
-        else span(record.missed_target_s, place.value)
-    )
+        return f"{value} to {target(objective)}"
+    time = duration(place.value)
+    if not is_repeated:
+        time = span(record.missed_target_s, place.value)
     usd = _usd(record, place.value)
     price = f" and {amount('usd_to_target', usd)}" if usd is not None else ""
     return f"{time}{price} to {target(objective)}"
@@ -310,20 +295,10 @@ def _usd(record: TrialRecord, time_s: float) -> float | None:
     return usd / record.time_to_target_s * time_s
 
 
-def _is_clear(
-    metric: str, best: TrialRecord, other: TrialRecord, value: float, second: float
-) -> bool:
-    """Whether one run each shows which of two trials is better."""
-    if metric in TO_TARGET:
-        return told_apart(best, other)
-    return _margin(metric, value, second) is not None and (
-        metric != "samples_per_s" or _is_faster(best, other)
-    )
-
-
 def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
-    """Whether one run each shows that a trial's throughput is higher, whatever `other`
-    has lost to work beside it.
+    """Whether one run each shows that `first` has the higher throughput.
+
+    It does so whatever `other` has lost to work beside it.
     """
     low = (first.samples_per_s or 0.0) * (1 - _half_width(first))
     high = (other.samples_per_s or 0.0) * (1 + _half_width(other))
@@ -331,57 +306,58 @@ def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
 
 
 def _half_width(record: TrialRecord) -> float:
-    """Return the relative half width of the 95 % confidence interval of a trial's
-    throughput; 0 where not known.
-    """
-    return (
-        (record.step_time_ci95_s or 0.0) / record.step_time_s
-        if record.step_time_s
-        else 0.0
-    )
+    """Return the half width of the 95 % interval of a throughput, relative to it."""
+    if not record.step_time_s:
+        return 0.0
+    return (record.step_time_ci95_s or 0.0) / record.step_time_s
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
-    """Return how much better `value` is than `other`, in words; None when the two are
-    about equal.
+    """Return how much better `value` is than `other`: "1.2 times faster than".
 
-    A ratio; but a difference between scores of at most 1, and where a sign makes a
-    ratio meaningless.
+    Of scores up to 1, and where a sign makes a ratio meaningless, it is a difference.
+
+    Returns:
+        Words; None where the two are about equal.
     """
-    direction = "lower" if value < other else "higher"
-    gap = abs(value - other)
     low, high = sorted((value, other))
-    is_score = high <= 1 and metric != "samples_per_s" and direction_of(metric) == "max"
-    if is_score or low <= 0:
-        least = _EQUAL_SCORE if is_score else EQUAL * max(abs(low), abs(high))
-        return f"{number(gap, 2)} {direction} than" if gap > least else None
+    direction = "lower" if value < other else "higher"
+    gap = f"{number(high - low, 2)} {direction} than"
+    if high <= 1 and metric != "samples_per_s" and direction_of(metric) == "max":
+        return gap if high - low > _EQUAL_SCORE else None
+    if low <= 0:
+        return gap if high - low > EQUAL * max(abs(low), abs(high)) else None
     if high < low * (1 + EQUAL):
         return None
     words = "faster" if metric in ("time_to_target", "samples_per_s") else direction
-    return f"{number(high / low, 3 if high < 1.2 * low else 2)} times {words} than"
+    digits = 3 if high < 1.2 * low else 2
+    return f"{number(high / low, digits)} times {words} than"
 
 
-def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
+def _why_none(config: SweepConfig, records: Sequence[TrialRecord]) -> str:
     """Return why no trial has a value of the objective."""
     finished = [record for record in records if record.finished]
-    if not records:
-        return "There is no best trial: none has run."
-    if not finished:
-        return _none_finished(records)
     metric = config.objective.metric
-    if metric in metric_names(finished):
-        return f"There is no best trial: no finished one has a {metric} that is a finite number."
-    if metric != "time_to_target":
-        reported = ", ".join(metric_names(finished)) or "none"
-        return f"There is no best trial: no finished one has a {metric} (metrics reported: {reported})."
-    return _none_reached(config, records, finished)
+    reported = metric_names(finished)
+    if not records:
+        why = "none has run"
+    elif not finished:
+        why = _none_finished(records)
+    elif metric in reported:
+        why = f"no finished one has a {metric} that is a finite number"
+    elif metric != "time_to_target":
+        names = ", ".join(reported) or "none"
+        why = f"no finished one has a {metric} (metrics reported: {names})"
+    else:
+        why = _none_reached(config, records, finished)
+    return f"There is no best trial: {why}."
 
 
 def _none_finished(records: Sequence[TrialRecord]) -> str:
     counts = Counter(record.status for record in records).most_common()
     ended = ", ".join(f"{count} {status}" for status, count in counts)
     status, _ = counts[0]
-    return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
+    return f"none finished ({ended}). For {status}: {POLICIES[status].advice}"
 
 
 def _none_reached(
@@ -389,20 +365,19 @@ def _none_reached(
 ) -> str:
     goal = config.objective.goal
     assert goal is not None  # of a time to target
-    text = f"There is no best trial: no finished one reached {target(config.objective)}"
-    rows = [
-        (row, record) for record in finished for row in (*record.curve, record.metrics)
-    ]
-    values = [
-        (row[goal.metric], record)
-        for row, record in rows
-        if math.isfinite(row.get(goal.metric, math.nan))
-    ]
+    text = f"no finished one reached {target(config.objective)}"
+    values = []
+    for record in finished:
+        for row in (*record.curve, record.metrics):
+            value = row.get(goal.metric, math.nan)
+            if math.isfinite(value):
+                values.append((value, record))
     if not values:
-        return f"{text}, and none reported {goal.metric}."
+        return f"{text}, and none reported {goal.metric}"
     pick = min if goal.mode == "min" else max
     value, closest = pick(values, key=lambda pair: pair[0])
-    return f"{text}; the closest, {in_words(telling(config, records), closest)}, came to {number(value, 4)}."
+    who = in_words(telling(config, records), closest)
+    return f"{text}; the closest, {who}, came to {number(value, 4)}"
 
 
 def _fastest(
@@ -411,38 +386,88 @@ def _fastest(
     best: TrialRecord | None,
     found: list[Final],
 ) -> str:
-    """Return a sentence on the highest throughput; empty where the best trial is about
-    as fast.
+    """Return a sentence on the highest throughput.
+
+    Returns:
+        "" where the best trial is about as fast.
     """
     objective = config.objective
     ranked = _ranked(Objective(metric="samples_per_s"), records)
     if not ranked or objective.metric == "samples_per_s":
         return ""
     rate, fastest = ranked[0]
-    if best is not None and without_seed(fastest).config == best.config:
-        return ""
-    if best is not None and best.samples_per_s and not _is_faster(fastest, best):
-        return ""
+    if best is not None:
+        is_best = without_seed(fastest).config == best.config
+        if is_best or (best.samples_per_s and not _is_faster(fastest, best)):
+            return ""
     names = telling(config, records)
     names.pop("seed", None)
     width = _half_width(fastest)
     spread = f" (+-{width:.1%})" if width else ""
-    what = _needed(objective, fastest, found)
-    return f"Highest throughput: {in_words(names, fastest)}, {amount('samples_per_s', rate)}{spread}; it {what}."
+    who = f"{in_words(names, fastest)}, {amount('samples_per_s', rate)}{spread}"
+    return f"Highest throughput: {who}; it {_needed(objective, fastest, found)}."
 
 
 def _needed(objective: Objective, record: TrialRecord, found: Sequence[Final]) -> str:
     """Return what a trial has of the objective: "needs 5.23 s", "has val_loss 0.118"."""
-    value = objective_value(objective, record)
-    if objective.metric != "time_to_target":
-        return (
-            f"has no {objective.metric}"
-            if value is None
-            else f"has {objective.metric} {amount(objective.metric, value)}"
-        )
-    if value is None:
+    metric = objective.metric
+    value = value_of(metric, record)
+    if value is None and metric == "time_to_target":
         return f"does not reach {target(objective)}"
-    repeated = [final.time_s.value for final in found if final.record.id == record.id]
-    if repeated:
-        return f"needs {duration(repeated[0])}"
+    if value is None:
+        return f"has no {metric}"
+    if metric != "time_to_target":
+        return f"has {metric} {amount(metric, value)}"
+    for final in found:
+        if final.record.id == record.id:
+            return f"needs {duration(final.time_s.value)}"
     return f"needs {span(record.missed_target_s, value)}"
+
+
+def largest_size(
+    config: SweepConfig, records: Sequence[TrialRecord], as_good: Collection[str]
+) -> str:
+    """Say whether the largest batch size lost to its learning rate or to itself.
+
+    `as_good` are the ids of the best trial, and of those that are as good.
+
+    Returns:
+        A sentence; "" where no rate was searched around, or the size was not tried.
+    """
+    sizes = [key for key in BATCH_KEYS if isinstance(config.space.get(key), list)]
+    if not sizes or config.around is None or not as_good:
+        return ""
+    size = max(sample_values(config.space[sizes[0]]))
+    tried = [
+        record
+        for record in records
+        if record.purpose == "trial" and record.config.get(sizes[0]) == size
+    ]
+    if not tried:
+        return ""
+    scores = scores_of(config.objective, tried)
+    best = min(tried, key=lambda record: scores[record.id])
+    rate = telling(config, records).get(config.around, config.around)
+    who = f"largest batch, {size},"
+    own = f"{rate} {shown(best.config[config.around])}"
+    if not is_inside(config, tried, best.config):
+        return f"Whether the {who} lost to its rate or to itself is not known: beyond its best, {own}, none was tried."
+    if best.id not in as_good:
+        return f"The {who} lost to itself, not to its rate: with its best, {own}, it has {_value(config, best)}."
+    start = sample_values(config.space[config.around])[0]
+    at_start = {**best.config, config.around: start}
+    by_rule = [record for record in tried if record.config == at_start]
+    if not by_rule or by_rule[0].id in as_good:
+        return f"The {who} did not lose: it is as good as the best with {own}."
+    at_rule = f"with the rule's, {shown(start)}, it has {_value(config, by_rule[0])}"
+    return f"The {who} is as good as the best with {own}, and loses to its rate otherwise: {at_rule}."
+
+
+def _value(config: SweepConfig, record: TrialRecord) -> str:
+    metric = config.objective.metric
+    value = value_of(metric, record)
+    if value is None:
+        return f"no {metric}"
+    if metric == "time_to_target":
+        return f"a time to the target of {span(record.missed_target_s, value)}"
+    return f"{metric} {amount(metric, value)}"

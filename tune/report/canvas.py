@@ -1,6 +1,4 @@
-"""Charts as inline SVG: matplotlib's style, and colours that are CSS variables, so that
-they follow light and dark.
-"""
+"""Charts as inline SVG in matplotlib's style; colours are CSS variables."""
 
 import html
 import io
@@ -12,7 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
-FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+FG = "#0a0b01"
+MUTED = "#0a0b02"
+BAD = "#0a0b03"
+_GRID = "#0a0b04"
+_CARD = "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
 _COLORS = {
     FG: "var(--fg)",
@@ -111,9 +113,7 @@ class Canvas:
         return gid
 
     def move(self, lines: Iterable[Any], steps: float) -> None:
-        """Move what was drawn so many small steps to the right, beside what would cover
-        it.
-        """
+        """Move what was drawn by small steps to the right, beside what would cover it."""
         from matplotlib.transforms import ScaledTranslation
 
         place = self.axes.transData + ScaledTranslation(
@@ -127,19 +127,15 @@ class Canvas:
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
     def legend(self, series: Iterable[tuple[str, str]] = ()) -> None:
-        """Write the names of what was drawn, and of further colours, above the axes in
-        as many columns as fit.
-        """
+        """Write the names of what was drawn, and of further colours, above the axes."""
         for color, name in series:
             self.axes.plot([], [], color=color, linewidth=2.5, label=name)
         handles, names = self.axes.get_legend_handles_labels()
         if names:
-            in_one_row = sum(map(len, names)) + 6 * len(names) <= _LEGEND_CHARS
-            columns = (
-                len(names)
-                if in_one_row
-                else max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
-            )
+            widths = [len(name) + 6 for name in names]
+            columns = max(1, _LEGEND_CHARS // max(widths))
+            if sum(widths) <= _LEGEND_CHARS:
+                columns = len(names)
             self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:
@@ -165,8 +161,7 @@ class Canvas:
         )
 
     def _inlined(self, found: re.Match[str]) -> str:
-        """Return a tag of the SVG as the page needs it: ids begin with the canvas's
-        name, colours are variables.
+        """Return a tag with the canvas's name in its ids, and variables for colours.
 
         Texts are no tags and stay what they are, whatever they look like.
         """

@@ -15,12 +15,11 @@ from tune.report.words import (
     printable,
     telling,
 )
-from tune.search.finalists import MOST_FINALISTS, Final, crowding, pressure, rivals
+from tune.search.finalists import MOST_FINALISTS, Final, pressure, rivals
 from tune.trials.interval import EQUAL
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
-_CROWDED = 0.25
+_BUSY = 0.25
 _TELLING = 10.0
 """A bound on how much faster another trial may be says nothing above it."""
 
@@ -46,14 +45,11 @@ def doubts(
     found: Sequence[Final],
     most_ahead: float | None,
 ) -> list[Doubt]:
-    """Return what is in doubt: the order first, then how the machine was while this was
-    measured.
-    """
+    """Return what is in doubt: the order, then the machine while this was measured."""
     kinds = (
         _once(config, records, found, most_ahead),
         _one_seed(config, records),
         _by_hand(config, records),
-        _crowded(records),
         _disturbed(config, records),
         _busy(records),
     )
@@ -66,7 +62,7 @@ def _once(
     found: Sequence[Final],
     most_ahead: float | None,
 ) -> Doubt | None:
-    """Configurations that ran once and may be faster than the best."""
+    """Doubt the order where configurations ran once and may be faster."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
         return None
     bound = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
@@ -95,7 +91,7 @@ def _once(
 
 
 def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
-    """Figures that differ between seeds, of one run each."""
+    """Doubt figures that differ between seeds, of one run each."""
     is_measured = config.objective.metric in MEASURED
     is_compared = sum(record.finished for record in records) > 1
     if is_measured or "seed" in config.space or not is_compared:
@@ -106,13 +102,13 @@ def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | No
 
 
 def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
-    """Trials that a user has stopped, and that no clone was trained in place of."""
+    """Doubt trials that a user has stopped, and that no clone replaces."""
     ended = {trial_id(record.config) for record in records if not record.is_censored}
     names = telling(config, records)
     stopped = [
-        in_words(names, one)
-        for one in records
-        if one.is_censored and trial_id(one.config) not in ended
+        in_words(names, record)
+        for record in records
+        if record.is_censored and trial_id(record.config) not in ended
     ]
     if not stopped:
         return None
@@ -122,16 +118,6 @@ def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | Non
     else:
         what = f"{who} were stopped by hand: how good they would have been is open"
     return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
-
-
-def _crowded(records: Sequence[TrialRecord]) -> Doubt | None:
-    ratio = crowding(records)
-    if ratio is None or ratio <= 1 + EQUAL:
-        return None
-    return Doubt(
-        f"The finalists ran {number(ratio, 2)} times as fast alone as beside other trials",
-        "`lanes: 1`",
-    )
 
 
 def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
@@ -150,7 +136,7 @@ def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
     shares = [
         f"{who} {share:.0%}"
         for who, share in waits.items()
-        if share is not None and share > _CROWDED
+        if share is not None and share > _BUSY
     ]
     if not shares:
         return None

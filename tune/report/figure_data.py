@@ -1,5 +1,4 @@
-"""What the figures share, gathered from the records: which key is the x axis, which the
-colour, and their values.
+"""Gather what the figures share: the key of the x axis, that of the colour, and values.
 
 Of the keys that vary, batch size or the first number is the x axis, and precision or
 the first key of few values the colour.
@@ -134,36 +133,30 @@ class FigureData:
 
 def _tried(config: SweepConfig, key: str, records: list[TrialRecord]) -> list[Any]:
     """Return the values of a key that were tried."""
-    tried = list(
-        {
-            repr(record.config.get(key)): record.config.get(key) for record in records
-        }.values()
-    )
-    if all(map(is_number, tried)):
-        return sorted(tried)
+    tried: dict[str, Any] = {}
+    for record in records:
+        value = record.config.get(key)
+        tried.setdefault(repr(value), value)
+    values = list(tried.values())
+    if all(map(is_number, values)):
+        return sorted(values)
     space = config.space.get(key)
-    listed = (
-        {repr(value): at for at, value in enumerate(space)}
-        if isinstance(space, list)
-        else {}
-    )
-    return sorted(
-        tried, key=lambda value: (listed.get(repr(value), math.inf), str(value))
-    )
+    listed = [repr(value) for value in space] if isinstance(space, list) else []
+
+    def place(value: Any) -> tuple[float, str]:
+        text = repr(value)
+        return listed.index(text) if text in listed else math.inf, str(value)
+
+    return sorted(values, key=place)
 
 
 def _choose_x(axes: list[Axis]) -> Axis:
-    """Return the key of the x axis: a batch size or the first number, one that varies
-    where there is one.
-    """
+    """Return the key of the x axis: a batch size or the first number, one that varies."""
     numeric = [axis for axis in axes if axis.is_numeric]
     varied = [axis for axis in numeric if len(axis.values) > 1] or numeric
     sizes = [axis for axis in varied if axis.key in SIZE_KEYS]
-    return next(
-        iter(
-            [*sorted(sizes, key=lambda axis: SIZE_KEYS.index(axis.key)), *varied, *axes]
-        )
-    )
+    sizes.sort(key=lambda axis: SIZE_KEYS.index(axis.key))
+    return [*sizes, *varied, *axes][0]
 
 
 def cut(text: str) -> str:

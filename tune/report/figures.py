@@ -1,7 +1,6 @@
-"""The report's figures: the objective by key, throughput and memory by batch size, and
-learning curves.
-"""
+"""Draw the report's figures: objective, throughput, memory and learning curves."""
 
+import itertools
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET
-from tune.report.answer import objective_value
 from tune.report.canvas import BAD, FG, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import Axis, FigureData, cut
 from tune.report.words import (
@@ -24,7 +22,7 @@ from tune.report.words import (
     time_unit,
 )
 from tune.search.finalists import finals
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, value_of
 
 _MARKERS = "os^Dv*"
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
@@ -60,9 +58,7 @@ class Mark:
 
 
 def objective(data: FigureData) -> Figure | None:
-    """Draw the objective against each key that varied, a panel a key, with what is
-    known of how sure it is.
-    """
+    """Draw the objective against each key that varied, a panel a key."""
     metric = data.config.objective.metric
     marks = _marks(data)
     if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
@@ -91,15 +87,13 @@ def objective(data: FigureData) -> Figure | None:
 
 
 def _marks(data: FigureData) -> list[Mark]:
-    """Return the trials that have a value of the objective, best first; of finalists it
-    is that of their repeats.
-    """
+    """Return the trials with a value of the objective, best first."""
     metric = data.config.objective.metric
     marks = []
     finalists = finals(data.config, data.records) if metric == "time_to_target" else []
     times = {final.record.id: final.time_s for final in finalists}
     for record in data.records:
-        value = objective_value(data.config.objective, record)
+        value = value_of(metric, record)
         if record.purpose == "repeat" or not is_number(value):
             continue
         if record.id in times:
@@ -176,18 +170,13 @@ def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> 
 
 def throughput(data: FigureData) -> Figure | None:
     """Draw samples/s against the batch size."""
-    rates = {
-        one.id: rate
-        for one in data.finished
-        if (rate := one.samples_per_s) and is_number(rate)
-    }
-    if not rates:
+    marks = []
+    for record in data.finished:
+        rate = record.samples_per_s
+        if rate and is_number(rate):
+            marks.append((record, rate, f"{rate:,.0f} samples/s"))
+    if not marks:
         return None
-    marks = [
-        (one, rates[one.id], f"{rates[one.id]:,.0f} samples/s")
-        for one in data.finished
-        if one.id in rates
-    ]
     canvas = Canvas("throughput")
     _against_x(data, canvas, marks)
     canvas.axes.set(ylim=(0, None), ylabel="samples/s")
@@ -201,78 +190,61 @@ def throughput(data: FigureData) -> Figure | None:
 
 
 def memory(data: FigureData) -> Figure | None:
-    """Draw peak memory against the batch size, and trials that ran out of it in a strip
-    on top.
-    """
-    peaks = [(one, peak) for one in data.finished if (peak := one.peak_memory_bytes)]
+    """Draw peak memory against the batch size; a strip on top has trials out of memory."""
+    peaks = {}
+    for record in data.finished:
+        if record.peak_memory_bytes:
+            peaks[record.id] = record.peak_memory_bytes
     if not peaks and not data.out_of_memory:
         return None
-    most = max((peak for _, peak in peaks), default=0)
+    most = max(peaks.values(), default=0)
     size, unit = memory_unit(most)
+    marks = []
+    for record in data.finished:
+        if record.id in peaks:
+            peak = peaks[record.id] / size
+            marks.append((record, peak, f"{peak:.4g} {unit}"))
     rows = sorted({data.series(record) for record in data.out_of_memory})
     canvas = Canvas("memory")
-    _against_x(
-        data,
-        canvas,
-        [(one, peak / size, f"{peak / size:.4g} {unit}") for one, peak in peaks],
-        rows,
-    )
-    top = canvas.axes.get_xaxis_transform()
+    _against_x(data, canvas, marks, rows)
     cross: dict[str, Any] = {"marker": "X", "markersize": 8}
     for record in data.out_of_memory:
-        height = 0.96 - _ROW * rows.index(data.series(record))
-        text = data.tip(record, "out of memory")
         canvas.mark(
             data.x.position(record),
-            height,
-            text,
+            0.96 - _ROW * rows.index(data.series(record)),
+            data.tip(record, "out of memory"),
             data.color(record),
-            transform=top,
+            transform=canvas.axes.get_xaxis_transform(),
             **cross,
         )
+    caption = f"Largest over the workers{data.each()}."
     if data.out_of_memory:
         canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
-    canvas.axes.set(
-        ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1),
-        ylabel=f"peak memory, {unit}",
-    )
+        caption += " Trials that ran out of memory are on top, beyond the dotted line of their colour."
+    height = most / size * 1.08 / (0.96 - _ROW * len(rows))
+    canvas.axes.set(ylim=(0, height or 1), ylabel=f"peak memory, {unit}")
     canvas.axes.yaxis.set_visible(bool(peaks))
     canvas.legend()
-    on_top = " Trials that ran out of memory are on top, beyond the dotted line of their colour."
-    caption = (
-        f"Largest over the workers{data.each()}.{on_top if data.out_of_memory else ''}"
-    )
     return canvas.figure("Peak memory", caption)
 
 
 def curves(data: FigureData) -> Figure | None:
     """Draw the evaluated metric against training time, a line a trial."""
-    objective = data.config.objective
-    seen = list(
-        dict.fromkeys(
-            name for record in data.records for row in record.curve for name in row
-        )
-    )
-    wanted = [
-        *reversed(objective.watched),
-        *(name for name in seen if name.startswith("val_")),
-    ]
-    metric = next((name for name in wanted if name in seen), "")
-    lines = [
-        (record, points)
-        for record in data.records
-        if (points := _points(record, metric))
-    ]
+    metric = _drawn_metric(data)
+    lines = []
+    for record in data.records:
+        points = _points(record, metric)
+        if points:
+            lines.append((record, points))
     if not lines:
         return None
-    size, unit = time_unit(max(x for _, points in lines for x, _ in points))
-    target = objective.goal
-    goal = (
-        target.value
-        if target and target.metric == metric and is_number(target.value)
-        else None
-    )
-    low, high = _closer([points for _, points in lines], goal)
+    size, unit = time_unit(max(max(points)[0] for _, points in lines))
+    target = data.config.objective.goal
+    goal = None
+    if target and target.metric == metric and is_number(target.value):
+        goal = target.value
+    values = [[y for _, y in points] for _, points in lines]
+    low, high = _closer(values, goal)
     canvas = Canvas("curves")
     _lines(data, canvas, lines, size)
     canvas.axes.set(
@@ -281,22 +253,30 @@ def curves(data: FigureData) -> Figure | None:
         xlabel=f"training time, {unit}",
         ylabel=printable(metric),
     )
-    if goal is not None:
-        canvas.axes.axhline(
-            goal, color=FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1
-        )
     canvas.legend(data.legend(record for record, _ in lines))
-    is_cut = any(not low <= y <= high for _, points in lines for _, y in points)
-    notes = [
-        f"{printable(metric)} at each evaluation, a line a trial.",
-        "The thick line is the best." if data.best else "",
-        "The dashed line is the target." if goal is not None else "",
-        "The worst evaluations are off the axis." if is_cut else "",
-        "A cross is where a trial failed."
-        if not all(record.finished for record, _ in lines)
-        else "",
-    ]
-    return canvas.figure("Learning curves", " ".join(note for note in notes if note))
+    notes = [f"{printable(metric)} at each evaluation, a line a trial."]
+    if data.best:
+        notes.append("The thick line is the best.")
+    if goal is not None:
+        look: dict[str, Any] = {"linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1}
+        canvas.axes.axhline(goal, color=FG, **look)
+        notes.append("The dashed line is the target.")
+    if not all(low <= min(own) and max(own) <= high for own in values):
+        notes.append("The worst evaluations are off the axis.")
+    if not all(record.finished for record, _ in lines):
+        notes.append("A cross is where a trial failed.")
+    return canvas.figure("Learning curves", " ".join(notes))
+
+
+def _drawn_metric(data: FigureData) -> str:
+    """Return the evaluated metric to draw: the objective's, else the first of them."""
+    seen: dict[str, None] = {}
+    for record in data.records:
+        for row in record.curve:
+            seen.update(dict.fromkeys(row))
+    evaluated = [name for name in seen if name.startswith("val_")]
+    wanted = [*reversed(data.config.objective.watched), *evaluated]
+    return next((name for name in wanted if name in seen), "")
 
 
 def _lines(
@@ -307,15 +287,16 @@ def _lines(
 ) -> None:
     """Draw a line a trial, the best thick and on top; `size` is a unit of time, s."""
     for record, points in sorted(lines, key=lambda line: data.is_best(line[0])):
-        best, (end_x, end_y) = data.is_best(record), points[-1]
+        is_best = data.is_best(record)
+        end_x, end_y = points[-1]
         canvas.axes.plot(
             [x / size for x, _ in points],
             [y for _, y in points],
             color=data.color(record),
-            linewidth=2.8 if best else 1.1,
-            alpha=1 if best else 0.75,
+            linewidth=2.8 if is_best else 1.1,
+            alpha=1 if is_best else 0.75,
             marker="." if len(points) == 1 else None,
-            zorder=3 if best else 2,
+            zorder=3 if is_best else 2,
             gid=canvas.tip(data.tip(record, f"ends at {end_y:.4g}")),
         )
         if not record.finished:
@@ -331,8 +312,7 @@ def _against_x(
     marks: list[tuple[TrialRecord, float, str]],
     also: Collection[int] = (),
 ) -> None:
-    """Draw a mark a trial, and on a grid a line a series through the median of the
-    trials at one x.
+    """Draw a mark a trial, and on a grid a line a series through medians at each x.
 
     The legend has the series with marks and those in `also`. A dotted line for each
     series lies between the largest value that fitted and the smallest that ran out of
@@ -348,48 +328,48 @@ def _against_x(
         for record, y, _ in own:
             found.setdefault(data.x.position(record), []).append(y)
         xs = sorted(found)
-        look: dict[str, Any] = {
-            "linestyle": line,
-            "linewidth": 1.6,
-            "marker": _MARKERS[at],
-            "markevery": [],
-        }
         canvas.axes.plot(
-            xs, [median(found[x]) for x in xs], color=SERIES[at], label=name, **look
+            xs,
+            [median(found[x]) for x in xs],
+            color=SERIES[at],
+            label=name,
+            linestyle=line,
+            linewidth=1.6,
+            marker=_MARKERS[at],
+            markevery=[],
         )
         for record, y, text in own:
-            size = 8.5 if data.is_best(record) else 5.5
-            look = {
-                "marker": _MARKERS[at],
-                "markersize": size,
-                "clip_on": False,
-                "zorder": 3,
-            }
             canvas.mark(
                 data.x.position(record),
                 y,
                 data.tip(record, text),
                 data.color(record),
-                **look,
+                marker=_MARKERS[at],
+                markersize=8.5 if data.is_best(record) else 5.5,
+                clip_on=False,
+                zorder=3,
             )
     _set_axis(data.x, canvas)
-    for at in range(len(data.names) if data.x.is_numeric else 0):
-        failed = [
-            data.x.position(record)
-            for record in data.out_of_memory
-            if data.series(record) == at
-        ]
-        fitted = [
-            data.x.position(record)
-            for record in data.finished
-            if data.series(record) == at
-        ]
-        below = [x for x in fitted if failed and x < min(failed)]
-        if below and max(below) > 0:
-            x = math.sqrt(max(below) * min(failed))
-            canvas.axes.axvline(
-                x, color=SERIES[at], linewidth=1.1, linestyle=(0, (2, 2)), zorder=1
-            )
+    if data.x.is_numeric:
+        for at in range(len(data.names)):
+            _draw_boundary(data, canvas, at)
+
+
+def _draw_boundary(data: FigureData, canvas: Canvas, at: int) -> None:
+    """Draw where memory runs out for a series: between what fitted and what did not."""
+    failed = _positions(data, data.out_of_memory, at)
+    below = [
+        x for x in _positions(data, data.finished, at) if x < min(failed, default=0)
+    ]
+    if below and max(below) > 0:
+        x = math.sqrt(max(below) * min(failed))
+        look: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (2, 2)), "zorder": 1}
+        canvas.axes.axvline(x, color=SERIES[at], **look)
+
+
+def _positions(data: FigureData, records: list[TrialRecord], at: int) -> list[float]:
+    own = [record for record in records if data.series(record) == at]
+    return [data.x.position(record) for record in own]
 
 
 def _points(record: TrialRecord, metric: str) -> Points:
@@ -397,13 +377,11 @@ def _points(record: TrialRecord, metric: str) -> Points:
     return [(x, y) for x, y in rows if is_number(x) and is_number(y)]
 
 
-def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
-    """Return limits of a metric's axis without the fifth of the values that is worst,
-    where all runs are alike.
-    """
-    values = sorted(y for points in lines for _, y in points)
+def _closer(lines: list[list[float]], goal: float | None) -> tuple[float, float]:
+    """Return limits of a metric's axis without the worst fifth, where runs are alike."""
+    values = sorted(itertools.chain.from_iterable(lines))
     fifth = len(values) // 5
-    rises = sum(points[-1][1] - points[0][1] for points in lines) > 0
+    rises = sum(own[-1] - own[0] for own in lines) > 0
     kept = values[fifth:] if rises else values[: len(values) - fifth]
     if goal is not None:  # and a way to go up to it: where it is crossed is what counts
         beyond = (max if rises else min)(kept) - goal
@@ -413,9 +391,7 @@ def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
 
 
 def _set_axis(axis: Axis, canvas: Canvas) -> None:
-    """Set ticks of the x axis at the values that were tried; logarithmic to base 2 for
-    batch sizes.
-    """
+    """Set ticks of the x axis at the values that were tried; base 2 for batch sizes."""
     positions = axis.positions
     log = axis.is_log
     if log:

@@ -22,6 +22,7 @@ from tune.report.answer import Answer
 from tune.report.figures import figures
 from tune.report.table import Column, best_first, columns, constant
 from tune.report.words import amount, duration
+from tune.search.finalists import Final
 from tune.trials.record import Spent, TrialRecord
 
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
@@ -71,11 +72,11 @@ def contents(
     whole = summary(config, records, environment, found)
     beaten = {record.id for record in found.ranking[_MOST_DRAWN:]}
     drawn = [record for record in records if record.id not in beaten]
-    said = [
-        f"{column.header} {cell}"
-        for column in same
-        if (cell := next(iter(column.cells.values()))) != "-"
-    ]
+    said = []
+    for column in same:
+        cell = next(iter(column.cells.values()))
+        if cell != "-":
+            said.append(f"{column.header} {cell}")
     return {
         "best": found.best,
         "script": source("table.js"),
@@ -130,9 +131,7 @@ def _tiles(
 
 
 def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
-    """Return the sums over trials of where their time on lanes went, from the first of
-    them on; None where no record tells.
-    """
+    """Sum up where the time of trials on lanes went; None where no record tells."""
     found = [record.spent for record in records if record.spent is not None]
     if not found:
         return None
@@ -145,14 +144,9 @@ def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
 
 
 def _breaks(text: str) -> str:
-    """Return the class of a cell whose words are too long for a column: they may break
-    anywhere.
-    """
-    return (
-        "long"
-        if any(len(word) > _LONGEST_WORD for word in re.split(r"[\s_.]", text))
-        else ""
-    )
+    """Return the class of a cell whose words are too long for a column: they may break."""
+    words = re.split(r"[\s_.]", text)
+    return "long" if max(map(len, words)) > _LONGEST_WORD else ""
 
 
 def summary(
@@ -163,59 +157,53 @@ def summary(
 ) -> dict[str, Any]:
     """Return what summary.json holds, with numbers that may not be finite."""
     counts = Counter(record.status for record in records)
-    best = found.best
+    objective = config.objective.model_dump(exclude_none=True)
     spent = spent_in_all(records)
-    first = min((record.start_time for record in records), default=0.0)
-    last = max((record.end_time for record in records), default=0.0)
-    between = (
-        {"time_to_target_low_s": best.missed_target_s}
-        if best and best.missed_target_s is not None
-        else {}
-    )
+    starts = [record.start_time for record in records]
+    ends = [record.end_time for record in records]
+    best = None
+    if found.best is not None:
+        best = {"id": found.best.id, "config": found.best.config, "value": found.value}
+        if found.best.missed_target_s is not None:
+            best["time_to_target_low_s"] = found.best.missed_target_s
     return {
         "name": config.name,
         "answer": found.line,
         "throughput": found.fastest,
         "largest_batch": found.largest,
         "doubts": [asdict(doubt) for doubt in found.doubts],
-        "objective": config.objective.model_dump(exclude_none=True)
-        | {"mode": config.objective.direction},
-        "best": {"id": best.id, "config": best.config, "value": found.value} | between
-        if best
-        else None,
-        "finalists": [
-            {
-                "id": final.record.id,
-                "config": final.record.config,
-                "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
-                "samples_per_s": final.samples_per_s,
-                "repeats": final.repeats,
-                "missed": final.num_missed,
-                "equal_to_best": final.equal,
-            }
-            for final in found.finals
-        ],
+        "objective": objective | {"mode": config.objective.direction},
+        "best": best,
+        "finalists": [_finalist(final) for final in found.finals],
         "others_times_as_fast_at_most": found.most_ahead,
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},
-        "wall_time_s": round(last - first, 3),
-        "trial_time_s": round(
-            sum(record.end_time - record.start_time for record in records), 3
-        ),
+        "wall_time_s": round(max(ends, default=0.0) - min(starts, default=0.0), 3),
+        "trial_time_s": round(sum(ends) - sum(starts), 3),
         "starting_s": round(spent.starting_s, 3) if spent else None,
         "training_s": round(spent.training_s, 3) if spent else None,
         "environment": dict(environment),
     }
 
 
+def _finalist(final: Final) -> dict[str, Any]:
+    return {
+        "id": final.record.id,
+        "config": final.record.config,
+        "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
+        "samples_per_s": final.samples_per_s,
+        "repeats": final.repeats,
+        "missed": final.num_missed,
+        "equal_to_best": final.equal,
+    }
+
+
 def strict(value: Any) -> Any:
-    """Return plain data as strict JSON can hold it: numbers that are not finite as
-    text.
-    """
+    """Return plain data as strict JSON can hold it: infinite numbers and NaN as text."""
     if isinstance(value, dict):
         return {key: strict(child) for key, child in value.items()}
     if isinstance(value, list):
         return [strict(child) for child in value]
-    return (
-        str(value) if isinstance(value, float) and not math.isfinite(value) else value
-    )
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,11 +1,11 @@
-"""Configurations that ran with several seeds of the space: a seed is a repeat, never a
-choice.
+"""Configurations that ran with several seeds: a seed is a repeat, never a choice. Pure.
 
 Pure.
 """
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +13,7 @@ from trainers.measure.step_times import student_t
 from tune.objective import MEASURED, Objective
 from tune.search.finalists import LEVEL
 from tune.trials.interval import Interval
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,6 @@ class Configuration:
     is_equal: bool
     """Whether the best configuration's mean cannot be told apart from this one's."""
 
-    @property
-    def num_seeds(self) -> int:
-        """Of those with a value."""
-        return len(self.runs)
-
 
 def without_seed(record: TrialRecord) -> TrialRecord:
     """Return a record as one of its configuration, whatever its seed."""
@@ -53,66 +47,66 @@ def by_configuration(
     ranked: Sequence[tuple[float, TrialRecord]],
     records: Sequence[TrialRecord],
 ) -> list[Configuration]:
-    """Return the configurations, best mean first; those of which a seed has no value
-    come last.
+    """Return the configurations, best mean first; those that miss a value come last.
 
     What a user has stopped tells nothing, nor does a second run of the very same.
 
     `ranked`: the records that have a value of the objective, best first. Each
     configuration is compared with the best by a t-test, at a level of 5 % over all
-    pairs: the best is chosen by the same values (Bonferroni).
+    pairs: the best is chosen by the same values (Bonferroni). Means of what is measured
+    are geometric.
     """
-    searched = [
-        record
-        for record in reversed(records)
-        if record.purpose != "repeat" and not record.is_censored
-    ]
-    first = {trial_id(record.config): record for record in searched}.values()
-    ids = {record.id for record in first}
-    ranked = [(value, record) for value, record in ranked if record.id in ids]
+    counted = _first_runs(records)
+    tried = Counter(_key(record) for record in counted.values())
     groups: dict[str, list[tuple[float, TrialRecord]]] = {}
     for value, record in ranked:
-        groups.setdefault(_key(record), []).append((value, record))
-    is_ratio = objective.metric in MEASURED and all(
-        value > 0 for value, _ in ranked
-    )  # means are geometric
-    samples = {
-        key: [math.log(value) if is_ratio else value for value, _ in runs]
-        for key, runs in groups.items()
-    }
-    freedom = len(ranked) - len(groups)
-    squares = sum(
-        statistics.variance(own) * (len(own) - 1)
-        for own in samples.values()
-        if len(own) > 1
-    )
-    spread = math.sqrt(squares / freedom) if freedom else 0.0
-    tried = {key: sum(_key(record) == key for record in first) for key in groups}
-    missed = {key: tried[key] - len(runs) for key, runs in groups.items()}
-    means = {key: statistics.fmean(own) for key, own in samples.items()}
+        if record.id in counted:
+            groups.setdefault(_key(record), []).append((value, record))
+    if not groups:
+        return []
+    is_ratio = objective.metric in MEASURED and all(value > 0 for value, _ in ranked)
+    scale, unscale = (math.log, math.exp) if is_ratio else (float, float)
+    means = {}
+    missed = {}
+    squares = 0.0
+    for key, runs in groups.items():
+        values = [scale(value) for value, _ in runs]
+        means[key] = statistics.fmean(values)
+        missed[key] = tried[key] - len(runs)
+        squares += sum((value - means[key]) ** 2 for value in values)
     sign = 1 if objective.direction == "min" else -1
     order = sorted(groups, key=lambda key: (missed[key] > 0, sign * means[key]))
+    best = order[0]
+    level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
+    num_free = sum(len(runs) - 1 for runs in groups.values())
     found = []
     for key in order:
         runs = groups[key]
-        half = (
-            student_t(freedom, 0.975) * spread / math.sqrt(len(runs))
-            if freedom
-            else 0.0
-        )
-        ends = [means[key], means[key] - half, means[key] + half]
-        mean = Interval(*(map(math.exp, ends) if is_ratio else ends))
+        half = 0.0
+        is_equal = True
+        if num_free:
+            spread = math.sqrt(squares / num_free)
+            half = student_t(num_free, 0.975) * spread / math.sqrt(len(runs))
+            error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[best]))
+            gap = sign * (means[key] - means[best])
+            is_close = gap <= student_t(num_free, level) * error
+            is_equal = is_close and missed[key] == missed[best]
+        low = unscale(means[key] - half)
+        mean = Interval(unscale(means[key]), low, unscale(means[key] + half))
         _, median = runs[(len(runs) - 1) // 2]
-        gap = sign * (means[key] - means[order[0]])
-        level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
-        error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[order[0]]))
-        is_equal = not freedom or (
-            gap <= student_t(freedom, level) * error and missed[key] == missed[order[0]]
-        )
         found.append(
             Configuration(without_seed(median), runs, mean, missed[key], is_equal)
         )
     return found
+
+
+def _first_runs(records: Sequence[TrialRecord]) -> dict[str, TrialRecord]:
+    """Return the records that count, by id: the first one of each trial."""
+    first: dict[str, TrialRecord] = {}
+    for record in records:
+        if record.purpose != "repeat" and not record.is_censored:
+            first.setdefault(trial_id(record.config), record)
+    return {record.id: record for record in first.values()}
 
 
 def _key(record: TrialRecord) -> str:

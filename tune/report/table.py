@@ -1,18 +1,18 @@
-"""The table of a sweep's trials: its rows and columns for terminal and page, and as
-rich draws it.
-"""
+"""The table of a sweep's trials: columns for terminal and page, and as rich draws it."""
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainers.errors import counted
 from tune.config import SweepConfig
 from tune.report.answer import Answer
 from tune.report.words import (
@@ -26,10 +26,10 @@ from tune.report.words import (
     shown,
     span,
 )
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 _MOST_ROWS = 40
+_MEASURING = Console(width=10**4)
 _LEAST_TELLING = (
     "starting",
     "training",
@@ -66,95 +66,83 @@ def table(
     A terminal of `width` characters gets as many columns as fit: those that say least
     are left out, never digits.
     """
-    beaten = {record.id for record in answer.ranking[_MOST_ROWS:]}
-    failed = [record.id for record in records if not record.finished]
-    left_out = beaten.union(
-        failed[_MOST_ROWS // 4 :] if len(records) > _MOST_ROWS else ()
-    )
+    left_out = {record.id for record in answer.ranking[_MOST_ROWS:]}
+    if len(records) > _MOST_ROWS:
+        failed = [record.id for record in records if not record.finished]
+        left_out.update(failed[_MOST_ROWS // 4 :])
     rows = [record for record in records if record.id not in left_out]
-    shown = columns(config, rows)
-    counts = {
-        purpose: sum(record.purpose == purpose for record in records)
-        for purpose in ("trial", "clone", "repeat")
-    }
-    said = [
-        f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n
-    ]
-    title = f"{config.name}: {', '.join(said) or 'no trials'}"
-    notes = (
-        []
-        if answer.best is None
-        else [f"* best by {printable(config.objective.metric)}"]
-    )
+    notes = []
+    if answer.best is not None:
+        notes.append(f"* best by {printable(config.objective.metric)}")
     if left_out:
         notes.append(
             f"the best {len(rows)} of {len(records):,} rows; report.html has all"
         )
+    title = _title(config.name, records)
+    found = columns(config, rows)
+    dispensable = _least_telling(config, found)
     hidden: list[str] = []
+    ordered = best_first(config, rows, answer)
     while True:
-        note = f"not shown for want of room: {', '.join(hidden)}"
-        drawn = _draw(
-            title,
-            [*notes, note] if hidden else notes,
-            shown,
-            best_first(config, rows, answer),
-            answer,
-        )
-        least = next((column for column in _least_telling(config, shown)), None)
-        if (
-            width is None
-            or least is None
-            or Console(width=10**4).measure(drawn).minimum <= width
-        ):
+        note = [f"not shown for want of room: {', '.join(hidden)}"] if hidden else []
+        drawn = _draw(title, [*notes, *note], found, ordered, answer)
+        is_wide = width is not None and _MEASURING.measure(drawn).minimum > width
+        if not is_wide or not dispensable:
             return drawn
-        shown.remove(least)
+        least = dispensable.pop(0)
+        found.remove(least)
         hidden.append(least.header)
+
+
+def _title(name: str, records: Sequence[TrialRecord]) -> str:
+    counts = Counter(record.purpose for record in records)
+    said = []
+    for purpose in ("trial", "clone", "repeat"):
+        if counts[purpose]:
+            said.append(counted(counts[purpose], purpose))
+    return f"{name}: {', '.join(said) or 'no trials'}"
 
 
 def _draw(
     title: str,
     notes: Sequence[str],
-    shown: Sequence[Column],
+    found: Sequence[Column],
     rows: Sequence[TrialRecord],
     answer: Answer,
 ) -> Table:
     result = Table(box=SIMPLE, show_edge=False, padding=0, title=title)
     if notes:
         result.caption = Text("; ".join(notes), "table.caption")
-    for column in shown:
+    for column in found:
         header = column.header
-        narrow = (
-            header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
-        )
-        justify: Literal["right", "left"] = "right" if column.is_figure else "left"
+        if len(header) > 8:
+            header = header.replace("_", "_\n").replace(" ", "\n")
         result.add_column(
-            Text(narrow),
-            justify=justify,
+            Text(header),
+            justify="right" if column.is_figure else "left",
             overflow="fold",
             min_width=6,
-            no_wrap=column.is_figure or header == "status",
+            no_wrap=column.is_figure or column.header == "status",
         )
     for record in rows:
-        is_best = answer.best is not None and record.id == answer.best.id
-        first, *rest = (column.cells[record.id] for column in shown)
-        style = "bold green" if is_best else "" if record.finished else "dim"
-        result.add_row(
-            *map(Text, [f"* {first}" if is_best else first, *rest]), style=style
-        )
+        cells = [column.cells[record.id] for column in found]
+        style = "" if record.finished else "dim"
+        if answer.best is not None and record.id == answer.best.id:
+            cells[0] = f"* {cells[0]}"
+            style = "bold green"
+        result.add_row(*map(Text, cells), style=style)
     return result
 
 
-def _least_telling(config: SweepConfig, shown: Sequence[Column]) -> Iterator[Column]:
-    """Yield the columns that a narrow table can do without, the least telling first."""
+def _least_telling(config: SweepConfig, found: Sequence[Column]) -> list[Column]:
+    """Return the columns that a narrow table can do without, the least telling first."""
     wanted = {"time to target", *config.objective.watched}
-    figures = [
-        column for column in shown if column.is_figure and column.header not in wanted
-    ]
-    headers = [column.header for column in figures]
-    for header in _LEAST_TELLING:
-        if header in headers:
-            yield figures[headers.index(header)]
-    yield from (column for column in figures if column.header not in _LEAST_TELLING)
+    figures = {}
+    for column in found:
+        if column.is_figure and column.header not in wanted:
+            figures[column.header] = column
+    least = [figures.pop(header) for header in _LEAST_TELLING if header in figures]
+    return [*least, *figures.values()]
 
 
 def as_html(*shown: RenderableType) -> str:
@@ -168,26 +156,13 @@ def as_html(*shown: RenderableType) -> str:
 
 
 def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecord]:
-    """Return the trials in the order of the space: of its lists, and rising in its
-    ranges.
-    """
-    lists = {
-        key: [repr(value) for value in space]
-        for key, space in config.space.items()
-        if isinstance(space, list)
-    }
+    """Return the trials in the order of the space's lists, and rising in its ranges."""
 
     def place(key: str, value: Any) -> tuple[float, str]:
-        text = repr(value)
-        listed = lists.get(key, [])
-        rank = (
-            listed.index(text)
-            if text in listed
-            else value
-            if is_number(value)
-            else math.inf
-        )
-        return rank, shown(value)
+        space = config.space[key]
+        if isinstance(space, list) and value in space:
+            return space.index(value), ""
+        return value if is_number(value) else math.inf, shown(value)
 
     return sorted(
         records,
@@ -198,121 +173,116 @@ def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecor
 def best_first(
     config: SweepConfig, records: list[TrialRecord], answer: Answer
 ) -> list[TrialRecord]:
-    """Return the trials in the answer's order, each followed by its repeats; then, in
-    the order of the space, those without a value of the objective.
+    """Return the trials in the answer's order, each followed by its repeats.
+
+    Those without a value of the objective come last, in the order of the space.
     """
-    places = {record.id: at for at, record in enumerate(answer.ranking)}
-    by_config = {
-        trial_id(record.config): places[record.id]
-        for record in records
-        if record.id in places
-    }
+    places: dict[str, float] = {}
+    by_config: dict[str, float] = {}
+    for at, record in enumerate(answer.ranking):
+        places[record.id] = at
+        by_config.setdefault(trial_id(record.config), at)
 
     def place(record: TrialRecord) -> tuple[float, bool]:
-        last = (
-            by_config.get(trial_id(record.config), math.inf)
-            if record.purpose == "repeat"
-            else math.inf
-        )
-        return places.get(record.id, last), record.purpose == "repeat"
+        if record.purpose != "repeat":
+            return places.get(record.id, math.inf), False
+        return by_config.get(trial_id(record.config), math.inf), True
 
     return sorted(in_order(config, records), key=place)
 
 
 def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     """Return the table's columns; the objective is one of them."""
-    found: list[Column] = []
-
-    ids = [record.id for record in records]
-
-    def add(
-        header: str, values: Iterable[Any], form: Callable[[float], str] | None = None
-    ) -> None:
-        given = dict(zip(ids, values, strict=True))
-        if form is None:
-            found.append(Column(header, False, given))
-            return
-        cells = {
-            name: "-" if value is None else form(value) for name, value in given.items()
-        }
-        found.append(Column(header, True, cells, given))
-
-    for key, label in labels(config, records).items():
-        add(label, (shown(record.config.get(key)) for record in records))
-    if any(record.purpose != "trial" for record in records):
-        add(
-            "run",
-            (
-                r.purpose if r.seed is None else f"{r.purpose}, seed {r.seed}"
-                for r in records
-            ),
-        )
-    add("status", (record.status for record in records))
-    add(
-        "samples/s",
-        (record.samples_per_s for record in records),
-        lambda value: number(value, 4),
-    )
-    add(
-        "step time, ms",
-        (record.step_time_s for record in records),
-        lambda value: number(value * 1e3, 3),
-    )
-    peaks = (record.peak_memory_bytes for record in records)
-    add("peak memory", peaks, lambda value: amount("peak_memory_bytes", value))
-    if any(record.disturbed_s for record in records):
-        add("disturbed", (record.disturbed_s for record in records), duration)
-    if any(record.energy_j is not None for record in records):
-        add(
-            "energy",
-            (record.energy_j for record in records),
-            lambda value: amount("energy_j", value),
-        )
+    found = [*_settings(config, records), *_measured(records)]
     taken = {"id", "time to target", *(column.header for column in found)}
     for name in metric_names(records):
         if name.startswith("val_") or name == config.objective.metric:
             header = printable(f"metrics.{name}" if name in taken else name)
-            add(
-                header,
-                (record.metrics.get(name) for record in records),
-                lambda value: number(value, 4),
-            )
+            values = [record.metrics.get(name) for record in records]
+            found.append(_figure(header, records, values, _four_digits))
     if config.objective.target:
-        times = {record.id: record.time_to_target_s for record in records}
-        missed = {record.id: record.missed_target_s for record in records}
-        cells = {
-            name: "-" if time_s is None else span(missed[name], time_s)
-            for name, time_s in times.items()
-        }
-        found.append(Column("time to target", True, cells, times))
+        found.append(_times(records))
     if any(record.spent is not None for record in records):
-        add(
-            "starting",
-            (record.spent and record.spent.starting_s for record in records),
-            duration,
-        )
-        add(
-            "training",
-            (record.spent and record.spent.training_s for record in records),
-            duration,
-        )
+        for name in ("starting", "training"):
+            spent = [getattr(record.spent, f"{name}_s", None) for record in records]
+            found.append(_figure(name, records, spent, duration))
     return found
+
+
+def _settings(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
+    """Return the columns that say what a trial is, and how it ended."""
+    found = []
+    for key, label in labels(config, records).items():
+        cells = {record.id: shown(record.config.get(key)) for record in records}
+        found.append(Column(label, False, cells))
+    if any(record.purpose != "trial" for record in records):
+        runs = {}
+        for record in records:
+            seed = "" if record.seed is None else f", seed {record.seed}"
+            runs[record.id] = record.purpose + seed
+        found.append(Column("run", False, runs))
+    statuses = {record.id: str(record.status) for record in records}
+    return [*found, Column("status", False, statuses)]
+
+
+def _measured(records: list[TrialRecord]) -> list[Column]:
+    """Return the columns that say what a trial used, and how fast it was."""
+    forms: dict[str, tuple[str, Callable[[float], str]]] = {
+        "samples_per_s": ("samples/s", _four_digits),
+        "step_time_s": ("step time, ms", lambda value: number(value * 1e3, 3)),
+        "peak_memory_bytes": (
+            "peak memory",
+            lambda value: amount("peak_memory_bytes", value),
+        ),
+        "disturbed_s": ("disturbed", duration),
+        "energy_j": ("energy", lambda value: amount("energy_j", value)),
+    }
+    found = []
+    for name, (header, form) in forms.items():
+        values = [getattr(record, name) for record in records]
+        is_rare = name in ("disturbed_s", "energy_j")
+        if not is_rare or any(value is not None for value in values):
+            found.append(_figure(header, records, values, form))
+    return found
+
+
+def _times(records: list[TrialRecord]) -> Column:
+    times = [record.time_to_target_s for record in records]
+    column = _figure("time to target", records, times, duration)
+    for record in records:
+        if record.time_to_target_s is not None:
+            words = span(record.missed_target_s, record.time_to_target_s)
+            column.cells[record.id] = words
+    return column
+
+
+def _figure(
+    header: str,
+    records: list[TrialRecord],
+    values: list[float | None],
+    form: Callable[[float], str],
+) -> Column:
+    """Return a column of figures, of which some records may have none."""
+    cells = {}
+    for record, value in zip(records, values, strict=True):
+        cells[record.id] = "-" if value is None else form(value)
+    ids = [record.id for record in records]
+    return Column(header, True, cells, dict(zip(ids, values, strict=True)))
+
+
+def _four_digits(value: float) -> str:
+    return number(value, 4)
 
 
 def constant(
     config: SweepConfig, records: list[TrialRecord], found: list[Column]
 ) -> list[Column]:
-    """Return the columns that say the same of every trial: of the configuration, or
-    that there is nothing.
-    """
+    """Return the columns that say the same of every trial, or that there is nothing."""
     keys = set(labels(config, records).values())
-    same = [
-        column
-        for column in found
-        if len(records) > 1 and len(set(column.cells.values())) == 1
-    ]
-    return [
-        column
-        for column in same
-        if column.header in keys or set(column.cells.values()) == {"-"}
-    ]
+    found_same = []
+    for column in found:
+        cells = set(column.cells.values())
+        is_telling = column.header not in keys and cells != {"-"}
+        if len(records) > 1 and len(cells) == 1 and not is_telling:
+            found_same.append(column)
+    return found_same

@@ -62,3 +62,14 @@ async function look() {
 }
 
 setTimeout(look, EVERY_MS);
+
+document.addEventListener("click", (event) => {
+  const action = event.target.dataset.steer;
+  if (!action) return;
+  const words = [action];
+  if (!["pause", "go-on"].includes(action)) words.push(document.getElementById("steer-trial").value);
+  if (action === "clone") words.push(...document.getElementById("steer-keys").value.split(/\s+/).filter(Boolean));
+  const headers = { Authorization: `Bearer ${event.target.parentElement.dataset.token}` };
+  // The page's next look shows what came of it.
+  fetch("./steer", { method: "POST", headers, body: JSON.stringify(words) }).catch(() => {});
+});

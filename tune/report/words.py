@@ -13,30 +13,24 @@ _MOST_NAMES = 3
 
 
 def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the column names of dotted keys: the last part, or the whole key where
-    that names something else too.
-    """
-    keys = dict.fromkeys(
-        [*config.space, *(key for record in records for key in record.config)]
-    )
-    count = Counter(
-        [
-            "id",
-            "status",
-            *metric_names(records),
-            *(key.rpartition(".")[2] for key in keys),
-        ]
-    )
-    return {
-        key: printable(last if count[last := key.rpartition(".")[2]] == 1 else key)
-        for key in keys
-    }
+    """Return the column names of dotted keys: the last part where that is clear."""
+    keys = dict.fromkeys(config.space)
+    for record in records:
+        keys.update(dict.fromkeys(record.config))
+    taken = Counter(["id", "status", *metric_names(records), *map(_last_part, keys)])
+    found = {}
+    for key in keys:
+        is_clear = taken[_last_part(key)] == 1
+        found[key] = printable(_last_part(key) if is_clear else key)
+    return found
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def telling(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the labels of the keys that tell trials apart; of all keys where none
-    does.
-    """
+    """Return the labels of the keys that tell trials apart; of all where none does."""
     found = labels(config, records)
     varied = {
         key: label
@@ -48,7 +42,10 @@ def telling(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, st
 
 def metric_names(records: Sequence[TrialRecord]) -> list[str]:
     """Return all metrics that were reported, in the order in which they first were."""
-    return list(dict.fromkeys(name for record in records for name in record.metrics))
+    names: dict[str, None] = {}
+    for record in records:
+        names.update(dict.fromkeys(record.metrics))
+    return list(names)
 
 
 def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
@@ -69,9 +66,7 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
 
 
 def capitalized(text: str) -> str:
-    """Return a sentence with a capital letter, unless it begins with a name of a key or
-    a value.
-    """
+    """Return a sentence with a capital letter, unless it begins with a key or a value."""
     return text[0].upper() + text[1:] if text.startswith("batch ") else text
 
 
@@ -86,14 +81,12 @@ def listed(names: Sequence[str]) -> str:
 def in_a_line(config: Mapping[str, Any]) -> str:
     """Return a trial's configuration by the last parts of its keys."""
     return "  ".join(
-        f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items()
+        f"{_last_part(key)} {shown(value)}" for key, value in config.items()
     )
 
 
 def shown(value: Any) -> str:
-    """Return a value of the configuration as YAML has it in one line, numbers to four
-    digits.
-    """
+    """Return a value as YAML has it in one line, numbers to four digits."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, dict):
@@ -108,9 +101,7 @@ def shown(value: Any) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value fits on an axis: a number that arithmetic does not take to
-    infinity.
-    """
+    """Whether a value fits on an axis: a number that arithmetic keeps finite."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -126,37 +117,34 @@ def number(value: float, digits: int) -> str:
 
 def duration(time_s: float) -> str:
     """Return seconds, minutes or hours, to three digits."""
-    size, unit = (
-        (1, "s") if time_s < 120 else (60, "min") if time_s < 7200 else (3600, "h")
-    )
-    return f"{number(time_s / size, 3)} {unit}"
+    if time_s < 120:
+        return f"{number(time_s, 3)} s"
+    if time_s < 7200:
+        return f"{number(time_s / 60, 3)} min"
+    return f"{number(time_s / 3600, 3)} h"
 
 
 def span(low_s: float | None, high_s: float) -> str:
-    """Return a time that lies between two: "2.9 to 3.1 s", "up to 3.1 s" from 0 on;
-    `low_s` None: it is the second.
-    """
-    first = duration(low_s if low_s is not None else high_s)
+    """Return a time between two: "2.9 to 3.1 s", "up to 3.1 s"; no `low_s`: the second."""
     last = duration(high_s)
-    if low_s is not None and low_s <= 0:
+    if low_s is None:
+        return last
+    if low_s <= 0:
         return f"up to {last}"
+    first = duration(low_s)
     if first == last:
         return last
-    (start, unit), (_, of_last) = first.split(), last.split()
-    return f"{start if unit == of_last else first} to {last}"
+    start, unit = first.split()
+    return f"{start if last.endswith(f' {unit}') else first} to {last}"
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the seconds of the unit that suits an axis up to `longest_s`, and its
-    name.
-    """
-    return (
-        (1.0, "s")
-        if longest_s < 300
-        else (60.0, "min")
-        if longest_s < 3 * 3600
-        else (3600.0, "h")
-    )
+    """Return the unit that suits an axis up to `longest_s`: its seconds and name."""
+    if longest_s < 300:
+        return 1.0, "s"
+    if longest_s < 3 * 3600:
+        return 60.0, "min"
+    return 3600.0, "h"
 
 
 def memory_unit(most_bytes: float) -> tuple[int, str]:
@@ -180,16 +168,15 @@ def amount(metric: str, value: float) -> str:
         size, unit = memory_unit(value)
         return f"{number(value / size, 3)} {unit}"
     if metric == "energy_j":
-        size, unit = (
-            (1, "J")
-            if value < 1e3
-            else (1000, "kJ")
-            if value < 3.6e6
-            else (3_600_000, "kWh")
-        )
-        return f"{number(value / size, 3)} {unit}"
-    return (
-        f"{number(value, 3)} samples/s"
-        if metric == "samples_per_s"
-        else number(value, 4)
-    )
+        return _energy(value)
+    if metric == "samples_per_s":
+        return f"{number(value, 3)} samples/s"
+    return number(value, 4)
+
+
+def _energy(value_j: float) -> str:
+    if value_j < 1e3:
+        return f"{number(value_j, 3)} J"
+    if value_j < 3.6e6:
+        return f"{number(value_j / 1e3, 3)} kJ"
+    return f"{number(value_j / 3.6e6, 3)} kWh"

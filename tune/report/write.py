@@ -31,8 +31,7 @@ def write_report(
     *,
     task_dir: str | None,
 ) -> Answer:
-    """Write results.parquet, best.yaml, summary.json and report.html into the sweep's
-    storage.
+    """Write results.parquet, best.yaml, summary.json and report.html.
 
     `train` is the sweep's mapping of the run, `environment` the names and versions to
     show. Without a best trial there is no best.yaml: one that an earlier report left is
@@ -42,20 +41,14 @@ def write_report(
     sweep.write("results.parquet", to_parquet(config, records))
     tree = best_tree(config, train, found, sweep, task_dir)
     resolved = train if tree is None else build_run(tree, "best.yaml").tree()
-    if tree is not None and found.best is not None:
-        sweep.write(
-            "best.yaml",
-            (_header(best_command(sweep), config, found) + dump_yaml(tree)).encode(),
-        )
+    if tree is not None:
+        header = _header(best_command(sweep), config, found)
+        sweep.write("best.yaml", (header + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
     shown = contents(sweep, config, resolved, records, environment, found)
-    sweep.write(
-        "summary.json",
-        (
-            json.dumps(strict(shown["summary"]), indent=2, allow_nan=False) + "\n"
-        ).encode(),
-    )
+    summary = json.dumps(strict(shown["summary"]), indent=2, allow_nan=False)
+    sweep.write("summary.json", f"{summary}\n".encode())
     sweep.write("report.html", render("report.html", **shown).encode())
     return found
 
@@ -76,15 +69,11 @@ def best_tree(
 
 
 def read_environment(sweep: Storage) -> dict[str, str]:
-    """Return what the report before this one says of versions and nodes; nothing where
-    that cannot be read.
-    """
+    """Return the versions and nodes of the last report; none where it cannot be read."""
     try:
-        summary = (
-            sweep.read_json("summary.json", dict[str, Any])
-            if sweep.exists("summary.json")
-            else {}
-        )
+        summary: dict[str, Any] = {}
+        if sweep.exists("summary.json"):
+            summary = sweep.read_json("summary.json", dict[str, Any])
         return validated(summary.get("environment", {}), dict[str, str])
     except CheckpointError as error:
         logger.warning("%s; versions and nodes are not shown", error)
@@ -108,60 +97,47 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
 
 
 def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
-    """Return a row a trial, in the order given; a column's type does not depend on
-    which trials have run.
-    """
+    """Return a row a trial; a column's type does not depend on which trials have run."""
     columns: dict[str, Any] = {}
 
     def add(kind: Any, *names: str) -> None:
         for name in names:
-            columns[name] = pa.array(
-                [getattr(record, name) for record in records], kind
-            )
+            values = [getattr(record, name) for record in records]
+            columns[name] = pa.array(values, kind)
+
+    def add_values(kind: Any, name: str, values: list[Any]) -> None:
+        columns[name] = pa.array(values, kind)
 
     add(pa.string(), "id", "status")
     for key in labels(config, records):
-        columns[key] = _config_column(
-            config, key, [record.config.get(key) for record in records]
-        )
+        values = [record.config.get(key) for record in records]
+        columns[key] = _config_column(config, key, values)
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
-    columns["time_to_target_low_s"] = pa.array(
-        [record.missed_target_s for record in records], pa.float64()
-    )
+    missed = [record.missed_target_s for record in records]
+    add_values(pa.float64(), "time_to_target_low_s", missed)
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
     add(pa.string(), "purpose")
-    add(
-        pa.float64(),
-        "step_time_ci95_s",
-        "samples",
-        "epochs",
-        "cpu_pressure",
-        "disturbed_s",
-        "energy_j",
-    )
-    for name, time_name in (
-        ("starting_s", "starting_s"),
-        ("training_s", "training_s"),
-        ("on_lane_s", "total_s"),
-    ):
-        spent = [
-            record.spent and getattr(record.spent, time_name) for record in records
-        ]
-        columns[name] = pa.array(spent, pa.float64())
-    columns["message"] = pa.array(
-        [_encodable(record.message) for record in records], pa.string()
-    )
+    add(pa.float64(), "step_time_ci95_s", "samples", "epochs")
+    add(pa.float64(), "cpu_pressure", "disturbed_s", "energy_j")
+    spent = {
+        "starting_s": "starting_s",
+        "training_s": "training_s",
+        "on_lane_s": "total_s",
+    }
+    for name, part in spent.items():
+        times = [getattr(record.spent, part, None) for record in records]
+        add_values(pa.float64(), name, times)
+    messages = [_encodable(record.message) for record in records]
+    add_values(pa.string(), "message", messages)
     for name in ("start_time", "end_time"):
-        times = [round(getattr(record, name) * 1e6) for record in records]
-        columns[name] = pa.array(times, pa.timestamp("us", tz="UTC"))
+        stamps = [round(getattr(record, name) * 1e6) for record in records]
+        add_values(pa.timestamp("us", tz="UTC"), name, stamps)
     for name in metric_names(records):
-        values = [record.metrics.get(name) for record in records]
         column = _encodable(name)
         while column in columns:
             column = f"metrics.{column}"
-        columns[column] = pa.array(
-            [None if value is None else float(value) for value in values], pa.float64()
-        )
+        values = [record.metrics.get(name) for record in records]
+        add_values(pa.float64(), column, _as_floats(values))
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
@@ -169,35 +145,29 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
 
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
     """Return one key's values as an array, typed by all that the space may give it."""
-    possible = [
-        value
-        for value in [*values, *sample_values(config.space.get(key, []))]
-        if value is not None
-    ]
+    possible = [*values, *sample_values(config.space.get(key, []))]
+    possible = [value for value in possible if value is not None]
     kinds = {type(value) for value in possible}
     if kinds == {bool}:
         return pa.array(values, pa.bool_())
-    if (
-        kinds
-        and kinds <= {int, float}
-        and all(-(2**63) <= value < 2**63 for value in possible if type(value) is int)
-    ):
-        if kinds == {int}:
-            return pa.array(values, pa.int64())
-        return pa.array(
-            [None if value is None else float(value) for value in values], pa.float64()
-        )
-    texts = [
-        value if value is None or isinstance(value, str) else json.dumps(value)
-        for value in values
-    ]
-    return pa.array(
-        [None if text is None else _encodable(text) for text in texts], pa.string()
-    )
+    if kinds and kinds <= {int, float}:
+        whole = [value for value in possible if type(value) is int]
+        if all(-(2**63) <= value < 2**63 for value in whole):
+            if kinds == {int}:
+                return pa.array(values, pa.int64())
+            return pa.array(_as_floats(values), pa.float64())
+    texts = []
+    for value in values:
+        is_text = value is None or isinstance(value, str)
+        text = value if is_text else json.dumps(value)
+        texts.append(text and _encodable(text))
+    return pa.array(texts, pa.string())
+
+
+def _as_floats(values: list[Any]) -> list[float | None]:
+    return [None if value is None else float(value) for value in values]
 
 
 def _encodable(text: str) -> str:
-    """Return text without lone surrogates, which stand for the bytes of file names that
-    are not UTF-8.
-    """
+    """Return text without lone surrogates: bytes of file names that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()

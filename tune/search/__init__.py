@@ -1,1 +1,4 @@
-"""Which trial comes next."""
+"""Which trial comes next, and which of the first are run again.
+
+The doors are `searcher` (ray_search.py) and `repeats_to_run` (finalists.py).
+"""

@@ -1,5 +1,4 @@
-"""A rate that is searched for each combination of the space's other values:
-`optimizer.lr: around`.
+"""Search a rate for each combination of the space's other values: `lr: around`. Pure.
 
 Pure.
 
@@ -16,8 +15,7 @@ from typing import Any
 
 from tune.config import Range, SweepConfig
 from tune.objective import Objective
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord, value_of
+from tune.trials.record import TrialRecord, trial_id, value_of
 
 _FIRST_STEPS = (0, 1, -1)
 _MOST_STEPS = 6
@@ -34,15 +32,11 @@ NO_SCORE: Score = (math.inf, math.inf)
 def score(
     objective: Objective, value: float | None, metrics: Mapping[str, float]
 ) -> Score:
-    """Return the score of a trial that did not fail, from its objective's value and
-    from what it reported last.
-    """
+    """Return the score of a trial that did not fail."""
     goal = objective.goal
-    far = (
-        math.inf
-        if goal is None
-        else _smaller_is_better(goal.mode, metrics.get(goal.metric))
-    )
+    far = math.inf
+    if goal is not None:
+        far = _smaller_is_better(goal.mode, metrics.get(goal.metric))
     return _smaller_is_better(objective.direction, value), far
 
 
@@ -53,8 +47,9 @@ def _smaller_is_better(mode: str, value: float | None) -> float:
 
 
 def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str, Score]:
-    """Return the scores of trials that have ended, by id; one that a user has stopped
-    has no value, as when it ran.
+    """Return the scores of trials that have ended, by id.
+
+    One that a user has stopped has no value, as when it ran.
     """
     found = {}
     for record in records:
@@ -70,8 +65,7 @@ def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str,
 def next_trials(
     config: SweepConfig, scores: Mapping[str, Score]
 ) -> list[dict[str, Any]]:
-    """Return the trials to run as far as `scores` tell, by id, of those that have
-    ended; none where the search is over.
+    """Return the trials to run as far as `scores` tell; none where the search is over.
 
     Every combination's own rate comes first, then its neighbours: that tells early what
     is beaten.

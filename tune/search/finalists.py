@@ -1,5 +1,4 @@
-"""The finalists of a sweep: which trials one run each cannot tell apart, their repeats,
-and what those say.
+"""The finalists of a sweep: trials that one run each cannot tell apart, and repeats.
 
 Pure.
 
@@ -22,7 +21,7 @@ pooled over all and with `REPEATS` of earlier sweeps.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -33,13 +32,13 @@ from trainers.measure.step_times import student_t, student_t95
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET, Objective
 from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
-from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord, crossing_s
+from tune.trials.record import TrialRecord, crossing_s, trial_id
 
 MOST_FINALISTS = 8
-_SHARE = 0.5  # of the time of the search: what repeats may take
+_SHARE = 0.5
+"""Of the time of the search: what repeats may take."""
 _FREE_S = 15.0
-"""That repeats may always take."""
+"""What repeats may always take."""
 LOOKS = (2, 4, 8, 16)
 """Rounds after which somebody looks; the last one is the longest race."""
 LEVEL = 0.05
@@ -66,24 +65,21 @@ class Standing:
     half: float
     """Half width of the difference's simultaneous interval; 0 for the leader."""
     low: float
-    """The smallest difference, wherever between their evaluations both may have met the
-    target.
-    """
+    """The smallest difference, wherever between evaluations both met the target."""
     high: float
     overlap: float
     """The part of `low` that no number of repeats takes away."""
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is shown to be slower than the leader by more than is of interest."""
+        """Whether it is slower than the leader by more than is of interest."""
         return self.behind - self.overlap > max(self.half, _TRIFLE)
 
     @property
     def is_settled(self) -> bool:
-        """Whether more repeats cannot tell anything of interest: it is slower, or as
-        good as equal.
-        """
-        return self.is_slower or self.behind + self.half <= max(self.overlap, _TRIFLE)
+        """Whether more repeats can tell nothing of interest."""
+        is_as_good = self.behind + self.half <= max(self.overlap, _TRIFLE)
+        return self.is_slower or is_as_good
 
 
 @dataclass(frozen=True)
@@ -91,156 +87,164 @@ class Race:
     """What the rounds so far say."""
 
     standings: list[Standing | None]
-    """One an entrant, None for one without a time; empty before the first look."""
+    """One an entrant; None without a time, or before the first look."""
     runs_next: list[tuple[int, int]]
-    """Entrant and round of what has to run before the next look, in turn; empty once
-    the race has ended.
-    """
+    """Entrant and round of each run before the next look; empty after the race."""
 
 
 def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) -> Race:
-    """Return how a race stands that ends after `last_round` rounds at the latest.
+    """Return how a race stands.
 
-    `laps` has for each entrant what its rounds, from 0, have given, None for one
-    without a time: it says nothing, and is not run again.
+    Args:
+        laps: For each entrant what its rounds, from 0, have given; None for one without
+            a time, which says nothing and is not run again.
+        last_round: How many rounds the race has at most.
     """
     racing = list(range(len(laps)))
-    found: list[Standing | None] = []
-    for rounds in sorted({min(rounds, last_round) for rounds in LOOKS}):
-        missing = [
-            (entrant, lap)
-            for lap in range(rounds)
-            for entrant in racing
-            if lap not in laps[entrant]
-        ]
+    standings: list[Standing | None] = [None] * len(laps)
+    for num_rounds in sorted({min(look, last_round) for look in LOOKS}):
+        missing = []
+        for number in range(num_rounds):
+            missing += [(at, number) for at in racing if number not in laps[at]]
         if missing:
-            return Race(found, missing)
-        known = {
-            at: {lap: run for lap, run in own.items() if run and lap < rounds}
-            for at, own in enumerate(laps)
-        }
-        known = {at: own for at, own in known.items() if own}
+            return Race(standings, missing)
+        known = _known(laps, num_rounds)
         racing = [at for at in racing if at in known]
         if not racing:
-            return Race([None] * len(laps), [])
+            break
         now = compare(known, racing)
-        found = [
-            now.get(at) if at in racing or not found else found[at]
-            for at in range(len(laps))
-        ]
+        for at in racing:
+            standings[at] = now[at]
         racing = [at for at in racing if now[at].half == 0 or not now[at].is_settled]
         if len(racing) == 1:
             break
-    return Race(found, [])
+    return Race(standings, [])
+
+
+def _known(
+    laps: Sequence[Mapping[int, Lap | None]], num_rounds: int
+) -> dict[int, dict[int, Lap]]:
+    """Return the laps of the first rounds that have a time, by entrant and round."""
+    known: dict[int, dict[int, Lap]] = {}
+    for entrant, own in enumerate(laps):
+        for number, lap in own.items():
+            if lap is not None and number < num_rounds:
+                known.setdefault(entrant, {})[number] = lap
+    return known
 
 
 def compare(
     laps: Mapping[int, Mapping[int, Lap]], racing: Sequence[int]
 ) -> dict[int, Standing]:
-    """Return each entrant's standing beside the one of `racing` that has the smallest
-    mean; each needs a lap.
+    """Return each entrant's standing beside the one with the smallest mean.
+
+    Args:
+        laps: By entrant and round; each entrant has at least one.
+        racing: The entrants of which one leads.
     """
-    cells = [
-        (entrant, lap, run) for entrant, own in laps.items() for lap, run in own.items()
-    ]
-    columns = {
-        key: at
-        for at, key in enumerate([*laps, *{f"round {lap}" for _, lap, _ in cells}])
-    }
+    columns: dict[Any, int] = {entrant: at for at, entrant in enumerate(laps)}
+    cells = []
+    logs = []
+    for entrant, own in laps.items():
+        for number, lap in own.items():
+            column = columns.setdefault(f"round {number}", len(columns))
+            cells.append((columns[entrant], column))
+            logs.append(lap.log_s)
     design = np.zeros((len(cells), len(columns)))
-    for row, (entrant, lap, _) in enumerate(cells):
-        design[row, columns[entrant]] = design[row, columns[f"round {lap}"]] = 1.0
-    logs = np.array([run.log_s for *_, run in cells])
-    effects, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
-    rest = logs - design @ effects
-    freedom = REPEATS_WEIGHT + len(cells) - int(rank)
-    spread = math.sqrt((REPEATS_WEIGHT * REPEATS**2 + float(rest @ rest)) / freedom)
+    for row, pair in enumerate(cells):
+        design[row, pair] = 1.0
+    effects, _, rank, _ = np.linalg.lstsq(design, np.array(logs), rcond=None)
+    rest = np.array(logs) - design @ effects
+    num_free = len(cells) - int(rank)
+    spread = _pooled(float(rest @ rest), num_free)
     covariance = np.linalg.pinv(design.T @ design)
-    width = spread * student_t(
-        freedom, 1 - LEVEL / 2 / max(1, len(laps) - 1) / len(LOOKS)
-    )
+    level = 1 - LEVEL / 2 / max(1, len(laps) - 1) / len(LOOKS)
+    width = spread * student_t(REPEATS_WEIGHT + num_free, level)
     leader = min(racing, key=lambda entrant: float(effects[columns[entrant]]))
-    early = {
-        at: statistics.fmean(run.early for run in own.values())
-        for at, own in laps.items()
-    }
-    late = {
-        at: statistics.fmean(run.late for run in own.values())
-        for at, own in laps.items()
-    }
     found = {leader: Standing(0.0, 0.0, 0.0, 0.0, 0.0)}
+    leader_early, leader_late = _early_and_late(laps[leader].values())
     for entrant in laps.keys() - {leader}:
         contrast = np.zeros(len(columns))
-        contrast[columns[entrant]], contrast[columns[leader]] = 1.0, -1.0
+        contrast[columns[entrant]] = 1.0
+        contrast[columns[leader]] = -1.0
         behind = float(contrast @ effects)
         half = width * math.sqrt(float(contrast @ covariance @ contrast))
-        overlap = early[entrant] + late[leader]
-        high = behind + late[entrant] + early[leader] + half
+        early, late = _early_and_late(laps[entrant].values())
+        overlap = early + leader_late
+        high = behind + late + leader_early + half
         found[entrant] = Standing(behind, half, behind - overlap - half, high, overlap)
     return found
 
 
-def time_alone(record: TrialRecord) -> Interval:
-    """Return what one run to the target says of the time to it, s, repeats aside.
+def _pooled(squares: float, num_free: int) -> float:
+    """Return the spread of logarithms of times, pooled with that of earlier sweeps."""
+    before = REPEATS_WEIGHT * REPEATS**2
+    return math.sqrt((before + squares) / (REPEATS_WEIGHT + num_free))
 
-    The target was met at some time since the evaluation before that.
+
+def _early_and_late(laps: Iterable[Lap]) -> tuple[float, float]:
+    known = list(laps)
+    early = statistics.fmean(lap.early for lap in known)
+    late = statistics.fmean(lap.late for lap in known)
+    return early, late
+
+
+def time_alone(record: TrialRecord) -> Interval:
+    """Return what one run to the target says of the time to it, s.
+
+    The target was met at some time since the evaluation before.
     """
     time_s = record.time_to_target_s or 0.0
     before = record.missed_target_s
-    before = time_s if before is None else min(before, time_s)
-    return Interval(time_s, _alone_s(record, before), time_s)
+    low_s = time_s if before is None else min(before, time_s)
+    return Interval(time_s, _alone_s(record, low_s), time_s)
 
 
 def _alone_s(record: TrialRecord, time_s: float) -> float:
-    """Return the least that a part of a trial would have taken with nothing beside it:
-    without what its outlying steps have lost, and the share of the time in which work
-    on its node waited for a processor.
+    """Return the least that a part of a trial would have taken on an idle machine.
+
+    It would not have had what its outlying steps have lost, nor the share of the time
+    in which work on its node waited for a processor.
     """
-    return max(0.0, time_s - (record.disturbed_s or 0.0)) * (
-        1 - (record.cpu_pressure or 0.0)
-    )
+    idle_share = 1 - (record.cpu_pressure or 0.0)
+    return max(0.0, time_s - (record.disturbed_s or 0.0)) * idle_share
 
 
 def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
-    """Whether one run each shows, in 97.5 % of the cases, that `first` reaches the
-    target sooner than `other`.
-    """
+    """Whether one run each shows, in 97.5 % of cases, that `first` is sooner there."""
     return time_alone(other).low > APART * time_alone(first).high
 
 
 def contenders(
     config: SweepConfig, records: Sequence[TrialRecord]
 ) -> list[TrialRecord]:
-    """Return the trials to repeat, fastest first; none where the answer is clear, or of
-    another kind than a time.
+    """Return the trials to repeat, fastest first.
+
+    None where the answer is clear, or of another kind than a time.
     """
     found = rivals(config, records)
     if len(found) < 2:
         return []
-    affordable = int(
-        _time_for_repeats_s(records) / max(1e-9, LOOKS[0] * _mean_cost_s(found))
-    )
-    wanted = config.finalists
-    count = min(MOST_FINALISTS, affordable) if wanted == "auto" else wanted
+    if config.finalists == "auto":
+        least_s = max(1e-9, LOOKS[0] * _mean_cost_s(found))
+        count = min(MOST_FINALISTS, int(_time_for_repeats_s(records) / least_s))
+    else:
+        count = config.finalists
     return found[:count] if count > 1 else []
 
 
 def _time_for_repeats_s(records: Sequence[TrialRecord]) -> float:
-    """Return how long repeats may take, s: half of what the search has taken on its
-    lanes, side by side.
-    """
+    """Return how long repeats may take, s: half of the search's time on its lanes."""
     search = [record for record in records if record.purpose != "repeat"]
-    lanes = max(1, len({record.lane for record in search}))
-    return max(_FREE_S, _SHARE * sum(map(_cost_s, search)) / lanes)
+    num_lanes = max(1, len({record.lane for record in search}))
+    return max(_FREE_S, _SHARE * sum(map(_cost_s, search)) / num_lanes)
 
 
 def _cost_s(record: TrialRecord) -> float:
     """Return how long a trial held its lane, s."""
-    return (
-        record.spent.total_s
-        if record.spent
-        else max(0.0, record.end_time - record.start_time)
-    )
+    if record.spent is not None:
+        return record.spent.total_s
+    return max(0.0, record.end_time - record.start_time)
 
 
 def _mean_cost_s(records: Sequence[TrialRecord]) -> float:
@@ -248,9 +252,7 @@ def _mean_cost_s(records: Sequence[TrialRecord]) -> float:
 
 
 def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """Return the fastest trial to the target and those that one run each cannot tell
-    apart from it, fastest first.
-    """
+    """Return the fastest trial and those that one run each cannot tell apart from it."""
     if config.objective.metric not in TO_TARGET or "seed" in config.space:
         return []
     trials = _fastest_first(records)
@@ -259,73 +261,71 @@ def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRec
 
 def _fastest_first(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the trials that met the target, one of each configuration."""
-    times = [
-        (one.time_to_target_s, one)
-        for one in records
-        if one.purpose != "repeat" and one.finished
-    ]
-    known = [
-        (time_s, record) for time_s, record in times if time_s and math.isfinite(time_s)
-    ]
-    reached = sorted(known, key=lambda pair: pair[0] - (pair[1].disturbed_s or 0.0))
-    return list(
-        {trial_id(record.config): record for _, record in reversed(reached)}.values()
-    )[::-1]
+    times = []
+    for record in records:
+        time_s = record.time_to_target_s
+        has_ended = record.purpose != "repeat" and record.finished
+        if has_ended and time_s and math.isfinite(time_s):
+            times.append((time_s - (record.disturbed_s or 0.0), record))
+    times.sort(key=lambda pair: pair[0])
+    found: dict[str, TrialRecord] = {}
+    for _, record in times:
+        found.setdefault(trial_id(record.config), record)
+    return list(found.values())
 
 
 def repeats_to_run(
     config: SweepConfig, train: dict[str, Any], records: Sequence[TrialRecord]
 ) -> list[tuple[TrialRecord, int]]:
-    """Return the finalists and the seeds of the repeats to run before the next look at
-    them, in turn; none where the order of the first is decided, or no repeat can decide
-    it, or their time is used up.
+    """Return finalist and seed of each repeat to run before the next look, in turn.
+
+    None where the order of the first is decided, or no repeat can decide it, or their
+    time is used up.
     """
     if "train_func" in train:
         return []
     found = contenders(config, records)
-    first = int(train.get("seed", 0)) + 1
-    return [
-        (found[entrant], first + number)
-        for entrant, number in _standing(config, found, records, first).runs_next
-    ]
+    first_seed = int(train.get("seed", 0)) + 1
+    stands = _standing(config, found, records, first_seed)
+    return [(found[entrant], first_seed + lap) for entrant, lap in stands.runs_next]
 
 
 def _standing(
     config: SweepConfig,
     found: Sequence[TrialRecord],
     records: Sequence[TrialRecord],
-    first_seed: int | None = None,
+    first_seed: int,
 ) -> Race:
-    """Return how the race of the finalists stands; `first_seed` is that of the first
-    repeat (default: the smallest).
-    """
+    """Return how the race of the finalists stands; the first repeat has `first_seed`."""
     repeats = [_repeats(record, records) for record in found]
-    ended = [one for own in repeats for one in own]
-    if len(found) < 2 or (first_seed is None and not ended):
+    if len(found) < 2:
         return Race([], [])
-    first = min(one.seed or 0 for one in ended) if first_seed is None else first_seed
-    laps = [
-        {(one.seed or 0) - first: _lap(config.objective, one) for one in own}
-        for own in repeats
-    ]
+    laps = []
+    ended: list[TrialRecord] = []
+    for own in repeats:
+        laps.append(
+            {(run.seed or 0) - first_seed: _lap(config.objective, run) for run in own}
+        )
+        ended += own
     stands = race(laps)
     if not stands.runs_next:
         return stands
-    racing = len({entrant for entrant, _ in stands.runs_next})
+    num_racing = len({entrant for entrant, _ in stands.runs_next})
     left_s = _time_for_repeats_s(records) - sum(map(_cost_s, ended))
-    more = max(0, int(left_s / max(1e-9, racing * _mean_cost_s(ended or found))))
-    return race(laps, max(LOOKS[0], stands.runs_next[0][1] + more))
+    round_s = max(1e-9, num_racing * _mean_cost_s(ended or found))
+    num_more = max(0, int(left_s / round_s))
+    return race(laps, max(LOOKS[0], stands.runs_next[0][1] + num_more))
 
 
 def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
-    """Return what a repeat says; of one that trained to its end without meeting the
-    target, that it took that long.
+    """Return what a repeat says.
+
+    One that trained to its end without meeting the target took that long.
     """
     time_s = crossing_s(objective, record)
     if time_s is None:
-        whole_s = max(
-            (row.get("train_time_s", 0.0) for row in record.curve), default=0.0
-        )
+        trained = [row.get("train_time_s", 0.0) for row in record.curve]
+        whole_s = max(trained, default=0.0)
         return Lap(math.log(whole_s)) if record.finished and whole_s > 0 else None
     lost_s = record.disturbed_s or 0.0  # maybe after it had met the target
     value_s = time_s.value - lost_s
@@ -343,9 +343,7 @@ class Final:
     record: TrialRecord
     """Of the search."""
     time_s: Interval
-    """To the target, alone: the geometric mean of its repeats, and the time since the
-    evaluation before.
-    """
+    """To the target, alone: the geometric mean of its repeats."""
     samples_per_s: float
     """Alone: the median of its repeats."""
     latest_s: float
@@ -356,142 +354,126 @@ class Final:
     ratio: Interval
     """How many times as long as the fastest it takes."""
     equal: bool
-    """Whether it cannot be told apart from the fastest (which cannot be told apart from
-    itself).
-    """
+    """Whether it cannot be told apart from the fastest, which is equal to itself."""
 
 
 def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
-    """Return what the repeats say, fastest first; nothing before two finalists have
-    been looked at.
+    """Return what the repeats say, fastest first.
 
-    The spread of the times' logarithms is pooled over all finalists, and with `REPEATS`
-    of earlier sweeps. A target is met between two evaluations: no ratio claims more
-    than what holds wherever in between.
+    A target is met between two evaluations: no ratio claims more than what holds
+    wherever in between.
+
+    Returns:
+        One a finalist; none before two of them have been looked at.
     """
+    seeds = [record.seed or 0 for record in records if record.purpose == "repeat"]
+    if not seeds:
+        return []
     entrants = contenders(config, records)
-    standings = _standing(config, entrants, records).standings
+    standings = _standing(config, entrants, records, min(seeds)).standings
     groups = []
-    for record, standing in zip(entrants, standings, strict=False):
-        own = _repeats(record, records)
-        laps = [lap for one in own if (lap := _lap(config.objective, one))]
-        if standing is not None and laps:
-            groups.append((standing, record, own, laps))
+    num_free = 0
+    squares = 0.0
+    for record, standing in zip(entrants, standings, strict=True):
+        runs = _repeats(record, records)
+        laps = [lap for run in runs if (lap := _lap(config.objective, run))]
+        if standing is None or not laps:
+            continue
+        groups.append((standing, record, runs, laps))
+        num_free += len(laps) - 1
+        mean = statistics.fmean(lap.log_s for lap in laps)
+        squares += sum((lap.log_s - mean) ** 2 for lap in laps)
     if len(groups) < 2:
         return []
-    freedom = REPEATS_WEIGHT + sum(len(laps) - 1 for *_, laps in groups)
-    squares = sum(
-        statistics.variance(_logs(laps)) * (len(laps) - 1)
-        for *_, laps in groups
-        if len(laps) > 1
+    width = student_t95(REPEATS_WEIGHT + num_free) * _pooled(squares, num_free)
+    groups.sort(key=lambda group: (group[0].is_slower, group[0].behind))
+    return [
+        _final(standing, record, runs, laps, width / math.sqrt(len(laps)))
+        for standing, record, runs, laps in groups
+    ]
+
+
+def _final(
+    standing: Standing,
+    record: TrialRecord,
+    runs: Sequence[TrialRecord],
+    laps: Sequence[Lap],
+    half: float,
+) -> Final:
+    """Return a finalist; `half` is the half width of its mean logarithm of a time."""
+    mean = statistics.fmean(lap.log_s for lap in laps)
+    early, late = _early_and_late(laps)
+    time_s = _exponential(mean, mean - early - half, mean + late + half)
+    rates = [run.samples_per_s for run in runs if run.samples_per_s]
+    return Final(
+        record,
+        time_s,
+        statistics.median(rates or [0.0]),
+        math.exp(mean + late),
+        len(laps),
+        sum(run.time_to_target_s is None for run in runs),
+        _exponential(standing.behind, standing.low, standing.high),
+        not standing.is_slower,
     )
-    spread = math.sqrt((REPEATS_WEIGHT * REPEATS**2 + squares) / freedom)
-    found = []
-    for standing, record, own, laps in sorted(
-        groups, key=lambda group: (group[0].is_slower, group[0].behind)
-    ):
-        mean = statistics.fmean(_logs(laps))
-        half = student_t95(freedom) * spread / math.sqrt(len(laps))
-        early, late = (
-            statistics.fmean(getattr(lap, name) for lap in laps)
-            for name in ("early", "late")
-        )
-        rates = [one.samples_per_s for one in own if one.samples_per_s]
-        found.append(
-            Final(
-                record,
-                Interval(
-                    math.exp(mean),
-                    math.exp(mean - early - half),
-                    math.exp(mean + late + half),
-                ),
-                statistics.median(rates or [0.0]),
-                math.exp(mean + late),
-                len(laps),
-                sum(one.time_to_target_s is None for one in own),
-                Interval(
-                    *(
-                        math.exp(part)
-                        for part in (standing.behind, standing.low, standing.high)
-                    )
-                ),
-                not standing.is_slower,
-            )
-        )
-    return found
 
 
-def _logs(laps: Sequence[Lap]) -> list[float]:
-    return [lap.log_s for lap in laps]
+def _exponential(value: float, low: float, high: float) -> Interval:
+    return Interval(math.exp(value), math.exp(low), math.exp(high))
 
 
 def most_ahead(records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
-    """Return how many times as fast as the best any other trial is at most, with 95 %
-    confidence; None where none has met the target.
+    """Return how many times as fast as the best any other trial is at most.
 
-    Of finalists by the race; of all others by one run each, and what repeats of one
-    configuration differ by. One that was stopped had not met the target until then.
+    That holds with 95 % confidence: of finalists by the race, of all others by one run
+    each and what repeats of one configuration differ by. A trial that was stopped had
+    not met the target until then.
+
+    Returns:
+        The ratio, at least 1; None where no trial has met the target.
     """
     trials = _fastest_first(records)
     if not trials:
         return None
-    repeated = {trial_id(final.record.config) for final in found}
-    others = (
-        trials[1:]
-        if not found
-        else [one for one in trials if trial_id(one.config) not in repeated]
-    )
-    stopped = [
-        one
-        for one in records
-        if one.purpose == "trial" and one.status == "stopped" and one.curve
-    ]
-    missed = [_trained_alone_s(one) for one in stopped if one.time_to_target_s is None]
-    latest = found[0].latest_s if found else time_alone(trials[0]).high
-    width = (
-        NormalDist().inv_cdf(1 - LEVEL / max(1, len(trials) + len(missed) - 1))
-        * REPEATS
-    )
-    width *= math.sqrt(1 + 1 / (found[0].repeats if found else 1))
-    ratios = [
-        1 / final.ratio.low if final.ratio.low > 0 else math.inf for final in found[1:]
-    ]
-    for earliest in (*(time_alone(one).low for one in others), *missed):
-        ratios.append(latest / earliest * math.exp(width) if earliest > 0 else math.inf)
-    return max([1.0, *ratios])
-
-
-def _trained_alone_s(record: TrialRecord) -> float:
-    """Return the least that a trial would have trained until its last evaluation, s,
-    with nothing beside it.
-    """
-    return _alone_s(record, record.curve[-1].get("train_time_s", 0.0))
-
-
-def crowding(records: Sequence[TrialRecord]) -> float | None:
-    """Return how many times as fast finalists ran alone as beside other trials
-    (median); None without repeats.
-    """
-    ratios = []
+    best_s = time_alone(trials[0]).high
+    num_repeats = 1
+    ratios = [1.0]
+    others = trials[1:]
+    if found:
+        best_s = found[0].latest_s
+        num_repeats = found[0].repeats
+        ratios += [_ratio(1.0, final.ratio.low) for final in found[1:]]
+        repeated = {trial_id(final.record.config) for final in found}
+        others = [
+            record for record in trials if trial_id(record.config) not in repeated
+        ]
+    earliest_s = [time_alone(record).low for record in others]
+    num_compared = len(trials) - 1
     for record in records:
-        if record.purpose == "trial" and record.samples_per_s:
-            rates = [
-                one.samples_per_s
-                for one in _repeats(record, records)
-                if one.samples_per_s
-            ]
-            ratios += [statistics.median(rates) / record.samples_per_s] if rates else []
-    return statistics.median(ratios) if ratios else None
+        is_stopped = record.purpose == "trial" and record.status == "stopped"
+        if is_stopped and record.curve and record.time_to_target_s is None:
+            trained_s = record.curve[-1].get("train_time_s", 0.0)
+            earliest_s.append(_alone_s(record, trained_s))
+            num_compared += 1
+    width = NormalDist().inv_cdf(1 - LEVEL / max(1, num_compared)) * REPEATS
+    luck = math.exp(width * math.sqrt(1 + 1 / num_repeats))
+    ratios += [_ratio(best_s, time_s) * luck for time_s in earliest_s]
+    return max(ratios)
+
+
+def _ratio(value: float, other: float) -> float:
+    return value / other if other > 0 else math.inf
 
 
 def pressure(records: Sequence[TrialRecord], repeats: bool = False) -> float | None:
-    """Return the median share of the trials' time, or of repeats', in which work on
-    their node waited for a processor, where known.
+    """Return in which share of their time trials, or repeats, waited for a processor.
+
+    Returns:
+        The median; None where nothing is known.
     """
     known = [
-        r.cpu_pressure
-        for r in records
-        if (r.purpose == "repeat") is repeats and r.cpu_pressure is not None
+        record.cpu_pressure
+        for record in records
+        if (record.purpose == "repeat") is repeats and record.cpu_pressure is not None
     ]
     return statistics.median(known) if known else None
 
@@ -500,7 +482,7 @@ def _repeats(
     finalist: TrialRecord, records: Sequence[TrialRecord]
 ) -> list[TrialRecord]:
     return [
-        one
-        for one in records
-        if one.purpose == "repeat" and one.config == finalist.config
+        record
+        for record in records
+        if record.purpose == "repeat" and record.config == finalist.config
     ]

@@ -15,18 +15,16 @@ from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.objective import Objective
 from tune.search.around import NO_SCORE, Score, next_trials, score
 from tune.search.space import WHOLE, grid, in_probing_order
-from tune.trials import journal
 from tune.trials.interval import FAR_APART
 from tune.trials.record import TrialRecord, value_of
+from tune.trials.record import trial_id as name_of
 
 _WORTH_S = 10.0
 """Of training: a shorter trial is left to its end."""
 
 
 def tune_space(config: SweepConfig) -> dict[str, Any]:
-    """Return the space for Tune: a grid as one list of whole trials, so that a budget
-    can cut it.
-    """
+    """Return the space for Tune: a grid as one list of trials, which a budget can cut."""
     if config.around is not None:
         return {}
     if config.search != "grid":
@@ -78,24 +76,24 @@ def _optuna_search(
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
-    optuna.logging.set_verbosity(
-        optuna.logging.WARNING
-    )  # the sweep has a line of its own for each trial
+    # The sweep has a line of its own for each trial.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     known = [record for record in before if not record.is_censored]
+    rewards = [reward(config.objective, record) for record in known]
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
-        seed=seed
-        + len(before),  # else a resumed search would draw its first random trials again
+        # Else a resumed search would draw its first random trials again.
+        seed=seed + len(before),
         points_to_evaluate=[record.config for record in known],
-        evaluated_rewards=[reward(config.objective, record) for record in known]
-        or None,
+        evaluated_rewards=rewards or None,
     )
 
 
 class AroundSearch(Searcher):
-    """Proposes what `next_trials` says; a resumed sweep proposes the same again, and
-    hears of it from the journal.
+    """Proposes what `next_trials` says.
+
+    A resumed sweep proposes the same again, and hears of it from the journal.
     """
 
     def __init__(self, config: SweepConfig) -> None:
@@ -109,8 +107,8 @@ class AroundSearch(Searcher):
         """Return the next trial; None until another has ended."""
         running = self._running.values()
         for trial in next_trials(self._config, self._scores):
-            if journal.trial_id(trial) not in running:
-                self._running[trial_id] = journal.trial_id(trial)
+            if name_of(trial) not in running:
+                self._running[trial_id] = name_of(trial)
                 return trial
         return None if running else Searcher.FINISHED
 
@@ -128,8 +126,9 @@ class AroundSearch(Searcher):
 
 
 def reward(objective: Objective, record: TrialRecord) -> float:
-    """Return a trial's objective; the worst where it has none, and NaN, which searches
-    leave out, where a user has stopped it.
+    """Return a trial's objective, and the worst where it has none.
+
+    NaN, which searches leave out, stands for a trial that a user has stopped.
     """
     if record.is_censored:
         return math.nan
@@ -143,9 +142,7 @@ def worst(objective: Objective) -> float:
 
 
 class BeatenScheduler(FIFOScheduler):
-    """Stops a trial that has trained so much longer than another took to the target
-    that it is certain to be beaten.
-    """
+    """Stops a trial that is certain to be beaten, as it has trained so much longer."""
 
     def __init__(
         self,
@@ -153,8 +150,9 @@ class BeatenScheduler(FIFOScheduler):
         records: Mapping[str, TrialRecord],
         why: dict[str, str],
     ) -> None:
-        """`records` are those of all trials that have ended; `why` is given the reason
-        for each trial that was stopped, by Tune's id.
+        """Take the records of all trials that have ended.
+
+        `why` is given the reason for each trial that was stopped, by Tune's id.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._objective = objective
@@ -162,10 +160,8 @@ class BeatenScheduler(FIFOScheduler):
         self._why = why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            FIFOScheduler,
-            (),
-        )  # Tune pickles it for a restore that the journal replaces
+        # Tune pickles it for a restore that the journal replaces.
+        return FIFOScheduler, ()
 
     def on_trial_result(
         self, tune_controller: Any, trial: Any, result: dict[str, Any]
@@ -176,11 +172,8 @@ class BeatenScheduler(FIFOScheduler):
             return str(TrialScheduler.CONTINUE)
         for record in self._records.values():
             is_whole = record.status == "done" and record.purpose == "trial"
-            if (
-                is_whole
-                and record.time_to_target_s
-                and record.time_to_target_s * FAR_APART <= trained_s
-            ):
+            time_s = record.time_to_target_s if is_whole else None
+            if time_s and time_s * FAR_APART <= trained_s:
                 self._why[trial.trial_id] = (
                     f"certain to be beaten in {self._objective.metric} by trial {record.id}"
                 )

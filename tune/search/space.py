@@ -1,5 +1,4 @@
-"""The search space: dotted keys of a run and their values, their grid, and trials as
-Ray Tune holds them.
+"""The search space: dotted keys of a run and their values, and trials. Pure.
 
 Pure.
 """
@@ -15,17 +14,19 @@ from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.search.around import next_trials, scores_of
-from tune.trials.journal import trial_id
 from tune.trials.microbatch_bounds import bisection_order
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 WHOLE = "whole_trial"
 """The one key of Tune's configuration of a trial that was not drawn key by key."""
 
 
+_FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
+"""Keys of a run that are the same for all trials."""
+
+
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
-    """Check that every value of the space makes a configuration of the run, alone and
-    (in a grid) in every combination.
+    """Check that every value of the space, and every trial of a grid, makes a run.
 
     Raises ConfigError for one that does not, and where the search is not installed.
     """
@@ -44,40 +45,25 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
 def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
     """Raise ConfigError for what is no trial of a run."""
     for key in trial:
-        if key.split(".")[0] in (
-            "scaling",
-            "launcher",
-            "name",
-            "storage_path",
-            "task_dir",
-            "keys",
-        ):
+        if key.partition(".")[0] in _FIXED:
             rule = "cannot vary inside a sweep: lanes are set up once"
-            raise ConfigError(
-                f"space.{key}",
-                MISSING,
-                rule,
-                "set it under `train:` and run a sweep for each",
-                source,
-            )
+            fix = "set it under `train:` and run a sweep for each"
+            raise ConfigError(f"space.{key}", MISSING, rule, fix, source)
     try:
         build_run(trial_tree(train, trial), "space")
     except ConfigError as error:
-        field = f"space.{error.field}"
+        field = error.field
         rule = error.rule
-        if not any(
-            error.field == key or error.field.startswith(f"{key}.") for key in trial
-        ):
+        if any(f"{field}.".startswith(f"{key}.") for key in trial):
+            field = f"space.{field}"
+        else:
             keys = ", ".join(f"{key}: {value}" for key, value in trial.items())
-            field = error.field
-            rule = f"{error.rule} (in the trial {keys})"
+            rule = f"{rule} (in the trial {keys})"
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
 def grid(config: SweepConfig) -> list[dict[str, Any]]:
-    """Return all combinations of the lists, in order, with `around` the first ones;
-    none for any other search.
-    """
+    """Return all combinations of a grid's lists, in order; none for any other search."""
     if config.search != "grid":
         return []
     lists = map(sample_values, config.space.values())
@@ -90,9 +76,7 @@ def grid(config: SweepConfig) -> list[dict[str, Any]]:
 def open_trials(
     config: SweepConfig, records: Sequence[TrialRecord]
 ) -> list[dict[str, Any]]:
-    """Return the trials of a grid that have no record yet; with `around` those that are
-    known to be needed.
-    """
+    """Return a grid's trials without a record; of `around` those known to be needed."""
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
         return [
@@ -100,42 +84,29 @@ def open_trials(
             for trial in grid(config)[: config.budget.trials]
             if trial_id(trial) not in ended
         ]
-    left = (
-        MOST_TRIALS
-        if config.budget.trials is None
-        else max(0, config.budget.trials - len(ended))
-    )
-    return next_trials(config, scores_of(config.objective, records))[:left]
+    num_left = MOST_TRIALS
+    if config.budget.trials is not None:
+        num_left = max(0, config.budget.trials - len(ended))
+    return next_trials(config, scores_of(config.objective, records))[:num_left]
 
 
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
-    """Return the configuration of one trial as plain data; what `keys` of a function
-    name lands where they say.
-    """
+    """Return the configuration of one trial; a function's `keys` say where values land."""
     keys = train.get("keys") or {}
-    return override(
-        kind_of(train),
-        train,
-        {keys.get(key, key): value for key, value in trial.items()},
-    )
+    values = {keys.get(key, key): value for key, value in trial.items()}
+    return override(kind_of(train), train, values)
 
 
 def known_space(
     space: Mapping[str, list[Any] | Range], train: Tree, source: str
 ) -> dict[str, list[Any] | Range]:
-    """Return a space with a function's own keys by the names that its `keys` give them,
-    and with the run's own number where one is `around`.
-    """
+    """Return a space by the names of a function's `keys`, with the run's own `around`."""
     names = {path: name for name, path in (train.get("keys") or {}).items()}
     for path, name in names.items():
         if path in space and name in space:
-            raise ConfigError(
-                f"space.{path}",
-                MISSING,
-                f"is {name}, which is there too",
-                "keep one of the two",
-                source,
-            )
+            rule = f"is {name}, which is there too"
+            fix = "keep one of the two"
+            raise ConfigError(f"space.{path}", MISSING, rule, fix, source)
     return {
         names.get(key, key): _from_run(key, values, train, source)
         for key, values in space.items()
@@ -147,15 +118,21 @@ def _from_run(
 ) -> list[Any] | Range:
     if isinstance(values, list) or values.around != "run":
         return values
-    start: Any = train
-    for part in key.split("."):
-        start = start.get(part) if isinstance(start, dict) else None
+    start = value_at(train, key)
     if isinstance(start, bool) or not isinstance(start, int | float) or not start > 0:
         rule = "begins with the run's own value, which is no number above 0"
         raise ConfigError(
             f"space.{key}", "around", rule, f"give `{key}` below `train`", source
         )
     return Range(around=float(start))
+
+
+def value_at(tree: Tree, key: str) -> Any:
+    """Return what stands at a dotted key; None where nothing does."""
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
 
 
 def planned_trials(config: SweepConfig) -> int:
@@ -165,12 +142,9 @@ def planned_trials(config: SweepConfig) -> int:
 
 
 def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the same trials, fixed microbatches in the order in which the fewest of
-    them run out of memory.
-    """
-    order = bisection_order(
-        size for trial in trials if type(size := trial.get("microbatch_size")) is int
-    )
+    """Return the trials so that the fewest fixed microbatches run out of memory."""
+    sizes = [trial.get("microbatch_size", "auto") for trial in trials]
+    order = bisection_order(size for size in sizes if type(size) is int)
     place = {size: index for index, size in enumerate(order)}
     return sorted(
         trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1)
@@ -178,7 +152,5 @@ def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trial that Tune's configuration holds: whole, or as Tune drew it, key
-    by key.
-    """
+    """Return the trial that Tune's configuration holds, whole or key by key."""
     return dict(config.get(WHOLE, config))

@@ -1,1 +1,4 @@
-"""Plan, run and watch a sweep."""
+"""A sweep from its file to its answer.
+
+The door is `run_to_answer` (sweep.py), behind the command and `from tune import sweep`.
+"""

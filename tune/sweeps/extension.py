@@ -1,6 +1,4 @@
-"""A sweep as it goes on with another configuration: what is known stays, what is too
-short goes on.
-"""
+"""A sweep that goes on with another configuration: what is known stays."""
 
 import logging
 import math
@@ -13,7 +11,7 @@ from trainers.config.function import FunctionConfig, build_run
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError, counted
 from tune.config import sample_values
-from tune.search.space import trial_tree
+from tune.search.space import trial_tree, value_at
 from tune.sweeps.spec import (
     SAVED,
     SweepSpec,
@@ -23,8 +21,8 @@ from tune.sweeps.spec import (
     with_defaults,
 )
 from tune.trials.interval import dollars
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, time_to_target
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, time_to_target, trial_id
 from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
@@ -45,8 +43,7 @@ _LENGTHS = ("epochs", "max_steps")
 
 
 def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
-    """Have the sweep in a directory go on with other keys, now or where it runs, and
-    return what it becomes.
+    """Have a sweep go on with other keys, now or where it runs; return what it becomes.
 
     Raises ConfigError where it could not.
     """
@@ -64,19 +61,15 @@ def _kept(location: str) -> SweepSpec:
 
 
 def _check(old: SweepSpec, new: SweepSpec) -> None:
-    """Raise ConfigError where the trials of a sweep would be none of what it is to
-    become.
-    """
+    """Raise ConfigError where a sweep's trials would be none of what it is to become."""
     fix = "sweep under another `--name`"
     if new.uri != old.uri:
         raise ConfigError(
             "name", new.config.name, f"is not that of {old.uri}, which goes on", fix
         )
-    redrawn = (old.config.search, old.config.space) != (
-        new.config.search,
-        new.config.space,
-    )
-    if new.config.search == "random" and redrawn:
+    is_drawn = (old.config.search, old.config.space)
+    is_redrawn = is_drawn != (new.config.search, new.config.space)
+    if new.config.search == "random" and is_redrawn:
         rule = "draws its trials anew from another space, whatever is known"
         raise ConfigError(
             "search", "random", rule, "add `--search optuna`, which goes on from it"
@@ -97,8 +90,9 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
 
 
 def apply_extension(spec: SweepSpec) -> int:
-    """Make the records and the configuration in a sweep's directory, whose lease is
-    held, those that it goes on with; return how many trials stand in it.
+    """Make a sweep's records and configuration those that it goes on with.
+
+    Its lease is held. Returns how many trials stand in it.
     """
     old = _kept(spec.uri)
     journal = Journal(spec.storage)
@@ -130,20 +124,18 @@ def content(spec: SweepSpec) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str:
-    """What becomes of the trials that are known."""
+    """Say what becomes of the trials that are known."""
     words = f"what is known of {counted(num_records - len(shorter), 'trial')} stays"
     if not shorter:
         return words
     states = spec.storage.names("states")
     going_on = sum(record.id in states for record in shorter)
+    why = "no checkpoints were kept, as with `train.checkpoint.every_epochs: 1`"
     schedule = spec.train.get("lr_schedule", {})
-    if schedule.get("name", "constant") != "constant" or isinstance(
-        schedule.get("warmup"), float
-    ):
+    is_constant = schedule.get("name", "constant") == "constant"
+    if not is_constant or isinstance(schedule.get("warmup"), float):
         why = "the learning rate goes by the number of steps"
         going_on = 0
-    else:
-        why = "no checkpoints were kept, as with `train.checkpoint.every_epochs: 1`"
     anew = len(shorter) - going_on
     words += f", {going_on} go on from their last checkpoint"
     return f"{words}, and {anew} run anew, since {why}" if anew else words
@@ -152,20 +144,16 @@ def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str
 def _carried(
     record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None
 ) -> TrialRecord | None:
-    """Return the record as the extended sweep would have it; None where its trial ended
-    before it would there.
-    """
+    """Return the record as the extended sweep has it; None of a shorter trial."""
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
-    config = {
-        **{
-            key: _value(old.train, key)
-            for key in new.config.space
-            if key not in record.config
-        },
-        **record.config,
-    }
+    config = {}
+    for key in new.config.space:
+        if key not in record.config:
+            names = old.train.get("keys") or {}
+            config[key] = value_at(old.train, names.get(key, key))
+    config |= record.config
     name = trial_id(config, record.purpose, record.seed)
     if old.config.objective == new.config.objective:
         return replace(record, id=name, config=config)
@@ -182,28 +170,25 @@ def _carried(
 def _goes_on(
     record: TrialRecord, old: SweepSpec, new: SweepSpec, time_s: float | None
 ) -> bool:
-    """Whether a trial that is done would have trained longer in the extended sweep,
-    where it reaches a target in `time_s`.
+    """Whether a trial that is done would have trained longer in the extended sweep.
 
     One that ended early by its own evaluations would not.
     """
-    if (new.config.objective.ends_at_target and time_s is not None) or _is_whole(
-        record, new
-    ):
+    if new.config.objective.ends_at_target and time_s is not None:
         return False
-    ended_at_target = (
-        old.config.objective.ends_at_target and record.time_to_target_s is not None
-    )
-    return ended_at_target or _is_whole(record, old)
+    if _is_whole(record, new):
+        return False
+    if old.config.objective.ends_at_target and record.time_to_target_s is not None:
+        return True
+    return _is_whole(record, old)
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
     """Whether a trial was trained to the last step that it has in a sweep."""
     run = build_run(trial_tree(spec.train, record.config), spec.source)
     if isinstance(run, FunctionConfig):
-        return not (
-            spec.config.objective.ends_at_target and record.time_to_target_s is not None
-        )
+        is_short = spec.config.objective.ends_at_target
+        return not is_short or record.time_to_target_s is None
     return _length(record, run) >= 1
 
 
@@ -213,11 +198,3 @@ def _length(record: TrialRecord, run: TrainConfig) -> float:
     if run.max_steps is not None:
         return end.get("step", 0) / run.max_steps
     return (end.get("epoch", 0) + 1e-9) / (run.epochs or math.inf)
-
-
-def _value(tree: dict[str, Any], key: str) -> Any:
-    """Return what a run has for a key of the space; None without it."""
-    node: Any = tree
-    for part in (tree.get("keys") or {}).get(key, key).split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node

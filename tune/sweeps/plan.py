@@ -1,5 +1,4 @@
-"""The plan of a sweep: how many trials on how many lanes, computed once from its file
-and from what the cluster has.
+"""Plan a sweep: how many trials on how many lanes, from its file and the cluster.
 
 `python -m tune SWEEP.yaml` makes it from the live cluster; `python -m tune plan` from a
 cluster file, and says what the sweep would hold and cost before a cent is spent.
@@ -60,8 +59,7 @@ class SweepPlan:
 
     @classmethod
     def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> Self:
-        """Plan a sweep on the nodes that are `up`, and those `at_most` that the cluster
-        may grow to (none: unknown).
+        """Plan a sweep on the nodes that are `up`, and those that the cluster may grow to.
 
         Raises ConfigError where more lanes are asked for than fit.
         """
@@ -96,8 +94,7 @@ def lanes_for(
     trials: int | None,
     source: str | None = None,
 ) -> int:
-    """How many lanes a sweep gets where `groups` worker groups fit: as many as asked
-    for, or all; never idle ones.
+    """Return how many lanes a sweep gets where `groups` worker groups fit; no idle ones.
 
     Raises ConfigError when more are asked for than fit.
     """
@@ -112,18 +109,16 @@ def lanes_for(
 
 
 def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -> int:
-    """How many of `count` lanes of `workers` workers may start at the same time on
-    nodes with so many `cpus` each.
+    """Return how many of `count` lanes of `workers` workers may start at the same time.
 
     A node starts one worker at least. All lanes start where some wait for a node (only
     `fits` have one): that is what makes a cluster grow.
     """
     nodes = sum(cpu >= 1 for cpu in cpus)
-    return (
-        max(1, nodes // workers, int(sum(cpus)) // (_CPUS_TO_START * (1 + workers)))
-        if fits >= count
-        else count
-    )
+    if fits < count:
+        return count
+    by_cpus = int(sum(cpus)) // (_CPUS_TO_START * (1 + workers))
+    return max(1, nodes // workers, by_cpus)
 
 
 @dataclass(frozen=True)
@@ -168,9 +163,7 @@ class WorkerShape:
 def size_of(
     cluster: ClusterFile, worker: WorkerShape, num_workers: int | None = None
 ) -> Size:
-    """Return the fewest nodes on which `num_workers` workers fit; None: all that the
-    cluster may have.
-    """
+    """Return the fewest nodes on which `num_workers` workers fit, or all there may be."""
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, worker.cpus, worker.gpus, num_workers)
     nodes = nodes_of(types, counts)
@@ -188,9 +181,7 @@ def size_of(
 
 @dataclass(frozen=True)
 class Forecast:
-    """A sweep on what a cluster file can grow to: what it would hold, how long it would
-    take, what it would cost.
-    """
+    """A sweep on what a cluster file can grow to: what it holds, takes and costs."""
 
     spec: SweepSpec
     plan: SweepPlan
@@ -221,7 +212,7 @@ class Forecast:
     """Dollars of `time_s`."""
 
     def lines(self) -> Iterator[str]:
-        """As the terminal shows it."""
+        """Yield the lines that the terminal shows."""
         cluster = self.cluster
         where = f"{cluster.provider}, {cluster.region or 'no region'}"
         yield f"{self.spec.config.name} on {printable(cluster.name)} ({where})"
@@ -268,35 +259,29 @@ class Forecast:
         budget_s = self.spec.config.time_budget_s
         if self.time_s is not None:
             return f"{duration(self.time_s)} once the nodes are up"
-        return (
-            "unknown"
-            if budget_s is None
-            else f"unknown, at most {duration(budget_s)} by the budget"
-        )
+        if budget_s is None:
+            return "unknown"
+        return f"unknown, at most {duration(budget_s)} by the budget"
 
     def _remarks(self) -> Iterator[str]:
-        """Where the price of each node that is held is from, how old it is, and whether
-        spot nodes cost less.
-        """
+        """Say where the price of each node is from, and how old it is."""
         cluster = self.cluster
         today = dt.datetime.now(dt.UTC).date()
         types = [
-            one
-            for one in cluster.node_types
-            if one.is_head or self.held.counts.get(one.name)
+            node_type
+            for node_type in cluster.node_types
+            if node_type.is_head or self.held.counts.get(node_type.name)
         ]
         prices = load_prices(cluster.provider, cluster.region)
         for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
             price = prices[name]
-            region = (
-                "" if price.region == cluster.region else f", not of {cluster.region}"
-            )
-            spot = (
-                "none"
-                if price.spot_usd_per_hour is None
-                else f"{price.spot_usd_per_hour:g}"
-            )
-            figures = f"{price.usd_per_hour:g} USD/hour in {price.region}{region}, {spot} on spot"
+            where = price.region
+            if where != cluster.region:
+                where += f", not of {cluster.region}"
+            spot = "none"
+            if price.spot_usd_per_hour is not None:
+                spot = f"{price.spot_usd_per_hour:g}"
+            figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
             yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
         if any(node_type.spot for node_type in types):
             yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
@@ -340,19 +325,23 @@ def make_plan(
         records = []
         note = f"; {spec.uri} cannot be read: {first_line(error)}"
     trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
-    trials = within = max(0, plan.num_trials - len(records))
+    trials = max(0, plan.num_trials - len(records))
+    within = trials
     held = size_of(cluster, worker, plan.num_lanes * scaling.min_workers)
     usd_per_hour = spec.config.usd_per_hour or (
         None if held.cost.missing else held.cost.usd_per_hour
     )
     budget_s = spec.config.time_budget_s
     time_s = None
+    usd = None
     if trial_s is not None:
         time_s = min(math.ceil(trials / plan.num_lanes) * trial_s, budget_s or math.inf)
         if budget_s is not None:
             within = min(trials, math.floor(budget_s / trial_s + 1e-9) * plan.num_lanes)
-    if trial_s is not None and trials and within == 0:
-        raise _too_short(spec, plan, trial_s, usd_per_hour)
+        if usd_per_hour is not None:
+            usd = dollars(time_s, usd_per_hour)
+        if trials and within == 0:
+            raise _too_short(spec, plan, trial_s, usd_per_hour)
     return Forecast(
         spec=spec,
         plan=plan,
@@ -367,9 +356,7 @@ def make_plan(
         trial_s=trial_s,
         trial_source=trial_source,
         time_s=time_s,
-        usd=None
-        if time_s is None or usd_per_hour is None
-        else dollars(time_s, usd_per_hour),
+        usd=usd,
     )
 
 
@@ -405,9 +392,7 @@ def _has_gpus(cluster: ClusterFile) -> bool:
 def _trial_s(
     records: Sequence[TrialRecord], minutes: float | None, note: str
 ) -> tuple[float | None, str]:
-    """Duration of a trial, and where that is from: given, or the mean of those that
-    ended; else it is unknown.
-    """
+    """Return the duration of a trial, given or the mean of others, and its source."""
     if minutes is not None:
         return minutes * 60, "given"
     times = [

@@ -1,5 +1,4 @@
-"""What the driver does between two of Tune's steps: heed Ctrl-C, show the sweep, let
-lanes and trials grow (Ray).
+"""What the driver does between two of Tune's steps: Ctrl-C, the live table, growth (Ray).
 
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
@@ -29,16 +28,23 @@ from trainers.redaction import redact
 from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
 from tune.lanes.messages import Event
-from tune.report.answer import objective_value
 from tune.report.table import as_html
 from tune.report.words import duration, in_a_line
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
 from tune.sweeps.trial import assignment_of
-from tune.trials.journal import Journal, trial_id
+from tune.trials.interval import dollars
+from tune.trials.journal import Journal
 from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
-from tune.trials.record import BY_HAND, Purpose, TrialRecord, make_record
+from tune.trials.record import (
+    BY_HAND,
+    Purpose,
+    TrialRecord,
+    make_record,
+    trial_id,
+    value_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -67,32 +73,13 @@ class View:
 
 
 def render(view: View) -> RenderableType:
-    """The live table."""
+    """Return the live table."""
     config = view.config
-    running = view.state["running"]
     ended = sum(view.statuses.values())
-    counts = ", ".join(
-        f"{count} {status}" for status, count in view.statuses.items() if count
-    )
-    head = f"{config.name}   {ended}/{view.total} trials" + (
-        f": {counts}" if counts else ""
-    )
-    table = Table(box=None, pad_edge=False, show_header=bool(running))
-    for column in ("lane", "trial", "step", "newest", "for"):
-        table.add_column(
-            column, justify="right" if column in ("lane", "step", "for") else "left"
-        )
-    for lane, trial in sorted(running.items()):
-        metrics = trial["metrics"]
-        newest = "  ".join(
-            f"{key} {metrics[key]:.4g}"
-            for key in metrics
-            if key.startswith(("val_", "train_l"))
-        )
-        words = in_a_line(view.configs.get(trial["trial"], {}))
-        age_s = time.time() - trial["started"]
-        cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
-        table.add_row(*(Text(redact(cell)) for cell in cells))
+    counts = [f"{count} {status}" for status, count in view.statuses.items() if count]
+    head = f"{config.name}   {ended}/{view.total} trials"
+    if counts:
+        head += f": {', '.join(counts)}"
     lines = []
     if view.best is not None:
         value, record = view.best
@@ -100,26 +87,59 @@ def render(view: View) -> RenderableType:
             f"best so far   {config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
         )
     for label, (low, high) in view.state["boundary"].items():
-        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (
-            high is not None
-        )
+        known = []
+        if low is not None:
+            known.append(f"{low} fits")
+        if high is not None:
+            known.append(f"{high} does not")
         lines.append(f"microbatch    {label}: {', '.join(known)}")
-    spent = f"time          {duration(view.spent_s)}, {len(running)} of {len(view.state['lanes'])} lanes busy"
+    lines.append(_spent(view))
+    shown = [Text(redact(line)) for line in lines]
+    return Group(Text(head, style="bold"), _running(view), *shown)
+
+
+def _running(view: View) -> Table:
+    """Return a row for each trial on a lane."""
+    running = view.state["running"]
+    table = Table(box=None, pad_edge=False, show_header=bool(running))
+    table.add_column("lane", justify="right")
+    table.add_column("trial")
+    table.add_column("step", justify="right")
+    table.add_column("newest")
+    table.add_column("for", justify="right")
+    for lane, trial in sorted(running.items()):
+        metrics = trial["metrics"]
+        newest = [
+            f"{key} {value:.4g}"
+            for key, value in metrics.items()
+            if key.startswith(("val_", "train_l"))
+        ]
+        cells = (
+            str(lane),
+            in_a_line(view.configs.get(trial["trial"], {})),
+            str(metrics.get("step", "")),
+            "  ".join(newest),
+            duration(time.time() - trial["started"]),
+        )
+        table.add_row(*(Text(redact(cell)) for cell in cells))
+    return table
+
+
+def _spent(view: View) -> str:
+    config = view.config
+    busy = len(view.state["running"])
+    lanes = len(view.state["lanes"])
+    words = f"time          {duration(view.spent_s)}, {busy} of {lanes} lanes busy"
     if config.usd_per_hour is not None:
-        spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
+        words += f", {dollars(view.spent_s, config.usd_per_hour):.2f} USD"
     if config.time_budget_s is not None:
-        spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
-    return Group(
-        Text(head, style="bold"),
-        table,
-        *(Text(redact(line)) for line in [*lines, spent]),
-    )
+        left_s = max(0.0, config.time_budget_s - view.spent_s)
+        words += f"; {duration(left_s)} of the budget left"
+    return words
 
 
 class Terminal:
-    """Lines, and beside them the live table where standard output is a terminal or a
-    notebook's.
-    """
+    """Lines, and beside them the live table on a terminal or in a notebook."""
 
     def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
         """`is_live`: a table is wanted."""
@@ -168,15 +188,16 @@ class Pace:
     """
 
     def __init__(self, search: Any, mailbox: Any, total: int | None) -> None:
-        """`total`: the trials that Tune will start, where the search proposes them
-        whatever it hears of others; None: any other search has as many at a time as
-        there are lanes, started or not.
+        """Take how many trials Tune will start, where the search heeds no results.
+
+        Any other search (`total` None) has as many at a time as there are lanes.
         """
         self._search = search
         self._mailbox = mailbox
         self._total = total
         self._started: set[str] = set()
-        self._num_ended = self._num_known = 0
+        self._num_ended = 0
+        self._num_known = 0
         self._began = 0.0
         """When the first trial had its actor, by this machine's clock."""
 
@@ -186,26 +207,27 @@ class Pace:
             self._allow(count)
 
     def lanes_up(self, count: int) -> None:
-        """Called with the number of lanes that take trials: an actor sooner than that
-        would only slow their start.
+        """Called with the number of lanes that take trials.
 
-        Nor does it pay where the trials that are left are over before it is up; at its
-        end Tune waits for it (5 s).
+        An actor that is started sooner would only slow their start.
         """
-        if self._total is not None:
-            each_s = (
-                (time.monotonic() - self._began) / max(1, self._num_ended)
-                if self._started
-                else 0.0
-            )
-            if (
-                count == 1
-                or (self._total - self._num_ended - self._num_known) * each_s >= _PAYS_S
-            ):
-                self._allow(count)
-            self._mailbox.expect.remote(
-                self._search.max_concurrent if len(self._started) < self._total else 0
-            )
+        if self._total is None:
+            return
+        if count == 1 or self._left_s(self._total) >= _PAYS_S:
+            self._allow(count)
+        is_all = len(self._started) >= self._total
+        self._mailbox.expect.remote(0 if is_all else self._search.max_concurrent)
+
+    def _left_s(self, total: int) -> float:
+        """Estimate how long one lane needs for the trials that are left.
+
+        Another actor does not pay where they are over before it is up; at its end Tune
+        waits for it (5 s).
+        """
+        if not self._started:
+            return 0.0
+        each_s = (time.monotonic() - self._began) / max(1, self._num_ended)
+        return (total - self._num_ended - self._num_known) * each_s
 
     def trial_started(self, name: str) -> None:
         """Called when Tune has given an actor to one of its trials."""
@@ -216,11 +238,11 @@ class Pace:
             self._mailbox.expect.remote(0)
 
     def trial_ended(self, was_known: bool) -> None:
-        """Called when one of Tune's trials has ended, at once where its record
-        `was_known` from an earlier start.
-        """
-        self._num_known += was_known
-        self._num_ended += not was_known
+        """Called when one of Tune's trials has ended, maybe in an earlier start."""
+        if was_known:
+            self._num_known += 1
+        else:
+            self._num_ended += 1
 
     def over(self) -> None:
         """Called when Tune starts no further trial."""
@@ -232,9 +254,7 @@ class Pace:
 
 
 class Progress(tune.Callback):
-    """The sweep as its driver sees it; makes sure that each trial that has ended has
-    its record.
-    """
+    """The sweep as its driver sees it; each trial that has ended has its record."""
 
     def __init__(
         self,
@@ -276,19 +296,19 @@ class Progress(tune.Callback):
         """Trials that were given to lanes before Tune has started them."""
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
-        self._notes = 0
-        self._busy: set[int] = set()
-        self._began = self._grew = time.monotonic()
+        self._num_notes = 0
+        self._lanes_seen: set[int] = set()
+        self._began = time.monotonic()
+        self._grew = self._began
+        self._looked = 0.0
+        self._written = 0.0
         self._begun_at = time.time()
-        self._looked = self._written = 0.0
         self._trials = Gauge("paceline_trials", tag_keys=("run", "status"))
         self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (
-            tune.Callback,
-            (),
-        )  # Tune pickles its callbacks for a restore that the journal replaces
+        # Tune pickles its callbacks for a restore that the journal replaces.
+        return tune.Callback, ()
 
     def heeding_signals(self) -> StopSignals:
         """Note what asks to stop, to act on it between two of Tune's steps.
@@ -307,9 +327,7 @@ class Progress(tune.Callback):
         self.tick()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune at the end of a step: the first trials go to their lanes while
-        their actors still start.
-        """
+        """Called by Tune: the first trials go to their lanes while their actors start."""
         if self._started:
             return
         for trial in trials:
@@ -322,8 +340,11 @@ class Progress(tune.Callback):
                 self._mailbox.submit_ahead.remote(assignment)
 
     def tick(self) -> None:
-        """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how
-        things are.
+        """Do what is due.
+
+        Raises:
+            Interrupted: The user has asked to stop.
+            PacelineError: Something has failed that ends the sweep.
         """
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)
@@ -333,60 +354,64 @@ class Progress(tune.Callback):
         if self._grow is not None and now - self._grew >= GROW_EVERY_S:
             self._grew = now
             self._grow()
-        if now - self._looked < LOOK_EVERY_S:
-            return
-        self._looked = now
+        if now - self._looked >= LOOK_EVERY_S:
+            self._looked = now
+            self._look()
+
+    def _look(self) -> None:
+        """Do what a user wants, and show how the lanes are."""
         if self.steer is not None:
             self.steer()
-        state = ray.get(self._mailbox.watch.remote(self._notes))
+        state = ray.get(self._mailbox.watch.remote(self._num_notes))
         if state["refusal"] is not None:
             raise state["refusal"].at(self._source)
         self._pace.lanes_up(len(state["lanes"]))
-        self._notes += len(state["notes"])
+        self._num_notes += len(state["notes"])
         for words in state["notes"]:
             self.terminal.say(words)
+        self._set_gauges(state)
+        spent_s = time.monotonic() - self._began
+        self.terminal.update(
+            View(
+                self._config,
+                self._total,
+                self._statuses,
+                state,
+                self.seen,
+                self._best,
+                spent_s,
+            )
+        )
+        if self._looked - self._written >= WRITE_EVERY_S:
+            self._written = self._looked
+            self._write(state)
+
+    def _set_gauges(self, state: Mapping[str, Any]) -> None:
         run = self._config.name
         counts = {**self._statuses, "running": len(state["running"])}
         for status in ("running", *STATUSES):
             self._trials.set(counts.get(status, 0), {"run": run, "status": status})
-        self._busy |= set(state["lanes"])
-        for lane in self._busy:
-            self._lane_busy.set(
-                float(lane in state["running"]), {"run": run, "lane": str(lane)}
-            )
-        spent_s = time.monotonic() - self._began
-        view = View(
-            self._config,
-            self._total,
-            self._statuses,
-            state,
-            self.seen,
-            self._best,
-            spent_s,
-        )
-        self.terminal.update(view)
-        if now - self._written >= WRITE_EVERY_S:
-            self._written = now
-            running = [
-                Running(
-                    one["trial"],
-                    lane,
-                    one["started"],
-                    dict(self.seen.get(one["trial"], {})),
-                    Event(one["metrics"]).row,
-                )
-                for lane, one in sorted(state["running"].items())
-            ]
-            live = Live("running", self._total, len(state["lanes"]), running)
-            if live != self._live:
-                self._live = live
-                write_live(self._storage, live)
+        self._lanes_seen |= set(state["lanes"])
+        for lane in self._lanes_seen:
+            is_busy = float(lane in state["running"])
+            self._lane_busy.set(is_busy, {"run": run, "lane": str(lane)})
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        """Write progress.json where it has changed."""
+        running = []
+        for lane, trial in sorted(state["running"].items()):
+            name = trial["trial"]
+            config = dict(self.seen.get(name, {}))
+            row = Event(trial["metrics"]).row
+            running.append(Running(name, lane, trial["started"], config, row))
+        shown = Live("running", self._total, len(state["lanes"]), running)
+        if shown != self._live:
+            self._live = shown
+            write_live(self._storage, shown)
 
     @property
     def _total(self) -> int:
-        """Trials as far as they are known: a rate that is searched around needs more
-        than the first ones.
-        """
+        """Trials that are known: `around` needs more than the first ones."""
         return max(self._plan.num_trials, len(self.seen))
 
     def on_trial_start(
@@ -401,14 +426,11 @@ class Progress(tune.Callback):
     def on_trial_complete(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial has ended, or was stopped: a line on the
-        terminal.
-        """
+        """Called by Tune when a trial has ended, or was stopped: record it, and say so."""
         name = _name(trial)
         with self._noting_failure():
-            self._record(
-                name, self.reasons.get(trial.trial_id, "stopped by the search")
-            )
+            why = self.reasons.get(trial.trial_id, "stopped by the search")
+            self._record(name, why)
         record = self.records.get(name)
         was_known = record is not None and record.end_time < self._begun_at
         self._pace.trial_ended(was_known)
@@ -419,35 +441,35 @@ class Progress(tune.Callback):
     def _say_end(self, record: TrialRecord, was_known: bool = False) -> None:
         """Count a trial that has ended, and say how, unless an earlier start has."""
         self._statuses[record.status] += 1
-        value = objective_value(self._config.objective, record)
-        sign = 1 if self._config.objective.direction == "min" else -1
-        if value is not None and (
-            self._best is None or sign * value < sign * self._best[0]
-        ):
+        value = value_of(self._config.objective.metric, record)
+        if value is not None and self._is_best(value):
             self._best = (value, record)
         if was_known:
             return
-        figures = "  ".join(
-            f"{key} {value:.4f}"
-            for key, value in record.metrics.items()
-            if key.startswith("val_")
-        )
         parts = [
             f"trial {self._statuses.total()}/{self._total}",
             in_a_line(record.config),
             record.status,
-            f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
-            figures,
-            record.message,
         ]
+        if record.samples_per_s:
+            parts.append(f"{record.samples_per_s:,.0f} samples/s")
+        for key, value in record.metrics.items():
+            if key.startswith("val_"):
+                parts.append(f"{key} {value:.4f}")
+        parts.append(record.message)
         self.terminal.say("  ".join(part for part in parts if part))
+
+    def _is_best(self, value: float) -> bool:
+        if self._best is None:
+            return True
+        if self._config.objective.direction == "min":
+            return value < self._best[0]
+        return value > self._best[0]
 
     def on_trial_recover(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial's actor has failed and it starts another: what
-        runs on a lane goes on.
-        """
+        """Called by Tune when a trial's actor has failed: what runs on a lane goes on."""
         with self._noting_failure():
             ray.get(self._mailbox.orphan.remote(_name(trial)))
             self.terminal.say(
@@ -457,9 +479,7 @@ class Progress(tune.Callback):
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when it gives a trial up: it has no result, and was not
-        stopped by anybody.
-        """
+        """Called by Tune when it gives a trial up: it has no result."""
         what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
         self.failure = self.failure or PacelineError(
             f"{what}, at last of {_cause(trial)}"
@@ -478,26 +498,25 @@ class Progress(tune.Callback):
         self._started[name] = started
         with self._noting_failure():
             self._record(name, BY_HAND, "clone")
-        if (record := self.records.get(name)) is not None:
+        record = self.records.get(name)
+        if record is not None:
             self._say_end(record)
 
     def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
-        """Note a trial's record; write it where there is none: storage was gone, or
-        somebody has stopped the trial.
+        """Note a trial's record; write it where storage was gone, or it was stopped.
 
         One without an evaluation gets none.
         """
         record = self._journal.find(name)
-        if (
-            record is None
-            and (record := self._from_mailbox(name, why_stopped, purpose)) is not None
-        ):
+        if record is None:
+            record = self._from_mailbox(name, why_stopped, purpose)
+            if record is None:
+                return
             self._journal.append(record)
-        if record is not None:
-            self.records[name] = record
-            self._mailbox.forget.remote(name)
-            if record.end_time >= self._begun_at:
-                self.tell(record)
+        self.records[name] = record
+        self._mailbox.forget.remote(name)
+        if record.end_time >= self._begun_at:
+            self.tell(record)
 
     def tell(self, record: TrialRecord) -> None:
         """Tell of a trial that has ended, where records are wanted."""
@@ -506,16 +525,13 @@ class Progress(tune.Callback):
     def _from_mailbox(
         self, name: str, why_stopped: str, purpose: Purpose
     ) -> TrialRecord | None:
-        """The record of a trial as its lane has told it: of its own end, or else as one
-        that was stopped.
-        """
+        """Return the record of a trial as its lane has told it, or as stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
         outcome = events[-1].outcome if events else None
         if not reports and outcome is None:
             return None
         return make_record(
-            name,
             self.seen[name],
             self._config.objective,
             self._started[name],
@@ -526,9 +542,7 @@ class Progress(tune.Callback):
         )
 
     def record_rest(self, is_over_budget: bool) -> None:
-        """Record the trials that the end of a budget has cut off; raise where one is
-        missing for no such reason.
-        """
+        """Record the trials that a budget has cut off; raise where another is missing."""
         if self.failure is not None:
             raise self.failure
         missing = [name for name in self._started if name not in self.records]
@@ -540,9 +554,7 @@ class Progress(tune.Callback):
             self._record(name, "stopped by the budget")
 
     def restore_records(self) -> None:
-        """Write again what has vanished from storage since; raise StorageError where
-        that is not possible.
-        """
+        """Write again what has vanished from storage since; raises StorageError."""
         there = {record.id for record in self._journal.records()}
         gone = [record for name, record in self.records.items() if name not in there]
         for record in gone:
@@ -559,9 +571,7 @@ def _name(trial: Any) -> str:
 
 
 def _cause(trial: Any) -> str:
-    """What one of Tune's trials failed of last, in a line, from the file that Tune
-    writes.
-    """
+    """Return what one of Tune's trials failed of last, in a line, from Tune's file."""
     lines: list[str] = []
     with contextlib.suppress(OSError, TypeError):  # the disk may be full
         lines = Path(trial.error_file).read_text(errors="replace").split("\n")

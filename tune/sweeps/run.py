@@ -46,19 +46,17 @@ from tune.sweeps.progress import Pace, Progress
 from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
 from tune.sweeps.steered import Steered
 from tune.sweeps.trial import LaneTrial
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, make_record
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord, make_record, trial_id
 
 logger = logging.getLogger(__name__)
 
-# that a trial which the search has stopped may take to notice, or a lane to come up
-_QUIET_S = 60.0
+_QUIET_TIMEOUT_S = 60.0
+"""A stopped trial may need this long to notice, a lane to start."""
 _LOOK_S = 0.5
 _SAY_AFTER_S = 2.0
-_ACTORS = 4
-"""That Tune starts for one trial at most: its work is on a lane, and goes on without
-them.
-"""
+_MAX_ACTORS = 4
+"""Actors that Tune may start for one trial, whose work goes on on its lane without."""
 _LEAST_ROOM_BYTES = 2**20
 
 
@@ -69,146 +67,323 @@ def run_sweep(
     output: Output | None = None,
     zygote: Zygote | None = None,
 ) -> list[TrialRecord]:
-    """Run every trial that has no record yet; returns the records of all.
+    """Run every trial that has no record yet.
 
-    `checked`: after a look at the nodes. `facts` is given what the report must say of
-    the sweep itself; `output` is what the user wants to be told; `zygote` is the
-    sweep's, where it has been started already.
+    Args:
+        spec: The sweep, whose directory is ready.
+        checked: Look at the nodes first.
+        facts: Is given what the report must say of the sweep itself.
+        output: What the user wants to be told.
+        zygote: The sweep's, where it has been started already.
 
-    Raises ConfigError (the cluster can never hold a trial), ClusterError (nodes are not
-    in order), Interrupted when asked to stop, and PacelineError when it is cut off:
-    what has ended until then is in the journal.
+    Returns:
+        The records of all trials.
+
+    Raises:
+        ConfigError: The cluster can never hold a trial.
+        ClusterError: Nodes are not in order.
+        Interrupted: The sweep was asked to stop.
+        PacelineError: It was cut off; what ended before is in the journal.
     """
-    logging.getLogger("ray.tune").setLevel(
-        logging.ERROR
-    )  # it misses the result files that the journal replaces
+    # Tune misses the result files that the journal replaces.
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
     with contextlib.closing(zygote or spec.zygote()) as own:
-        return _run_sweep(
-            spec, _plan(spec, checked, own), facts, output or Output(), own
+        run = _Run(spec, _plan(spec, checked, own), own, output or Output())
+        restarts = run.to_end()
+    if restarts and facts is not None:
+        facts["lane_restarts"] = restarts
+    return run.records()
+
+
+class _Run:
+    """One start of a sweep: its lanes, and the trials that run on them."""
+
+    def __init__(
+        self, spec: SweepSpec, plan: SweepPlan, zygote: Zygote, output: Output
+    ) -> None:
+        self._spec = spec
+        self._plan = plan
+        records = Journal(spec.storage).records()
+        # Trials without a record, or the repeats of finalists.
+        self._num_to_run = max(1, num_missing(spec.config, records))
+        # A grid and a random search come to their old trials again; optuna goes on
+        # from them.
+        self._before: list[TrialRecord] = []
+        if spec.config.search == "optuna":
+            self._before = [record for record in records if record.purpose == "trial"]
+        at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
+        self._search = ray_search.searcher(
+            spec.config, at_a_time, self._before, int(spec.train.get("seed", 0))
         )
-
-
-def _run_sweep(
-    spec: SweepSpec,
-    plan: SweepPlan,
-    facts: dict[str, str] | None,
-    output: Output,
-    zygote: Zygote,
-) -> list[TrialRecord]:
-    records = Journal(spec.storage).records()
-    kept = {record.id for record in records}
-    # Trials without a record, or the repeats of finalists.
-    to_run = max(1, num_missing(spec.config, records))
-    first_lanes = min(plan.num_lanes, to_run)
-    shape = f"{counted(first_lanes, 'lane')} of {counted(plan.train.scaling.max_workers, 'worker')}"
-    logger.info(
-        "%s: %s trials in %s; the lanes are starting",
-        spec.config.name,
-        plan.num_trials,
-        shape,
-    )
-    # A grid and a random search come to their old trials again; optuna goes on from
-    # them.
-    goes_on = spec.config.search == "optuna"
-    before = (
-        [record for record in records if record.purpose == "trial"] if goes_on else []
-    )
-    at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
-    search = ray_search.searcher(
-        spec.config, at_a_time, before, int(spec.train.get("seed", 0))
-    )
-    lanes = _lanes(spec, plan, zygote)
-    mailbox = lanes.mailbox
-    is_auto = spec.config.lanes == "auto"
-    pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)
-
-    def grow() -> None:
-        """Start further lanes where the cluster has grown."""
-        count = min(
-            to_run,
-            SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu).num_lanes,
+        self._lanes = _lanes(spec, plan, zygote)
+        self._mailbox = self._lanes.mailbox
+        self._pace = Pace(
+            self._search,
+            self._mailbox,
+            plan.num_trials if plan.is_independent else None,
         )
-        if count > lanes.count:
-            logger.info(
-                "the cluster holds %d lanes by now: another %d start",
-                count,
-                count - lanes.count,
-            )
-        lanes.grow(count)
-        pace.lanes_started(lanes.count)
+        grow = self._grow if spec.config.lanes == "auto" else None
+        self._progress = Progress(spec, plan, self._mailbox, self._pace, grow, output)
+        self._progress.seen.update(
+            {record.id: record.config for record in self._before}
+        )
+        self._progress.records.update({record.id: record for record in records})
+        self._steered = Steered(spec, self._mailbox, self._progress)
+        self._progress.steer = self._steered.look
 
-    progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output)
-    progress.seen.update({record.id: record.config for record in before})
-    progress.records.update({record.id: record for record in records})
-    steered = Steered(spec, mailbox, progress)
-    progress.steer = steered.look
-    try:
-        ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
+    def records(self) -> list[TrialRecord]:
+        """Return the records of all trials, in the order in which they were seen."""
+        known = self._progress.records
+        names = dict.fromkeys([*self._progress.seen, *known])
+        return [known[name] for name in names if name in known]
+
+    def to_end(self) -> str:
+        """Run the search, then clones and repeats; return why lanes were restarted."""
+        try:
+            restarts = self._with_signals()
+            self._lanes.close()
+            # Tune's copy of its handle would keep it as long as this process lives.
+            ray.kill(self._mailbox)
+        except BaseException as error:
+            self._cut_off()
+            reason = self._reason(error)
+            if reason is error:
+                raise
+            raise reason from error
+        return restarts
+
+    def _with_signals(self) -> str:
+        ending = ending_with_cluster(
+            _goes_on(self._spec), self._progress.terminal.close
+        )
         with (
             ending,
-            progress.heeding_signals(),
-            progress.terminal,
+            self._progress.heeding_signals(),
+            self._progress.terminal,
             VitalSigns(),
             run_environment(),
         ):
-            steered.look()
-            lanes.grow(first_lanes)
-            began = time.monotonic()
-            budget_s = spec.config.time_budget_s
-            with sweep_environment(), without_tags():
-                _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
-            pace.over()
+            self._run_search()
+            self._progress.restore_records()
+            save(self._spec)
+            restarts = _restarts(ray.get(self._mailbox.restarts.remote()))
+            if restarts:
+                self._progress.terminal.say(f"lanes started again: {restarts}")
+        return restarts
 
-            def is_over_budget() -> bool:
-                return time.monotonic() - began >= (budget_s or math.inf)
+    def _run_search(self) -> None:
+        num_lanes = min(self._plan.num_lanes, self._num_to_run)
+        workers = counted(self._plan.train.scaling.max_workers, "worker")
+        logger.info(
+            "%s: %s trials in %s of %s; the lanes are starting",
+            self._spec.config.name,
+            self._plan.num_trials,
+            counted(num_lanes, "lane"),
+            workers,
+        )
+        self._steered.look()
+        self._lanes.grow(num_lanes)
+        deadline = time.monotonic() + (self._spec.config.time_budget_s or math.inf)
+        with sweep_environment(), without_tags():
+            self._tuner().fit()
+        self._pace.over()
+        while True:
+            while self._steered.has_clones and time.monotonic() < deadline:
+                self._progress.tick()
+                time.sleep(_LOOK_S)
+            is_over_budget = time.monotonic() >= deadline
+            self._progress.record_rest(is_over_budget)
+            if is_over_budget or self._steered.is_extended:
+                return
+            with self._steered.alone():
+                self._run_repeats()
+            if not self._steered.has_clones:
+                return
 
-            while True:
-                while steered.has_clones and not is_over_budget():
-                    progress.tick()
-                    time.sleep(_LOOK_S)
-                progress.record_rest(is_over_budget())
-                if is_over_budget() or steered.is_extended:
-                    break
-                with steered.alone():
-                    repeats = _run_repeats(spec, plan, lanes, progress)
-                progress.records |= repeats
-                for name in repeats.keys() - kept:
-                    progress.tell(repeats[name])
-                if not steered.has_clones:
-                    break
-            progress.restore_records()
-            save(spec)
-            if restarts := _restarts(ray.get(mailbox.restarts.remote())):
-                progress.terminal.say(f"lanes started again: {restarts}")
-                (facts if facts is not None else {})["lane_restarts"] = restarts
-        lanes.close()
-        ray.kill(
-            mailbox
-        )  # Tune's copy of its handle would keep it for as long as this process lives
-    except BaseException as error:
+    def _grow(self) -> None:
+        """Start further lanes where the cluster has grown."""
+        plan = SweepPlan.make(
+            self._spec, _nodes_up(), nodes_at_most(), self._plan.use_gpu
+        )
+        count = min(self._num_to_run, plan.num_lanes)
+        more = count - self._lanes.count
+        if more > 0:
+            logger.info(
+                "the cluster holds %d lanes by now: another %d start", count, more
+            )
+        self._lanes.grow(count)
+        self._pace.lanes_started(self._lanes.count)
+
+    def _cut_off(self) -> None:
+        """Keep what has ended, and end lanes and mailbox."""
         with contextlib.suppress(PacelineError):
-            progress.restore_records()
-            save(spec)
-        lanes.end()
+            self._progress.restore_records()
+            save(self._spec)
+        self._lanes.end()
         with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(mailbox)
-        cause = progress.failure or error
+            ray.kill(self._mailbox)
+
+    def _reason(self, error: BaseException) -> BaseException:
+        """Return what the caller hears of an error that has cut the sweep off."""
+        cause = self._progress.failure or error
         if isinstance(cause, LeaseError):
-            raise cause from None
-        if isinstance(error, Interrupted | ConfigError) or not isinstance(
-            cause, Exception
-        ):
-            raise
-        raise PacelineError(f"{_why(cause, spec)}; {_goes_on(spec)}") from error
-    names = dict.fromkeys([*progress.seen, *progress.records])
-    return [progress.records[name] for name in names if name in progress.records]
+            return cause
+        if isinstance(error, Interrupted | ConfigError):
+            return error
+        if not isinstance(cause, Exception):
+            return error
+        return PacelineError(f"{_why(cause, self._spec)}; {_goes_on(self._spec)}")
+
+    def _tuner(self) -> tune.Tuner:
+        config = self._spec.config
+        trainable = tune.with_parameters(
+            LaneTrial,
+            mailbox=self._mailbox,
+            sweep=self._spec.storage,
+            train=self._spec.train,
+            objective=config.objective.model_dump(),
+            usd_per_hour=self._plan.lane_usd_per_hour,
+        )
+        # Tune refuses a trial without resources; this one takes nothing from the lanes.
+        trainable = tune.with_resources(trainable, {_driver_node(): 1e-4})
+        return tune.Tuner(
+            trainable,
+            param_space=ray_search.tune_space(config),
+            tune_config=tune.TuneConfig(
+                num_samples=ray_search.num_samples(config, len(self._before)),
+                search_alg=self._search,
+                scheduler=self._scheduler(),
+                reuse_actors=True,
+                time_budget_s=config.time_budget_s,
+            ),
+            run_config=tune.RunConfig(
+                name="tune",
+                storage_path=self._spec.uri,
+                verbose=0,
+                # It says nothing; a notebook's clears the cell before that.
+                progress_reporter=tune.CLIReporter(),
+                callbacks=[self._progress],
+                # It would be an empty one.
+                checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+                failure_config=tune.FailureConfig(max_failures=_MAX_ACTORS - 1),
+            ),
+        )
+
+    def _scheduler(self) -> TrialScheduler | None:
+        config = self._spec.config
+        if config.scheduler == "asha":
+            return AsyncHyperBandScheduler(
+                metric="objective", mode=config.objective.direction, max_t=10_000
+            )
+        if config.ends_beaten:
+            return ray_search.BeatenScheduler(
+                config.objective, self._progress.records, self._progress.reasons
+            )
+        return None
+
+    def _run_repeats(self) -> None:
+        """Run the repeats of finalists that have no record yet.
+
+        They end when the order of the first is decided, cannot be, or their time is
+        used up.
+        """
+        spec = self._spec
+        journal = Journal(spec.storage)
+        records = journal.records()
+        wanted = repeats_to_run(spec.config, spec.train, records)
+        if wanted:
+            num_finalists = len({finalist.id for finalist, _ in wanted})
+            self._progress.terminal.say(
+                f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first"
+            )
+            self._await_quiet()
+        while wanted:
+            finalist, seed = wanted[0]
+            record = self._repeat(finalist, seed)
+            journal.append(record)
+            records.append(record)
+            self._progress.records[record.id] = record
+            self._say_repeat(record, records)
+            self._progress.tell(record)
+            wanted = repeats_to_run(spec.config, spec.train, records)
+
+    def _say_repeat(self, record: TrialRecord, records: Sequence[TrialRecord]) -> None:
+        number = sum(other.purpose == "repeat" for other in records)
+        who = in_words(labels(self._spec.config, records), record)
+        reached = "not reached"
+        if record.time_to_target_s is not None:
+            reached = f"reached in {record.time_to_target_s:.3g} s"
+        self._progress.terminal.say(
+            f"repeat {number}  {who}  seed {record.seed}  {record.status}  {reached}"
+        )
+
+    def _await_quiet(self) -> None:
+        """Wait, for a minute at most, until no lane works or starts.
+
+        A lane that starts takes as much of the machine as a trial.
+        """
+        began = time.monotonic()
+        is_said = False
+        waited_s = 0.0
+        while waited_s < _QUIET_TIMEOUT_S:
+            running = ray.get(self._mailbox.watch.remote())["running"]
+            busy = [*self._lanes.settle(), *running]
+            if not busy:
+                return
+            if waited_s > _SAY_AFTER_S and not is_said:
+                is_said = True
+                self._progress.terminal.say(
+                    f"waiting until lanes {busy} are quiet, {_QUIET_TIMEOUT_S:.0f} s at most"
+                )
+            self._progress.tick()
+            time.sleep(_LOOK_S)
+            waited_s = time.monotonic() - began
+
+    def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord:
+        """Have a lane run one repeat to its end."""
+        trial = trial_id(finalist.config, "repeat", seed)
+        tree = override(
+            TrainConfig, self._spec.train, {**finalist.config, "seed": seed}
+        )
+        objective = self._spec.config.objective
+        started = time.time()
+        repeat = Assignment(
+            new_ticket(trial),
+            trial,
+            tree,
+            target=objective.goal,
+            watches=objective.watched,
+        )
+        ticket = ray.get(self._mailbox.submit.remote(repeat))
+        curve: list[dict[str, float]] = []
+        event = self._next_event(ticket, 0)
+        while event.outcome is None:
+            curve.append(event.row)
+            event = self._next_event(ticket, len(curve))
+        self._mailbox.forget.remote(ticket)
+        return make_record(
+            finalist.config,
+            objective,
+            started,
+            curve,
+            event.outcome,
+            self._plan.lane_usd_per_hour,
+            "repeat",
+            seed,
+        )
+
+    def _next_event(self, ticket: str, index: int) -> Event:
+        reference = self._mailbox.next_event.remote(ticket, index)
+        while not ray.wait([reference], timeout=_LOOK_S)[0]:
+            self._progress.tick()
+        event: Event = ray.get(reference)
+        return event
 
 
 def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
     """Return the lanes of a sweep, none of which has started."""
-    mailbox = start_mailbox(spec.storage)
     return Lanes(
-        mailbox,
+        start_mailbox(spec.storage),
         plan.train.scaling,
         plan.use_gpu,
         zygote.name,
@@ -221,62 +396,53 @@ def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
 
 
 def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
-    """What lanes that started again have cost, and why they did; empty where none has."""
-    reasons = Counter(
-        re.sub(r"\d+", "#", why) for _, why in restarts
-    )  # threads and trials are numbered
+    """Say how often and why lanes started again, and how long that took; "" for never."""
+    if not restarts:
+        return ""
+    # Threads and trials are numbered.
+    reasons = Counter(re.sub(r"\d+", "#", why) for _, why in restarts)
     shown = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(5))
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    return (
-        f"{times}, {duration(sum(time_s for time_s, _ in restarts))}: {shown}"
-        if restarts
-        else ""
-    )
+    return f"{times}, {duration(sum(time_s for time_s, _ in restarts))}: {shown}"
 
 
 def _goes_on(spec: SweepSpec) -> str:
-    """What a sweep that was cut off says last."""
+    """Say how a sweep that was cut off goes on."""
     return f"what has ended is in the journal, and `{spec.resume()}` goes on"
 
 
 def _why(error: Exception, spec: SweepSpec) -> str:
-    """What has cut the sweep off, in a line; of what follows from a full disk or a dead
-    actor, that.
-    """
+    """Say in a line what has cut the sweep off: a full disk or a dead actor first."""
+    places = [spec.storage.path] if spec.storage.is_local else []
     node = own_node()
-    places = [node.get_session_dir_path()] if node is not None else []
-    for place in [*places, *[spec.storage.path] * spec.storage.is_local]:
+    if node is not None:
+        places.insert(0, node.get_session_dir_path())
+    for place in places:
         with contextlib.suppress(OSError):
             if shutil.disk_usage(place).free < _LEAST_ROOM_BYTES:
                 return f"no space is left on the disk of {place} ({last_line(error)})"
-    if isinstance(
-        error, ray.exceptions.RayActorError
-    ):  # all that the driver itself asks of an actor, it asks of this
+    # The driver itself asks no other actor.
+    if isinstance(error, ray.exceptions.RayActorError):
         return f"the sweep's mailbox, an actor, has died ({first_line(error)})"
-    return (
-        last_line(error)
-        if isinstance(error, PacelineError)
-        else f"{type(error).__name__}: {last_line(error)}"
-    )
+    if isinstance(error, PacelineError):
+        return last_line(error)
+    return f"{type(error).__name__}: {last_line(error)}"
 
 
 def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
     """Connect, check the task and the cluster, and plan the sweep on it."""
-    given = spec.train, spec.path, spec.source, spec.uri
-    run: Any = FunctionSpec(*given) if spec.is_of_function else RunSpec(*given)
+    kind: Any = FunctionSpec if spec.is_of_function else RunSpec
+    run = kind(spec.train, spec.path, spec.source, spec.uri)
     connect(show_workers=False)
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
-    needs_energy = (
-        spec.config.objective.metric == "energy_j" and not spec.is_of_function
-    )
-    if needs_energy and not energy_is_counted(device_type):
-        rule = "cannot be measured: no GPU's driver (NVML) tells it"
+    wants_energy = spec.config.objective.metric == "energy_j"
+    if wants_energy and not spec.is_of_function and not energy_is_counted(device_type):
         raise ConfigError(
             "objective.metric",
             "energy_j",
-            rule,
+            "cannot be measured: no GPU's driver (NVML) tells it",
             "remove it, or run on GPUs that count it",
             spec.source,
         )
@@ -290,8 +456,9 @@ def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
 def _wrong(
     run: Any, plan: SweepPlan, device_type: str, zygote: Zygote
 ) -> PacelineError | None:
-    """What is wrong with the task, or the function, on the cluster: asked of a process
-    that has imported torch.
+    """Return what is wrong with the task or function on the cluster.
+
+    A fork of the zygote tells, since it has imported torch.
     """
     try:
         fork = zygote.fork("tune.forks.task:check", run, plan.precisions, device_type)
@@ -306,178 +473,15 @@ def _nodes_up() -> list[dict[str, float]]:
 
 
 def _driver_node() -> str:
-    """The resource of the driver's own node: a trial's actor there does not go with a
-    node that comes and goes.
-    """
-    [own] = [
-        node
-        for node in ray.nodes()
-        if node["NodeID"] == ray.get_runtime_context().get_node_id()
-    ]
-    names = ("node:__internal_head__", f"node:{own['NodeManagerAddress']}")
-    return next(name for name in names if name in own["Resources"])
-
-
-def _tuner(
-    spec: SweepSpec,
-    plan: SweepPlan,
-    mailbox: Any,
-    search: Any,
-    progress: Progress,
-    num_before: int,
-) -> tune.Tuner:
-    config = spec.config
-    objective = spec.config.objective
-    trainable = tune.with_resources(
-        tune.with_parameters(
-            LaneTrial,
-            mailbox=mailbox,
-            sweep=spec.storage,
-            train=spec.train,
-            objective=objective.model_dump(),
-            usd_per_hour=plan.lane_usd_per_hour,
-        ),
-        {
-            _driver_node(): 1e-4
-        },  # Tune refuses a trial without resources; this one takes nothing from the lanes
-    )
-    scheduler: TrialScheduler | None = None
-    if config.ends_beaten:
-        scheduler = ray_search.BeatenScheduler(
-            objective, progress.records, progress.reasons
-        )
-    if config.scheduler == "asha":
-        scheduler = AsyncHyperBandScheduler(
-            metric="objective", mode=objective.direction, max_t=10_000
-        )
-    return tune.Tuner(
-        trainable,
-        param_space=ray_search.tune_space(config),
-        tune_config=tune.TuneConfig(
-            num_samples=ray_search.num_samples(config, num_before),
-            search_alg=search,
-            scheduler=scheduler,
-            reuse_actors=True,
-            time_budget_s=config.time_budget_s,
-        ),
-        run_config=tune.RunConfig(
-            name="tune",
-            storage_path=spec.uri,
-            verbose=0,
-            # it says nothing; a notebook's clears the cell before that
-            progress_reporter=tune.CLIReporter(),
-            callbacks=[progress],
-            checkpoint_config=tune.CheckpointConfig(
-                checkpoint_at_end=False
-            ),  # it would be an empty one
-            failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
-        ),
-    )
-
-
-def _run_repeats(
-    spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progress
-) -> dict[str, TrialRecord]:
-    """Run the repeats that have no record yet, until the order of the first is decided,
-    cannot be, or their time is used up; returns the records of all, by id.
-    """
-    journal = Journal(spec.storage)
-    records = journal.records()
-    ended = {record.id: record for record in records if record.purpose == "repeat"}
-    wanted = repeats_to_run(spec.config, spec.train, records)
-    if not wanted:
-        return ended
-    names = labels(spec.config, records)
-    say = progress.terminal.say
-    num_finalists = len({finalist.id for finalist, _ in wanted})
-    say(
-        f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first"
-    )
-    _await_quiet(lanes, progress)
-    while wanted:
-        finalist, seed = wanted[0]
-        record = _repeat(spec, plan, lanes.mailbox, finalist, seed, progress)
-        journal.append(record)
-        records.append(record)
-        ended[record.id] = record
-        reached = (
-            "not reached"
-            if record.time_to_target_s is None
-            else f"reached in {record.time_to_target_s:.3g} s"
-        )
-        say(
-            f"repeat {len(ended)}  {in_words(names, finalist)}  seed {seed}  {record.status}  {reached}"
-        )
-        wanted = repeats_to_run(spec.config, spec.train, records)
-    return ended
-
-
-def _await_quiet(lanes: Lanes, progress: Progress) -> None:
-    """Wait until no lane works, nor starts, which takes as much of the machine as a
-    trial; for a minute at most.
-    """
-    began = time.monotonic()
-    is_said = False
-    while (waited_s := time.monotonic() - began) < _QUIET_S:
-        busy = [*lanes.settle(), *ray.get(lanes.mailbox.watch.remote())["running"]]
-        if not busy:
-            return
-        if waited_s > _SAY_AFTER_S and not is_said:
-            is_said = True
-            progress.terminal.say(
-                f"waiting until lanes {busy} are quiet, {_QUIET_S:.0f} s at most"
-            )
-        progress.tick()
-        time.sleep(_LOOK_S)
-
-
-def _repeat(
-    spec: SweepSpec,
-    plan: SweepPlan,
-    mailbox: Any,
-    finalist: TrialRecord,
-    seed: int,
-    progress: Progress,
-) -> TrialRecord:
-    """Have a lane run one repeat to its end."""
-    trial = trial_id(finalist.config, "repeat", seed)
-    tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
-    objective = spec.config.objective
-    started = time.time()
-    repeat = Assignment(
-        new_ticket(trial), trial, tree, target=objective.goal, watches=objective.watched
-    )
-    ticket = ray.get(mailbox.submit.remote(repeat))
-    curve: list[dict[str, float]] = []
-    event = _next_event(mailbox, ticket, 0, progress)
-    while event.outcome is None:
-        curve.append(event.row)
-        event = _next_event(mailbox, ticket, len(curve), progress)
-    mailbox.forget.remote(ticket)
-    price = plan.lane_usd_per_hour
-    return make_record(
-        trial,
-        finalist.config,
-        objective,
-        started,
-        curve,
-        event.outcome,
-        price,
-        "repeat",
-        seed,
-    )
-
-
-def _next_event(mailbox: Any, ticket: str, index: int, progress: Progress) -> Event:
-    reference = mailbox.next_event.remote(ticket, index)
-    while not ray.wait([reference], timeout=_LOOK_S)[0]:
-        progress.tick()
-    event: Event = ray.get(reference)
-    return event
+    """Return the resource of the driver's own node, which does not come and go."""
+    node_id = ray.get_runtime_context().get_node_id()
+    [own] = [node for node in ray.nodes() if node["NodeID"] == node_id]
+    head = "node:__internal_head__"
+    return head if head in own["Resources"] else f"node:{own['NodeManagerAddress']}"
 
 
 def environment() -> dict[str, str]:
-    """The versions and nodes that the figures depend on."""
+    """Return the versions and nodes that the figures depend on."""
     import torch
 
     from trainers.devices.device import environment as worker_environment

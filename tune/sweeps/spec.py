@@ -1,11 +1,9 @@
-"""A sweep as plain data: read from a file, checked before Ray is imported, kept with
-the sweep for its resume.
-"""
+"""A sweep as plain data: read from a file, checked before Ray is imported, and kept."""
 
 import contextlib
 import shlex
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,17 @@ from trainers.config.tracking import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.launch.run_directory import delete_own
-from trainers.launch.spec import make_function_spec, make_spec, read_file, read_mapping
+from trainers.launch.spec import (
+    FunctionSpec,
+    RunSpec,
+    make_function_spec,
+    make_spec,
+    read_file,
+    read_mapping,
+)
 from trainers.lease import fenced
 from trainers.storage import Storage, inside_ray_job, storage_uri
-from tune.config import Range, SweepConfig, sample_values
+from tune.config import SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
@@ -70,15 +75,11 @@ class SweepSpec:
         return fenced(Storage(self.uri), SAVED, self.token)
 
     def resume(self, python: str = "python") -> str:
-        """Return the command that goes on with it, from where this one was given:
-        inside a Ray job, another job.
-        """
-        submit = (
-            "ray job submit --working-dir . -- python"
-            if inside_ray_job()
-            else shlex.quote(python)
-        )
-        return f"{submit} -m tune resume {shlex.quote(self.uri)}"
+        """Return the command that goes on with it; inside a Ray job, another job."""
+        submit = shlex.quote(python)
+        if inside_ray_job():
+            submit = "ray job submit --working-dir . -- python"
+        return f"{submit} -m tune {shlex.quote(self.uri)}"
 
     @property
     def is_of_function(self) -> bool:
@@ -106,19 +107,16 @@ class SweepSpec:
         return planned_trials(self.config)
 
     def saved(self) -> dict[str, Any]:
-        """What the sweep's directory keeps for `resume`."""
+        """Return what the sweep's directory keeps for `resume`."""
         sweep = self.config.model_dump(mode="json", exclude_none=True)
-        return {
-            **sweep,
-            "train": {**self.train, "task_dir": self.path[0] if self.path else None},
-        }
+        task_dir = self.path[0] if self.path else None
+        return sweep | {"train": self.train | {"task_dir": task_dir}}
 
 
 def read_sweep(
     location: str, overrides: Mapping[str, Any], own_workers: bool = True
 ) -> SweepSpec:
-    """Read and check a sweep file; ConfigError says what is wrong, before torch or Ray
-    is imported.
+    """Read and check a sweep file, before torch or Ray is imported.
 
     Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
     below `train.`, of the run. `own_workers`: it will run from here; one that is only
@@ -135,64 +133,29 @@ def sweep_with(
     overrides: Mapping[str, Any],
     own_workers: bool = True,
 ) -> SweepSpec:
-    """Check a sweep's mapping that came from `location`, with overrides as `read_sweep`
-    has them.
-    """
-    of_train = {
-        key.removeprefix("train."): value
-        for key, value in overrides.items()
-        if key.startswith("train.")
-    }
-    of_space = {
-        key.removeprefix("space."): value
-        for key, value in overrides.items()
-        if key.startswith("space.")
-    }
-    of_sweep = {
-        key: value
-        for key, value in overrides.items()
-        if not key.startswith(("train.", "space."))
-    }
-    tree = override(SweepConfig, tree, of_sweep)
-    if of_space:
-        tree["space"] = _space(tree.get("space") or {}, of_space)
-    config = build(SweepConfig, tree, location)
-    if isinstance(config.train, str):
-        file = (
-            config.train
-            if "://" in config.train or directory is None
-            else str(directory / config.train)
-        )
-        (train, directory), source = read_file(file), file
-    else:
-        train = config.train
-        source = location
-    return _spec(
-        config,
-        override(kind_of(train), train, of_train),
-        source,
-        location,
-        directory,
-        own_workers,
-    )
-
-
-def _space(space: Any, overrides: Mapping[str, Any]) -> Any:
-    """A space with dotted keys set: `optimizer.lr` is one key of it, `optimizer.lr.min`
-    one of the range there.
-    """
-    if not isinstance(space, dict):
-        return space  # which is an error to come
+    """Check a sweep's mapping from `location`, with overrides as `read_sweep` has them."""
+    of_sweep: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {"train": {}, "space": {}}
     for key, value in overrides.items():
-        of_range, dot, end = key.rpartition(".")
-        is_end = (
-            dot and end in Range.model_fields and isinstance(space.get(of_range), dict)
-        )
-        space = {
-            **space,
-            **({of_range: {**space[of_range], end: value}} if is_end else {key: value}),
-        }
-    return space
+        section, _, rest = key.partition(".")
+        if rest and section in sections:
+            sections[section][rest] = value
+        else:
+            of_sweep[key] = value
+    tree = override(SweepConfig, tree, of_sweep)
+    space = tree.get("space") or {}
+    if isinstance(space, dict):
+        tree["space"] = space | sections["space"]
+    config = build(SweepConfig, tree, location)
+    source = location
+    train = config.train
+    if isinstance(train, str):
+        source = train
+        if "://" not in train and directory is not None:
+            source = str(directory / train)
+        train, directory = read_file(source)
+    train = override(kind_of(train), train, sections["train"])
+    return _spec(config, train, source, location, directory, own_workers)
 
 
 def _spec(
@@ -204,26 +167,23 @@ def _spec(
     own_workers: bool,
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
-    given = {
-        key: value
-        for key, value in train.items()
-        if key not in ("name", "storage_path")
-    }
-    # With the first value of each swept key, so that what only the space gives is
-    # there.
+    given = dict(train)
+    given.pop("name", None)
+    given.pop("storage_path", None)
     space = known_space(config.space, given, source)
-    base = trial_tree(
-        given, {key: sample_values(values)[0] for key, values in space.items()}
-    )
+    # With the first value of each swept key: what only the space gives is there.
+    first = {key: sample_values(values)[0] for key, values in space.items()}
+    base = trial_tree(given, first)
+    make: Callable[..., RunSpec | FunctionSpec] = make_spec
     try:
         if kind_of(base) is FunctionConfig:
+            make = make_function_spec
             config.check_function()
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        make = make_function_spec if kind_of(base) is FunctionConfig else make_spec
-        run = make({**base, "storage_path": uri}, train_file, directory, own_workers)
+        run = make(base | {"storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
         if error.field in space:
             raise ConfigError(
@@ -237,8 +197,7 @@ def _spec(
 
 
 def read_saved(location: str, overrides: Mapping[str, Any] | None = None) -> SweepSpec:
-    """Read the sweep that a directory holds, to run it, with what it is to be extended
-    by and further overrides.
+    """Read the sweep that a directory holds, to run it, with its extension and overrides.
 
     Raises ConfigError when there is none, or it cannot run here.
     """
@@ -278,16 +237,15 @@ def read_kept(location: str) -> SweepSpec:
 
 
 def save(spec: SweepSpec) -> None:
-    """Keep the sweep with its records where it is not: `resume` and `report` begin with
-    it.
-    """
+    """Keep the sweep with its records: `resume` and `report` begin with it."""
     if not spec.storage.exists(SAVED):
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
 def is_complete(spec: SweepSpec) -> bool:
-    """Whether every trial has a record, and finalists their repeats; a random search
-    that has drawn a configuration twice is known to be complete only by running it.
+    """Whether every trial has a record, and finalists their repeats.
+
+    A random search that has drawn a configuration twice shows it only by running.
     """
     records = Journal(spec.storage).records()
     clones = Actions(spec.storage).read().clones
@@ -306,47 +264,47 @@ def num_missing(config: SweepConfig, records: Sequence[TrialRecord]) -> int:
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
-    """Make the sweep's directory, whose lease is held, ready; returns how many trials
-    stand in it already.
+    """Make the sweep's directory ready, whose lease is held.
+
+    Returns how many trials stand in it already.
 
     Raises ConfigError when another sweep of this name is there.
     """
     storage = spec.storage
     if fresh:
         delete_own(storage, SAVED)
-    count = sum(name.endswith(".json") for name in storage.names("trials"))
+    count = num_records(storage)
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
-        then, train = (
-            with_defaults(saved.get("train"), storage.locate(SAVED))
-            for saved in (before, now)
-        )
-        pairs = {
-            key: (before.get(key), now.get(key))
-            for key in ("space", "search", "objective")
-        }
+        then = with_defaults(before.get("train"), storage.locate(SAVED))
+        train = with_defaults(now["train"], storage.locate(SAVED))
+        pairs = {}
+        for key in ("space", "search", "objective"):
+            pairs[key] = before.get(key), now.get(key)
         if not count:  # it may name no metric, which has ended the sweep
             del pairs["objective"]
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling", "tracking"):
-                pairs[f"train.{key}"] = (then.get(key), train.get(key))
+                pairs[f"train.{key}"] = then.get(key), train.get(key)
         for key, (was, value) in pairs.items():
             if was != value:
-                extend = f"go on with what is known by `python -m tune extend {shlex.quote(storage.uri)}`"
+                rule = f"differs from {was} in {storage.uri}"
+                extend = f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
                 fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
-                raise ConfigError(
-                    key, value, f"differs from {was} in {storage.uri}", fix, spec.source
-                )
+                raise ConfigError(key, value, rule, fix, spec.source)
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 
 
+def num_records(sweep: Storage) -> int:
+    """Count the trials that stand in a sweep's directory, and read none."""
+    return sum(name.endswith(".json") for name in sweep.names("trials"))
+
+
 def with_defaults(train: Any, source: str) -> dict[str, Any]:
-    """`train` as an older version saved it, with the defaults of the keys that it did
-    not have yet.
-    """
+    """Return an older version's `train` with the defaults of its missing keys."""
     tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
         tree = build_run(tree, source).tree()

@@ -1,6 +1,4 @@
-"""A running sweep in its user's hands: the driver looks at the actions in its
-directory, and does them (Ray).
-"""
+"""Do what users want of a running sweep: its driver reads the actions (Ray)."""
 
 import contextlib
 import time
@@ -15,8 +13,8 @@ from tune.search.space import open_trials
 from tune.sweeps.progress import Progress
 from tune.sweeps.spec import SweepSpec
 from tune.sweeps.trial import assignment_of
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import BY_HAND
+from tune.trials.journal import Journal
+from tune.trials.record import BY_HAND, trial_id
 from tune.trials.steering import Actions, Clone, Steering
 
 
@@ -100,27 +98,20 @@ class Steered:
             clone.config, self._spec.train, self._spec.config.objective, "clone"
         )
         states = self._spec.storage.child("states", clone.of)
-        if (
-            clone.goes_on
-            and self._journal.find(clone.of) is not None
-            and states.exists()
-        ):
+        has_ended = self._journal.find(clone.of) is not None
+        if clone.goes_on and has_ended and states.exists():
             assignment = replace(assignment, source=states)
-        self._running[name] = (
-            ray.get(self._mailbox.submit.remote(assignment)),
-            time.time(),
-        )
+        ticket = ray.get(self._mailbox.submit.remote(assignment))
+        self._running[name] = ticket, time.time()
 
 
 def told(before: Steering, now: Steering, spec: SweepSpec) -> Iterator[str]:
     """Yield a sentence for all that is new."""
     goes_on = f"`python -m tune steer {spec.uri} go-on`"
     if now.paused != before.paused:
-        yield (
-            f"paused by hand: lanes take no trial until {goes_on}"
-            if now.paused
-            else "lanes take trials again"
-        )
+        on = "lanes take trials again"
+        off = f"paused by hand: lanes take no trial until {goes_on}"
+        yield off if now.paused else on
     for name in sorted(now.stopped - before.stopped):
         yield f"trial {name}: {BY_HAND}, at its next evaluation if it runs"
     if now.first[:1] != before.first[:1]:

@@ -1,6 +1,4 @@
-"""A sweep from its start to its answer, for the command and for Python: `from tune
-import sweep`.
-"""
+"""A sweep from its start to its answer, for the command and `from tune import sweep`."""
 
 from __future__ import annotations
 
@@ -29,6 +27,7 @@ from tune.sweeps.spec import (
     Interrupted,
     SweepSpec,
     is_complete,
+    num_records,
     prepare,
     read_saved,
     sweep_with,
@@ -67,15 +66,14 @@ class SweepResult:
 
     @property
     def best(self) -> TrialRecord | None:
-        """The best trial, as `best.config` and `best.metrics`; None where no trial
-        ended well.
-        """
+        """The best trial, with `config` and `metrics`; None where none ended well."""
         return self.answer.best
 
     @property
     def best_yaml(self) -> str | None:
-        """The file that trains with the best configuration: `train(result.best_yaml)`;
-        None without one.
+        """The file that trains with the best configuration: `train(result.best_yaml)`.
+
+        None where no trial ended well.
         """
         return self.spec.storage.locate("best.yaml") if self.best else None
 
@@ -94,9 +92,7 @@ class SweepResult:
         return table
 
     def table(self, width: int | None = None) -> Table:
-        """Return the table that the command prints, for rich; at most `width`
-        characters wide.
-        """
+        """Return the table that the command prints, for rich; at most `width` wide."""
         from tune.report.table import table
 
         return table(self.spec.config, self.records, self.answer, width)
@@ -121,24 +117,28 @@ def sweep(
     check: bool = True,
     **keys: Any,
 ) -> SweepResult:
-    """Sweep a training run, or go on with the sweep in its directory: what `python -m
-    tune` does.
+    """Sweep a training run, or go on with the sweep in its directory, as `python -m tune`.
 
-    Args: train: The run to vary: its file (a path or URI), a mapping of its keys, a
-        Task class, which may be a
-            notebook's, or a training function of Ray Train's.
+    Args:
+        train: The run to vary: its file (a path or URI), a mapping of its keys, a Task
+            class, which may be a notebook's, or a training function of Ray Train's.
         space: Dotted keys of the run and their values: a list, or a range such as
-        `{"loguniform": [1e-4, 1e-2]}`.
+            `{"loguniform": [1e-4, 1e-2]}`.
         objective: What the best trial is best at: a metric, or a mapping with `metric`,
-        `mode` and `target`.
+            `mode` and `target`.
         fresh: Start anew: delete what the sweep's directory holds.
         check: Look at the nodes of a cluster first.
         keys: Further keys of the sweep (`name="lr"`, `search="random"`,
             `budget={"trials": 20}`), and of the run (`**{"train.epochs": 3}`).
 
-    An interrupt raises SweepInterrupted, a KeyboardInterrupt, and the same call goes
-    on. Raises ConfigError where a value cannot be used, PacelineError where the sweep
-    was cut off, and ClusterError where nodes are not in order.
+    Returns:
+        The trials, and what the sweep says of them.
+
+    Raises:
+        SweepInterrupted: A KeyboardInterrupt; the same call goes on.
+        ConfigError: A value cannot be used.
+        ClusterError: Nodes are not in order.
+        PacelineError: The sweep was cut off.
     """
     check_thread("sweep()")
     places: list[Path] = []
@@ -158,18 +158,24 @@ def sweep(
 def extend(
     directory: str | os.PathLike[str], *, check: bool = True, **keys: Any
 ) -> SweepResult:
-    """Go on with the sweep in a directory (or URI), and with other keys where some are
-    given: `python -m tune extend`.
+    """Go on with a sweep, maybe with other keys: `python -m tune DIRECTORY`.
 
     What is known is not trained again, and trials that are to be longer go on from
-    their last checkpoint, where they have one. Raises what `sweep` raises, and
-    InUseError, a ConfigError, where the sweep runs: it goes on with the keys once its
-    trials have ended.
+    their last checkpoint, where they have one.
 
-    Args: directory: The sweep's. check: Look at the nodes of a cluster first. keys:
-        Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of its
-        keys that it names), and of
-            the run (`**{"train.epochs": 10}`).
+    Args:
+        directory: The sweep's, a path or URI.
+        check: Look at the nodes of a cluster first.
+        keys: Keys of the sweep (`space={"global_batch_size": [16, 32]}` sets those of
+            its keys that it names), and of the run (`**{"train.epochs": 10}`).
+
+    Returns:
+        The trials, and what the sweep says of them.
+
+    Raises:
+        InUseError: A ConfigError: the sweep runs, and goes on with the keys once its
+            trials have ended.
+        PacelineError: As for `sweep`.
     """
     check_thread("extend()")
     overrides = plain(keys, "extend()", [])
@@ -186,21 +192,24 @@ def run_to_answer(
     is_command: bool = False,
     output: Output | None = None,
 ) -> SweepResult:
-    """Run what has no record yet, and write the report; of a sweep that is complete,
-    only that.
+    """Run what has no record yet, and write the report.
 
-    `is_command`: the process is there for nothing else. Otherwise its Ray connection,
-    its log and its garbage collection stay as they are. `output` is what the command's
-    user wants to be told.
+    Args:
+        spec: The sweep; where it was read from its directory, it is to be extended.
+        fresh: Delete what the directory holds.
+        checked: Look at the nodes first.
+        is_command: The process is there for nothing else. Otherwise its Ray connection,
+            its log and its garbage collection stay as they are.
+        output: What the command's user wants to be told.
     """
-    output = output or Output()
     from trainers.launch.log import shown_log
 
+    output = output or Output()
     check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         token = stack.enter_context(held(spec.storage, SAVED))
-        before = apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
+        num_before = apply_extension(spec) if spec.is_kept else prepare(spec, fresh)
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
@@ -215,57 +224,63 @@ def run_to_answer(
             )
         )
         if is_complete(spec):
-            logger.info(
-                "%s is complete already (%s starts it anew)",
-                spec.uri,
-                "--fresh" if is_command else "fresh=True",
-            )
+            anew = "--fresh" if is_command else "fresh=True"
+            logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
             result = saved_answer(spec)
-            state = "ended"
-            return result
-        if before:
-            logger.info(
-                "%s holds %d trials that have ended: only the others run",
-                spec.uri,
-                before,
-            )
-        with without_collection(own_process=is_command):
-            from trainers.on_ray.connect import connect, leaving
-        facts: dict[str, str] = {}
-        # What takes seconds is done beside what only waits: imports while Ray starts,
-        # the report while it ends.
-        with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
+        else:
+            if num_before:
+                logger.info(
+                    "%s holds %d trials that have ended: only the others run",
+                    spec.uri,
+                    num_before,
+                )
             try:
-                with leaving(), closing(spec.zygote()) as zygote:
-                    imports = [
-                        beside.submit(import_module, name)
-                        for name in ("tune.sweeps.run", "tune.lanes.trainer")
-                    ]
-                    with without_collection(own_process=is_command):
-                        connect(show_workers=False)
-                        imports[0].result()
-                        from tune.sweeps.run import environment, run_sweep
-                    records = run_sweep(spec, checked, facts, output, zygote)
-                    while (
-                        Actions(spec.storage).read().extension
-                    ):  # of the sweep while it ran, or before
-                        following = replace(read_saved(spec.uri), token=token)
-                        if content(following) == content(spec):
-                            break
-                        spec = following
-                        apply_extension(spec)
-                        if is_complete(spec):
-                            records = Journal(spec.storage).records()
-                        else:
-                            records = run_sweep(spec, checked, facts, output)
-                    answer = beside.submit(
-                        _answer, spec, records, environment() | facts
-                    )
+                result = _run_to_end(spec, checked, is_command, output)
             except (Interrupted, KeyboardInterrupt):
-                raise SweepInterrupted(prepare(spec, False)) from None
-            result = answer.result()
-            state = "ended"
+                raise SweepInterrupted(num_records(spec.storage)) from None
+        state = "ended"
         return result
+
+
+def _run_to_end(
+    spec: SweepSpec, checked: bool, is_command: bool, output: Output
+) -> SweepResult:
+    """Run the sweep, and what it is extended to meanwhile.
+
+    What takes seconds is done beside what only waits: imports while Ray starts, the
+    report while it ends.
+    """
+    with without_collection(own_process=is_command):
+        from trainers.on_ray.connect import connect, leaving
+    facts: dict[str, str] = {}
+    with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
+        with leaving(), closing(spec.zygote()) as zygote:
+            imported = beside.submit(import_module, "tune.sweeps.run")
+            beside.submit(import_module, "tune.lanes.trainer")
+            with without_collection(own_process=is_command):
+                connect(show_workers=False)
+                imported.result()
+                from tune.sweeps.run import environment, run_sweep
+            records = run_sweep(spec, checked, facts, output, zygote)
+            extended = _extended(spec)
+            while extended is not None:
+                spec = extended
+                apply_extension(spec)
+                if is_complete(spec):
+                    records = Journal(spec.storage).records()
+                else:
+                    records = run_sweep(spec, checked, facts, output)
+                extended = _extended(spec)
+            answer = beside.submit(_answer, spec, records, environment() | facts)
+        return answer.result()
+
+
+def _extended(spec: SweepSpec) -> SweepSpec | None:
+    """Return what a user has had the sweep become while it ran, or before."""
+    if not Actions(spec.storage).read().extension:
+        return None
+    following = replace(read_saved(spec.uri), token=spec.token)
+    return None if content(following) == content(spec) else following
 
 
 def _block_sigterm() -> None:

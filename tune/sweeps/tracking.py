@@ -37,8 +37,10 @@ class SweepHistory:
         self._spec: SweepSpec | None = None
 
     def poll(self, ended: str | None) -> list[History]:
-        """As `Source` has it; a trial comes once, when it has ended."""
-        spec = self._spec = self._spec or read_saved(self._sweep.uri)
+        """Return the histories that are new; a trial comes once, when it has ended."""
+        if self._spec is None:
+            self._spec = read_saved(self._sweep.uri)
+        spec = self._spec
         names = [
             name.removesuffix(".json")
             for name in self._sweep.names("trials")
@@ -62,7 +64,8 @@ class SweepHistory:
             summary = self._sweep.read_json("summary.json", dict[str, Any])
             tags |= {**summary["environment"], "answer": redact(summary["answer"])}
             values = {"trials": float(summary["trials"])}
-            if (best := summary["best"]) is not None:
+            best = summary["best"]
+            if best is not None:
                 tags["best"] = best["id"]
                 values[f"best/{spec.config.objective.metric}"] = float(best["value"])
             rows.append(
@@ -92,9 +95,7 @@ class SweepHistory:
 
 
 def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
-    """Return a trial that has ended: its evaluations, and in its last step the figures
-    of results.parquet.
-    """
+    """Return a trial that has ended: its evaluations, and the figures of its end."""
     rows: dict[int, Row] = {}
     end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
     for point in record.curve:
@@ -108,14 +109,11 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
             {name: value for name, value in point.items() if name not in _POSITION},
         )
     last = int(max([record.metrics.get("step", 0.0), *rows]))
-    figures = {
-        "trial_time_s": record.end_time - record.start_time
-    }  # one that failed has no other
-    figures |= {
-        name: float(value)
-        for name in _FIGURES
-        if (value := getattr(record, name)) is not None
-    }
+    figures = {"trial_time_s": record.end_time - record.start_time}
+    for name in _FIGURES:  # one that failed has none of them
+        value = getattr(record, name)
+        if value is not None:
+            figures[name] = float(value)
     metrics = {
         name: value for name, value in record.metrics.items() if name not in _POSITION
     }

@@ -1,6 +1,4 @@
-"""A trial as Ray Tune sees it: a trainable without a model, which waits for the reports
-of its lane (Ray).
-"""
+"""A trial as Ray Tune sees it: a trainable that waits for its lane's reports (Ray)."""
 
 import contextlib
 import math
@@ -19,8 +17,14 @@ from tune.objective import TO_TARGET, Objective
 from tune.search.ray_search import reward, worst
 from tune.search.space import trial_tree, unwrap
 from tune.trials.interval import dollars
-from tune.trials.journal import Journal, trial_id
-from tune.trials.record import Purpose, TrialRecord, make_record, time_to_target
+from tune.trials.journal import Journal
+from tune.trials.record import (
+    Purpose,
+    TrialRecord,
+    make_record,
+    time_to_target,
+    trial_id,
+)
 
 
 def assignment_of(
@@ -42,8 +46,7 @@ def assignment_of(
 
 
 class LaneTrial(Trainable):
-    """Submits its configuration to the mailbox; `step` gives one evaluation at a time;
-    the actor is reused.
+    """Submits its configuration to the mailbox; `step` gives one evaluation at a time.
 
     The record of a trial is in the journal before Tune hears of its end. A trial whose
     record is there already (a resumed sweep) ends at once, from the record. Where the
@@ -110,7 +113,6 @@ class LaneTrial(Trainable):
                 "trial": self._trial,
             }
         given = (
-            self._trial,
             self._space_config,
             self._objective,
             self._started,
@@ -124,9 +126,7 @@ class LaneTrial(Trainable):
         return self._final(self._record)
 
     def _value(self, row: dict[str, float]) -> float:
-        """The objective so far, for a scheduler; the worst value where it is not
-        defined yet.
-        """
+        """Return the objective so far, for a scheduler; the worst before it has one."""
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)
             if value is not None and self._objective.metric == "usd_to_target":
@@ -149,9 +149,7 @@ class LaneTrial(Trainable):
         return {**record.metrics, **speeds, **said}
 
     def cleanup(self) -> None:
-        """Cancel a trial that the search has stopped before its end; the driver records
-        it.
-        """
+        """Cancel a trial that the search has stopped; the driver records it."""
         if self._record is None and self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 

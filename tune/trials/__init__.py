@@ -1,1 +1,4 @@
-"""The journal of a sweep, and what trials teach about memory and time."""
+"""Records of trials, what they teach about memory, and what users want done.
+
+The doors are `Journal` (journal.py) and `make_record` (record.py).
+"""

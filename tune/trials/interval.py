@@ -28,12 +28,6 @@ class Interval:
     low: float
     high: float
 
-    def __post_init__(self) -> None:
-        if not self.low <= self.value <= self.high:
-            raise ValueError(
-                f"value is {self.value}, but must be between low, {self.low}, and high, {self.high}"
-            )
-
 
 def dollars(time_s: float, usd_per_hour: float) -> float:
     """Return the price of a time on a lane that costs `usd_per_hour`."""

@@ -1,12 +1,10 @@
-"""The journal of a sweep: one JSON file for each trial that ended, durable before Ray
-Tune is told.
+"""The journal of a sweep: one file a trial that ended, durable before Tune is told.
 
 `<sweep>/trials/<id>.json` is a whole file because object stores have no append. A
 resumed sweep answers a trial that has a record from it and runs only the others. Beside
 it `boundary.json` keeps which microbatches are known to fit.
 """
 
-import hashlib
 import json
 import logging
 from dataclasses import asdict
@@ -15,26 +13,11 @@ from typing import Any
 from trainers.errors import CheckpointError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Purpose, TrialRecord
+from tune.trials.record import TrialRecord, trial_id
 
 logger = logging.getLogger(__name__)
 
 _BOUNDARY = "boundary.json"
-
-
-def trial_id(
-    config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None
-) -> str:
-    """Return ten hex digits that name a configuration; others where it is run for
-    another purpose or seed.
-    """
-    named = (
-        config
-        if purpose == "trial"
-        else {"purpose": purpose, "seed": seed, "config": config}
-    )
-    text = json.dumps(named, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 class Journal:
@@ -55,11 +38,8 @@ class Journal:
 
     def find(self, trial: str) -> TrialRecord | None:
         """Return the record of a trial that has ended, else None."""
-        return (
-            self._read(f"{trial}.json")
-            if self._storage.exists(f"{trial}.json")
-            else None
-        )
+        name = f"{trial}.json"
+        return self._read(name) if self._storage.exists(name) else None
 
     def records(self) -> list[TrialRecord]:
         """Return all records, in the order in which the trials started."""
@@ -85,9 +65,7 @@ class Journal:
 
 
 def read_boundary(sweep: Storage) -> Boundary:
-    """Return what earlier starts of the sweep have learned of microbatches; nothing
-    when that cannot be read.
-    """
+    """Return what earlier starts learned of microbatches; nothing where it is damaged."""
     try:
         return Boundary.from_plain(
             sweep.read_json(_BOUNDARY, dict[str, Any])

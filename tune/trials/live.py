@@ -1,5 +1,4 @@
-"""How far a sweep is, for whoever reads its directory: `progress.json`, which its
-driver writes anew every few seconds.
+"""How far a sweep is: `progress.json`, which its driver writes every few seconds.
 
 Who watches needs no connection to the cluster. A driver that was killed leaves what it
 wrote last: whether it is alive the directory's lease tells.
@@ -45,20 +44,16 @@ class Live:
 
 
 def write_live(sweep: Storage, live: Live) -> None:
-    """Write it once: where that fails, or the lease is another's, the sweep goes on
-    without.
-    """
+    """Write it once; where that fails, or the lease is another's, the sweep goes on."""
     with contextlib.suppress(StorageError), sweep.writer(PROGRESS) as stream:
         stream.write(json.dumps(asdict(live)).encode())
 
 
 def read_live(sweep: Storage) -> Live | None:
     """Return what it says; None where there is none, or it is damaged."""
+    if not sweep.exists(PROGRESS):
+        return None
     try:
-        return (
-            sweep.read_json(PROGRESS, Live, finite=False)
-            if sweep.exists(PROGRESS)
-            else None
-        )
+        return sweep.read_json(PROGRESS, Live, finite=False)
     except CheckpointError:
         return None

@@ -1,5 +1,4 @@
-"""What is known of which microbatches fit: learned from every trial, shared by all of
-them, kept across resumes.
+"""Which microbatches fit: learned from every trial, shared by all, kept across resumes.
 
 Pure.
 
@@ -28,22 +27,19 @@ from trainers.json_data import validated
 # All of task_args, since only the task knows which shape the model; deterministic
 # algorithms have other workspaces.
 _MEMORY_KEYS = (
-    *(
-        "task",
-        "task_args",
-        "precision",
-        "compile",
-        "cuda_graphs",
-        "channels_last",
-        "deterministic",
-    ),
+    "task",
+    "task_args",
+    "precision",
+    "compile",
+    "cuda_graphs",
+    "channels_last",
+    "deterministic",
     "activation_checkpointing",
 )
 
 
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
-    """Return a digest that is equal for trials whose microbatches need the same memory
-    on a device of one model.
+    """Return a digest that is equal where microbatches need the same memory on a device.
 
     `tree` is the run's configuration as plain data, `device_name` the GPU's model and
     memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed, the length and the
@@ -93,8 +89,7 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 def fixed_size(tree: Mapping[str, Any]) -> int | None:
-    """Return the microbatch that a trial insists on, cut to a worker's share of the
-    batch; None for `auto`.
+    """Return the microbatch that a trial insists on, cut to a worker's share, if any.
 
     A training function insists on its batch size.
     """
@@ -109,8 +104,7 @@ def fixed_size(tree: Mapping[str, Any]) -> int | None:
 
 
 def bisection_order(sizes: Iterable[int]) -> list[int]:
-    """Return the same sizes, each once, the middle first, then the middles of both
-    halves, and so on.
+    """Return the sizes, each once: the middle first, then the middles of both halves.
 
     n fixed sizes that are tried in this order, those left out that are known not to
     fit, run out of memory at most ceil(log2(n + 1)) times. (In rising order it is once,
@@ -139,14 +133,12 @@ class Boundary:
     """The largest microbatch that fits, for each key, as far as it is known."""
 
     def __init__(self) -> None:
-        self._fits: dict[
-            str, set[int]
-        ] = {}  # every size: smaller ones count again when a larger one turns out not to
+        # Every size: smaller ones count again when a larger one turns out not to fit.
+        self._fits: dict[str, set[int]] = {}
         self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Take in that a microbatch of `size` did or did not fit; return the
-        contradiction, if there is one.
+        """Take in that a microbatch of `size` did or did not fit; return a contradiction.
 
         Raises ValueError for a size below 1.
         """
@@ -158,7 +150,9 @@ class Boundary:
         else:
             self._misfit[key] = min(size, self._misfit.get(key, size))
         misfit = self._misfit.get(key)
-        wrong = {one for one in known if misfit is not None and one >= misfit}
+        if misfit is None:
+            return None
+        wrong = {other for other in known if other >= misfit}
         if not wrong:
             return None
         known -= wrong

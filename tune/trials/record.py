@@ -1,5 +1,7 @@
 """TrialRecord: how one trial ended, made from what a lane reports."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Mapping
@@ -41,6 +43,17 @@ Row = Annotated[dict[str, float], AfterValidator(placed)]
 """
 
 
+def trial_id(
+    config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None
+) -> str:
+    """Return ten hex digits that name a configuration, run for a purpose and seed."""
+    named = config
+    if purpose != "trial":
+        named = {"purpose": purpose, "seed": seed, "config": config}
+    text = json.dumps(named, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 USED = ("peak_memory_bytes", "energy_j")
 """What evaluations say of a trial so far, where the objective asks for it."""
@@ -48,9 +61,7 @@ USED = ("peak_memory_bytes", "energy_j")
 
 @dataclass(frozen=True)
 class Spent:
-    """Where a trial's time on its lane went; of one that was started again, of its last
-    start.
-    """
+    """Where a trial's time on its lane went, in its last start."""
 
     began: UnixTime
     """When the lane took it, Unix time of that node, s."""
@@ -136,15 +147,14 @@ class TrialRecord:
 
     @property
     def is_censored(self) -> bool:
-        """Whether a user has stopped the trial: what it would have come to nobody
-        knows.
-        """
+        """Whether a user has stopped the trial: nobody knows how it would have ended."""
         return self.status == "stopped" and self.message == BY_HAND
 
     @property
     def missed_target_s(self) -> float | None:
-        """Training time at the last evaluation before the one that met the target, 0
-        where that was the first: the target was met in between.
+        """Training time at the last evaluation before the one that met the target.
+
+        It is 0 where that was the first: the target was met in between.
 
         None where it was not met, or the evaluations do not tell.
         """
@@ -164,30 +174,25 @@ _FIELDS = {"time_to_target": "time_to_target_s"} | {
 
 
 def value_of(metric: str, record: TrialRecord) -> float | None:
-    """Return a trial's figure; None where it failed, has none, or has one that is not
-    finite.
-    """
+    """Return a trial's figure; None where it failed, or has none that is finite."""
     if not record.finished:
         return None
-    value: float | None = (
-        getattr(record, _FIELDS[metric])
-        if metric in _FIELDS
-        else record.metrics.get(metric)
-    )
+    value = record.metrics.get(metric)
+    if metric in _FIELDS:
+        value = getattr(record, _FIELDS[metric])
     return value if value is not None and math.isfinite(value) else None
 
 
 def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
-    """Return the training time, s, at the first evaluation that met the target; None
-    when none did.
-    """
+    """Return the training time, s, at the first evaluation that met the target, if any."""
     return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
 
 
 def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
-    """Return the training time, s, at which a trial met the target: on the straight
-    line between the last evaluation before and the one that met it, between which it
-    may have been at any time.
+    """Return the training time, s, at which a trial met the target.
+
+    It is on the straight line between the last evaluation before and the one that met it,
+    between which it may have been at any time.
 
     None where it did not meet it.
     """
@@ -211,7 +216,6 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
 
 
 def make_record(
-    trial: str,
     config: dict[str, Any],
     objective: Objective,
     started: float,
@@ -221,8 +225,7 @@ def make_record(
     purpose: Purpose = "trial",
     seed: int | None = None,
 ) -> TrialRecord:
-    """Return the record of a trial from its evaluations and from what its lane said of
-    its end.
+    """Return the record of a trial from its evaluations and from what its lane said.
 
     `usd_per_hour` is the price of one lane. A trial that reports no objective or target
     has status `error`.
@@ -258,7 +261,7 @@ def make_record(
         status = "error"
         message = f"objective: the task reports no {missing[0]}, only {', '.join(sorted(known))}"
     return TrialRecord(
-        id=trial,
+        id=trial_id(config, purpose, seed),
         config=config,
         status=status,
         start_time=started,
@@ -285,9 +288,7 @@ def make_record(
 
 
 def _samples(result: Mapping[str, Any]) -> float | None:
-    """Return the samples that a trial has trained; those of a training function by its
-    steps.
-    """
-    if (exact := result.get("samples")) is not None:
-        return float(exact)
+    """Return the samples that a trial has trained; a training function's by steps."""
+    if result.get("samples") is not None:
+        return float(result["samples"])
     return result["steps"] * result["global_batch_size"] if "steps" in result else None

@@ -1,5 +1,6 @@
-"""What a user has a sweep do while it runs: one JSON file an action in
-`<sweep>/steering/`, which anybody may add.
+"""What a user has a running sweep do: one file an action in `<sweep>/steering/`.
+
+Anybody may add one.
 
 The driver looks there every second, and a resumed sweep reads all of them again: what
 they come to follows from the files alone, whoever reads them and however often.
@@ -17,8 +18,7 @@ from pydantic import Field
 
 from trainers.errors import CheckpointError
 from trainers.storage import Storage
-from tune.trials.journal import trial_id
-from tune.trials.record import UnixTime
+from tune.trials.record import UnixTime, trial_id
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +107,7 @@ class Actions:
         self._storage.write(name, json.dumps(asdict(action)).encode())
 
     def read(self) -> Steering:
-        """Return what the actions come to; each file is read once, and one that is
-        damaged is left out.
-        """
+        """Return what the actions come to; a damaged file is left out."""
         for name in self._storage.names():
             if name.endswith(".json") and name not in self._known:
                 self._known[name] = self._read(name)

@@ -1,0 +1,105 @@
+"""An agent drives a sweep of digits: it plans, starts, stops, goes on, answers and
+extends.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+import anyio
+import pytest
+from mcp import Client, StdioServerParameters
+
+from tests.conftest import REPOSITORY
+from trainers.config.yaml import dump_yaml
+
+pytestmark = [pytest.mark.ray, pytest.mark.full]
+LIMITS = "--allow-run --max-trials 3 --max-usd 1 --usd-per-hour 0.5"
+SIZES = "space.global_batch_size"
+
+
+class Agent:
+    def __init__(self, client):
+        self.client = client
+
+    async def __call__(self, tool, **arguments):
+        result = await self.client.call_tool(tool, arguments)
+        assert not result.is_error, result.content
+        found: dict[str, Any] = result.structured_content
+        assert found["said"]
+        assert "not_known" in found
+        return found
+
+    async def refused(self, tool, **arguments):
+        result = await self.client.call_tool(tool, arguments)
+        assert result.is_error
+        return result.content[0].text
+
+    async def end_of(self, directory):
+        with anyio.fail_after(200):
+            while "process" not in (seen := await self("watch", directory=directory)):
+                await anyio.sleep(0.3)
+        return seen
+
+
+def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
+    sweep = {
+        "name": "small",
+        "storage_path": str(tmp_path),
+        "train": str(REPOSITORY / "examples/digits/train.yaml"),
+        "space": {"global_batch_size": [64, 128]},
+        "objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.9}},
+        "finalists": 0,
+    }
+    file = tmp_path / "sweep.yaml"
+    file.write_text(dump_yaml(sweep))
+    server = StdioServerParameters(
+        command=sys.executable,
+        args=["-m", "tune", "mcp", *LIMITS.split()],
+        env=dict(os.environ) | {"RAY_ADDRESS": cluster.address},
+        cwd=REPOSITORY,
+    )
+
+    async def drive():
+        async with Client(server) as client:
+            agent = Agent(client)
+            start = {"sweep": str(file), "settings": {"budget.usd": 0.25}}
+            checked = await agent("validate", sweep=str(file))
+            directory = {"directory": checked["directory"]}
+            assert checked["trials"] == 2
+            await agent("start", **start)
+            assert "runs already" in await agent.refused("start", **start)
+            await agent("stop", **directory)
+            assert (await agent.end_of(**directory))["process"]["exit_code"] != 0
+
+            await agent("start", **start)
+            seen = await agent.end_of(**directory)
+            assert seen["process"]["exit_code"] == 0, seen["process"]
+            assert (seen["state"], seen["trials"]) == ("ended", {"done": 2})
+            found = await agent("answer", **directory)
+            low, high = found["time_to_target_s"]
+            assert low <= found["best"]["value"] <= high
+
+            before = trials(tmp_path)
+            more = {SIZES: [64, 128, 256], "budget.usd": 0.25}
+            four = {SIZES: [64, 128, 256, 512], "budget.usd": 0.25}
+            said = await agent.refused("extend", **directory, settings=four)
+            assert said.startswith("`budget.trials` is 4, but must be at most 3")
+            await agent("extend", **directory, settings=more)
+            seen = await agent.end_of(**directory)
+            assert (seen["state"], seen["trials"]) == ("ended", {"done": 3})
+            assert before.items() <= trials(tmp_path).items(), "none ran again"
+            dear = {"budget.usd": 0.5}
+            said = await agent.refused("extend", **directory, settings=dear)
+            assert said.startswith("`budget.usd` is 0.5, but must be at most 0.25")
+            [trial, *_] = trials(tmp_path)
+            explained = await agent("explain", **directory, trial=trial)
+            assert explained["trial"]["status"] == "done"
+
+    anyio.run(drive)
+
+
+def trials(storage):
+    files = (storage / "small/trials").glob("*.json")
+    return {file.stem: json.loads(file.read_text()) for file in files}

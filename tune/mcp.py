@@ -1,0 +1,300 @@
+"""Serve sweeps to an agent by the Model Context Protocol: `python -m tune mcp`.
+
+Sweeps run as processes of the same command line, so that standard output is the
+protocol's alone. They outlive the server, and end by their budgets.
+"""
+
+import inspect
+import json
+import signal
+import sys
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass
+from subprocess import DEVNULL, Popen
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Any
+
+import anyio
+import mcp_types as types
+from mcp.server import Server
+from mcp.server.stdio import stdio_server
+from pydantic import Field
+
+from cluster.files.ray_up import load_cluster
+from trainers.command_line import Command
+from trainers.config.model import build
+from trainers.errors import MISSING, POLICIES, ConfigError, PacelineError, first_line
+from trainers.output import as_data
+from trainers.storage import storage_uri
+from tune.report.answer import answer
+from tune.report.page import summary
+from tune.report.write import read_environment
+from tune.sweeps.extension import order_extension
+from tune.sweeps.plan import make_plan
+from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read_sweep
+from tune.sweeps.steer import named_trial, steer
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
+from tune.watch import Follow, judge
+
+Result = dict[str, Any]
+
+_INSTRUCTIONS = """Paceline finds the batch size and the precision with which a PyTorch
+model trains best. Call `validate` and `plan`, then `start`, then `watch` until the sweep
+has ended, then `answer`. Report the answer with its interval and what is not known."""
+_ONE_RUN = "how far another run of the best would differ: finalists or seeds settle it"
+_TO_COME = "what the trials that have not ended come to"
+
+_Sweep = Annotated[str, Field(description="a sweep's file or URI")]
+_Cluster = Annotated[str, Field(description="a cluster's file")]
+_Directory = Annotated[str, Field(description="a sweep's directory or URI")]
+_Keys = Annotated[dict[str, Any], Field(description="dotted keys to set")]
+_Trial = Annotated[str, Field(description="a trial's id, or how it begins")]
+_Minutes = Annotated[float | None, Field(gt=0, le=1e9, description="if none has ended")]
+_NO_KEYS: dict[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What all sweeps that a server starts may spend together."""
+
+    trials: int
+    usd: float
+    usd_per_hour: float
+    """Price of all that a sweep holds, whatever its file says."""
+
+
+class Tools:
+    """The tools of a server; one with `limits` may start sweeps."""
+
+    def __init__(self, limits: Limits | None) -> None:
+        self._limits = limits
+        self._trials: dict[str, int] = {}
+        """Granted so far, by sweep; and below the dollars of all."""
+        self._usd = 0.0
+        self._follows: dict[str, Follow] = {}
+        self._processes: dict[str, tuple[Popen[bytes], IO[bytes]]] = {}
+        """Each with its output."""
+
+    def validate(self, sweep: _Sweep, settings: _Keys = _NO_KEYS) -> Result:
+        """Check a sweep's file and count its trials; start nothing."""
+        spec = read_sweep(sweep, settings, own_workers=False)
+        least = "at least " if spec.config.around else ""
+        return {
+            "said": f"{sweep} is in order: {least}{spec.num_trials} trials",
+            "trials": spec.num_trials,
+            "directory": spec.uri,
+            "sweep": spec.config.model_dump(exclude={"train"}, exclude_none=True),
+            "not_known": ["whether its task can be imported and fits into memory"],
+        }
+
+    def plan(
+        self,
+        sweep: _Sweep,
+        cluster: _Cluster,
+        settings: _Keys = _NO_KEYS,
+        minutes_per_trial: _Minutes = None,
+    ) -> Result:
+        """Forecast trials, hours and dollars on a cluster; start nothing."""
+        spec = read_sweep(sweep, settings, own_workers=False)
+        forecast = make_plan(spec, load_cluster(cluster), minutes_per_trial)
+        expected = {key: getattr(forecast, key) for key in ("trials", "time_s", "usd")}
+        budget = spec.config.budget
+        return {
+            "said": "\n".join(forecast.lines()),
+            "expected": expected,
+            "at_most": budget.model_dump() | {"time_s": spec.config.time_budget_s},
+            "not_known": [name for name, value in expected.items() if value is None],
+        }
+
+    def start(self, sweep: _Sweep, settings: _Keys = _NO_KEYS) -> Result:
+        """Run a sweep, or go on with it, within the limits of this server.
+
+        Returns at once. The sweep needs `budget.usd`, and with `around` also
+        `budget.trials`. What was granted is not given back.
+        """
+        settings = settings | {"usd_per_hour": self._allowed().usd_per_hour}
+        spec = read_sweep(sweep, settings)
+        if self._is_running(spec.uri):
+            raise ConfigError("sweep", sweep, "runs already", "call `watch`")
+        self._refuse_over_limits(spec)
+        return self._run(spec, sweep, settings)
+
+    def extend(self, directory: _Directory, settings: _Keys = _NO_KEYS) -> Result:
+        """Go on with a sweep, with more points, trials or epochs; limited as `start`."""
+        settings = settings | {"usd_per_hour": self._allowed().usd_per_hour}
+        spec = read_saved(directory, settings)
+        self._refuse_over_limits(spec)
+        order_extension(directory, settings)
+        return self._run(spec, directory, {})
+
+    def watch(self, directory: _Directory) -> Result:
+        """Say how far a sweep is, what runs, and what is best so far."""
+        uri = storage_uri(directory)
+        seen = self._follows.setdefault(uri, Follow(uri)).see()
+        state, sentence = judge(seen)
+        live = seen.live.running if seen.live else []
+        found: Result = {
+            "said": sentence,
+            "state": state,
+            "trials": Counter(record.status for record in seen.records),
+            "running": [asdict(running) for running in live],
+            "not_known": [_TO_COME] * (state != "ended"),
+        }
+        if seen.records:
+            found["so_far"] = _answer(read_kept(uri), seen.records)
+        if uri in self._processes and not self._is_running(uri):
+            process, output = self._processes[uri]
+            output.seek(0)
+            said = output.read().decode(errors="replace").splitlines()
+            found["process"] = {"exit_code": process.returncode, "last": said[-1:]}
+        return found
+
+    def stop(self, directory: _Directory, trial: _Trial = "") -> Result:
+        """Stop a trial, or without one the whole sweep; what has ended is kept."""
+        self._allowed()
+        if trial:
+            name = steer(directory, "stop", trial)
+            said = f"{name} ends at its next evaluation, or never starts"
+            return {"said": said, "not_known": [f"how good {name} would have been"]}
+        uri = storage_uri(directory)
+        if not self._is_running(uri):
+            rule = "is no sweep that this server runs"
+            fix = "name a trial, or end the sweep where it was started"
+            raise ConfigError("directory", directory, rule, fix)
+        self._processes[uri][0].send_signal(signal.SIGTERM)
+        return {"said": "the sweep ends within seconds", "not_known": [_TO_COME]}
+
+    def explain(self, directory: _Directory, trial: _Trial) -> Result:
+        """Say how a trial ended, and what to do if it failed."""
+        spec = read_kept(directory)
+        records = {record.id: record for record in Journal(spec.storage).records()}
+        record = records[named_trial(trial, records, spec.uri)]
+        return {
+            "said": f"{record.id} ended as {record.status} {record.message}".rstrip(),
+            "trial": asdict(record),
+            "advice": POLICIES[record.status].advice if not record.finished else "",
+            "not_known": ["whether another run of it would end so, too"],
+        }
+
+    def answer(self, directory: _Directory) -> Result:
+        """Say which configuration is best, by how much, and what is in doubt."""
+        spec = read_kept(directory)
+        return _answer(spec, Journal(spec.storage).records())
+
+    def _allowed(self) -> Limits:
+        if self._limits is None:
+            rule = "was not given to this server, which runs nothing"
+            fix = "ask its user for --allow-run with limits of trials and dollars"
+            raise ConfigError("--allow-run", MISSING, rule, fix)
+        return self._limits
+
+    def _refuse_over_limits(self, spec: SweepSpec) -> None:
+        limits = self._allowed()
+        others = sum(self._trials.values()) - self._trials.get(spec.uri, 0)
+        wanted = {"trials": _most_trials(spec), "usd": spec.config.budget.usd}
+        left = {"trials": limits.trials - others, "usd": limits.usd - self._usd}
+        for key, value in wanted.items():
+            if value is None or value > left[key]:
+                rule = f"must be at most {left[key]:g}, what this server has left"
+                fix = "set it in `settings`, or ask the server's user for more"
+                given = MISSING if value is None else value
+                raise ConfigError(f"budget.{key}", given, rule, fix)
+
+    def _is_running(self, uri: str) -> bool:
+        return uri in self._processes and self._processes[uri][0].poll() is None
+
+    def _run(self, spec: SweepSpec, location: str, keys: dict[str, Any]) -> Result:
+        """Take the sweep's budget from the limits; start the sweep unless it runs."""
+        self._trials[spec.uri] = _most_trials(spec) or 0
+        self._usd += spec.config.budget.usd or 0.0
+        if not self._is_running(spec.uri):
+            options = [f"--{key}={json.dumps(value)}" for key, value in keys.items()]
+            command = [sys.executable, "-m", "tune", location, *options, "--json"]
+            output = TemporaryFile()  # noqa: SIM115 (read once the process has ended)
+            process = Popen(  # noqa: S603
+                command, 0, None, DEVNULL, output, output, start_new_session=True
+            )
+            self._processes[spec.uri] = process, output
+        unknown = ["whether the cluster holds it", _TO_COME]
+        said = "the sweep runs, and `watch` says how far it is"
+        return {"said": said, "directory": spec.uri, "not_known": unknown}
+
+
+def _most_trials(spec: SweepSpec) -> int | None:
+    return spec.config.budget.trials if spec.config.around else spec.num_trials
+
+
+def _answer(spec: SweepSpec, records: list[TrialRecord]) -> Result:
+    """Return what summary.json holds, for some records, with the interval."""
+    found = answer(spec.config, records)
+    best = found.best
+    interval: list[float | None] | None = None
+    if found.finals:
+        interval = [found.finals[0].time_s.low, found.finals[0].time_s.high]
+    elif best is not None and best.missed_target_s is not None:
+        interval = [best.missed_target_s, best.time_to_target_s]
+    unknown = [doubt.text for doubt in found.doubts]
+    unknown += [_ONE_RUN] * (interval is None and best is not None)
+    unknown += [_TO_COME] * (not is_complete(spec))
+    told = {"said": found.text, "time_to_target_s": interval, "not_known": unknown}
+    return told | summary(spec.config, records, read_environment(spec.storage), found)
+
+
+def make_server(limits: Limits | None) -> Server[Any]:
+    """Return a server of the tools."""
+    tools = Tools(limits)
+    names = "validate", "plan", "start", "extend", "watch", "stop", "explain", "answer"
+    offered: dict[str, Any] = {name: getattr(tools, name) for name in names}
+    models = {name: Command(name, tool).model for name, tool in offered.items()}
+    turn = threading.Lock()
+
+    def tell(name: str, given: dict[str, Any]) -> types.CallToolResult:
+        found = None
+        try:
+            if name not in offered:
+                fix = f"its tools are {', '.join(names)}"
+                raise ConfigError(name, MISSING, "is no tool of this server", fix)
+            arguments = dict(build(models[name], given, f"tool {name}"))
+            with turn:
+                found = as_data(offered[name](**arguments))
+            words = json.dumps(found, indent=1)
+        except PacelineError as error:
+            words = str(error)
+        except Exception as error:  # the user's own, as from a task's constructor
+            words = f"{type(error).__name__}: {first_line(error)}"
+        content = types.TextContent(type="text", text=words)
+        return types.CallToolResult(
+            content=[content], structured_content=found, is_error=found is None
+        )
+
+    async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
+        shown = []
+        for name, tool in offered.items():
+            schema = models[name].model_json_schema()
+            words = inspect.getdoc(tool)
+            shown.append(types.Tool(name=name, description=words, input_schema=schema))
+        return types.ListToolsResult(tools=shown)
+
+    async def call_tool(context: Any, params: Any) -> types.CallToolResult:
+        given = params.arguments or {}
+        return await anyio.to_thread.run_sync(tell, params.name, given)
+
+    return Server(
+        "paceline",
+        instructions=_INSTRUCTIONS,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
+
+
+def serve(limits: Limits | None) -> None:
+    """Serve on standard input and output until the client leaves."""
+    server = make_server(limits)
+
+    async def run() -> None:
+        async with stdio_server() as (received, sent):
+            await server.run(received, sent, server.create_initialization_options())
+
+    anyio.run(run)
