@@ -19,6 +19,7 @@ from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     WorkerGroupCallback,
@@ -31,7 +32,6 @@ from ray.train.v2._internal.execution.context import (
 )
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
-from ray.train.v2._internal.execution.storage import get_fs_and_path
 from ray.train.v2._internal.execution.train_fn_utils import (
     TrainFnUtils,
     get_train_fn_utils,
@@ -99,13 +99,14 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     # So that a lane's workers, checkpoints and metrics are as Ray would have them.
     "bundle_to_remote_args",
     "flatten_dict",
-    "get_fs_and_path",
+    "get_env_vars_to_propagate",
 ]
 
 
 def name_lane(words: str) -> None:
-    """Have `ray list actors --detail` and the dashboard show these words for this
-    controller and its workers.
+    """Have Ray show these words for this controller and its workers.
+
+    In `ray list actors --detail` and the dashboard.
 
     To be called in the controller's constructor: Ray reads what an actor is called at
     the end of it.
@@ -124,8 +125,9 @@ def name_lane(words: str) -> None:
 
 @contextlib.contextmanager
 def without_tags() -> Iterator[None]:
-    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to
-    know theirs, for two seconds.
+    """Keep Ray from counting callbacks for its telemetry.
+
+    It imports MLflow and W&B to know theirs, for two seconds.
     """
     from ray.air._internal import usage
 
@@ -139,16 +141,13 @@ def without_tags() -> Iterator[None]:
 
 
 def set_session(found: Any) -> None:
-    """Have what `ray.tune.report` and `ray.tune.get_checkpoint` of this process reach
-    be `found`.
-    """
+    """Have `ray.tune.report` and `ray.tune.get_checkpoint` reach `found`."""
     of_tune: Any = session
     of_tune._session = found
 
 
 def set_device(kind: str) -> None:
-    """Have Ray Train find the devices of a kind in this process, without joining the
-    cluster to ask.
+    """Have Ray Train find the devices of a kind without joining the cluster to ask.
 
     Imports torch.
     """
@@ -161,9 +160,10 @@ def set_device(kind: str) -> None:
 
 
 def watching_in_thread(callback: Any) -> Any:
-    """Return a callback of Ray's controller; of that which watches for nodes that are
-    about to be taken away, one that does so in a thread of this process in place of an
-    actor.
+    """Return a callback of Ray's controller, without an actor that watches for drains.
+
+    That which watches for nodes that are about to be taken away does so in a thread of
+    this process.
 
     Ray has it from 2.57 on.
     """

@@ -15,42 +15,39 @@ from tune.lanes import lanes as module
 from tune.lanes.lanes import Lanes
 
 
-def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
+def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
     tmp_path, monkeypatch
 ):
+    """One that starts stays where none is up."""
     up = []
     mailbox = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
     monkeypatch.setattr(module.ray, "get", lambda value: value)
-    lanes = Lanes(
-        mailbox,
-        ScalingConfig(),
-        False,
-        "",
-        Preload(),
-        Storage(str(tmp_path)),
-        1,
-        is_patient=False,
-    )
-    turns = {lane: threading.Event() for lane in range(2)}
-    over = threading.Event()
+    monkeypatch.setattr(module.ray, "kill", threading.Event.set)
+    monkeypatch.setattr(module, "is_alive", lambda: True)
+    monkeypatch.setattr(Lanes, "_free", lambda lanes, kept: None)
+    scaling = ScalingConfig()
+    storage = Storage(str(tmp_path))
+    lanes = Lanes(mailbox, scaling, False, "", Preload(), storage, 1, is_patient=False)
     begun = []
-    monkeypatch.setattr(lanes, "_wait_for_turn", lambda lane: turns[lane].wait(60))
-    monkeypatch.setattr(lanes, "_fit", lambda lane: (begun.append(lane), over.wait(60)))
-    lanes.grow(2)
-    turns[0].set()
-    when(lambda: begun == [0], lambda: None).join()
-    room = [True]
-    monkeypatch.setattr(lanes, "_may_come_up", lambda num_up: room[0])
-    assert lanes.settle() == [0]
-    room[0] = False
-    assert lanes.settle() == [], "it waits for a node"
-    turns[1].set()
-    lanes._threads[1].join(60)
-    room[0] = True
+
+    def fit(lane: int) -> None:
+        killed = threading.Event()
+        lanes._trainers[lane] = SimpleNamespace(controller=killed)
+        begun.append(lane)
+        killed.wait(60)
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(
+        lanes, "_wait_for_turn", lambda lane: lane < 2 or lanes._settled.wait(60)
+    )
+    monkeypatch.setattr(lanes, "_fit", fit)
+    lanes.grow(3)
+    when(lambda: sorted(begun) == [0, 1], lambda: None).join()
+    assert lanes.settle() == [0], "none is up"
+    assert lanes._alive() == [0]
     up.append(0)
     assert lanes.settle() == []
-    over.set()
-    lanes._threads[0].join(60)
-    assert begun == [0]
+    assert lanes._alive() == [0]
     up.clear()
-    assert lanes.settle() == [], "a lane that has ended is not starting"
+    lanes.end()
+    assert (lanes._alive(), sorted(begun)) == ([], [0, 1])

@@ -7,8 +7,8 @@ from tests.unit.test_mailbox import WAIT_S, asynchronous, end_of, taken
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.storage import Storage
+from tune.forks.assignment import Assignment
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.messages import Assignment
 
 TREE = override(
     TrainConfig,

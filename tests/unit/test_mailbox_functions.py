@@ -9,8 +9,8 @@ import asyncio
 import pytest
 
 from tests.unit.test_mailbox import WAIT_S, asynchronous, reports, taken
+from tune.forks.assignment import Assignment, Begun
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.messages import Assignment, Begun
 from tune.objective import Target
 
 

@@ -1,5 +1,6 @@
 """What is known of a user's training function before and between its trials."""
 
+import asyncio
 import functools
 import json
 import types
@@ -15,8 +16,8 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
-from tune.ray.misfits import Misfits, sized
-from tune.ray.pool import most_lanes
+from tune.ray.misfits import sized
+from tune.ray.pool import Pool, most_lanes
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
 from tune.ray.trainer import with_own_name
 from tune.ray.tuner import _Pace, likely_shape
@@ -108,7 +109,7 @@ def plain(config):
                 json.dumps(config),
                 types.FunctionType,
                 types.MethodType,
-                Misfits,
+                Pool,
                 functools.partial,
             ]
         )
@@ -167,21 +168,21 @@ def test_the_batch_is_found_by_its_key(config, key, size):
 
 
 def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are():
-    misfits = Misfits()
+    pool = Pool("", "")
 
     def why_not(size, function="train", **others):
-        one = sized(
+        found = sized(
             function,
             {"batch_size": size, "precision": "fp32", "layers": 4, "lr": 0.1, **others},
         )
-        return misfits.why_not(one)
+        return found.why_not(asyncio.run(pool.misfit(found)))
 
     failed = sized(
         "train", {"batch_size": 64, "precision": "fp32", "layers": 4, "lr": 0.1}
     )
     assert failed is not None
     assert why_not(64) is None
-    misfits.note(failed)
+    asyncio.run(pool.note_misfit(failed))
     assert (
         why_not(64)
         == "batch_size 64 is not tried: 64 ran out of memory with the same configuration"

@@ -17,8 +17,9 @@ from tests.unit.test_extension import NEVER, begin, record
 from trainers.storage import Storage
 from tune import steer
 from tune.__main__ import main
+from tune.forks.assignment import Assignment
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.messages import Assignment, new_ticket
+from tune.lanes.messages import new_ticket
 from tune.report.answer import answer
 from tune.search.ray_search import reward
 from tune.search.space import grid

@@ -14,7 +14,8 @@ import ray.train
 from tests.specs import BASE
 from tests.unit.report_records import config
 from trainers.storage import Storage
-from tune.lanes.messages import Assignment, Event
+from tune.forks.assignment import Assignment
+from tune.lanes.messages import Event
 from tune.lanes.worker import Asked
 from tune.objective import Target
 from tune.sweeps.trial import LaneTrial
@@ -52,14 +53,11 @@ def _without_ray(monkeypatch):
 
 
 def asked(box, target, watches):
-    gauges = SimpleNamespace(set=lambda figures: None)
-    return Asked(
-        box,
-        3,
-        Assignment("t/1", "t", {}, target=target, watches=watches),
-        gauges,
-        may_drain=False,
+    lane = SimpleNamespace(
+        gauges=SimpleNamespace(set=lambda figures: None),
+        tell=lambda method, *args: getattr(box, method).remote(*args),
     )
+    return Asked(lane, Assignment("t/1", "t", {}, target=target, watches=watches))
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def capacity() -> dict[str, float]:
-    """Return all resources that the connected cluster has or may grow to, by its
-    cluster file.
-    """
+    """Return all that the cluster has, or may grow to by its cluster file."""
     now = {name: float(amount) for name, amount in ray.cluster_resources().items()}
     grown = Counter[str]()
     for resources in nodes_at_most():
@@ -50,8 +48,9 @@ def capacity() -> dict[str, float]:
 
 
 def nodes_at_most() -> list[dict[str, float]]:
-    """Return the resources of each node that the cluster file allows, the head among
-    them; none if unknown.
+    """Return the resources of each node that the cluster file allows.
+
+    The head is among them; none where that is unknown.
     """
     config = cluster_config()
     if config is not None and config.node_group_configs:
@@ -76,8 +75,9 @@ def _workers_up() -> list[dict[str, float]]:
 
 @functools.cache
 def _wait_for_a_worker() -> None:
-    """Wait, once a process: a job may be submitted while the hosts of `ray up` are
-    still joining.
+    """Wait, once a process, for a first worker.
+
+    A job may be submitted while the hosts of `ray up` are still joining.
     """
     deadline = time.monotonic() + _JOIN_S
     if not _workers_up():
@@ -89,9 +89,7 @@ def _wait_for_a_worker() -> None:
 
 
 def _sizes_unknown(config: Mapping[str, Any]) -> bool:
-    """Return whether the file allows workers without saying how large they are: hosts
-    of one's own.
-    """
+    """Return whether the file does not say how large workers are: hosts of one's own."""
     types = (config.get("available_node_types") or {}).values()
     return any(
         one.get("max_workers") and not _numbers(one.get("resources") or {})
@@ -102,8 +100,9 @@ def _sizes_unknown(config: Mapping[str, Any]) -> bool:
 def allowed(
     config: Mapping[str, Any], like: Mapping[str, Any] | None = None
 ) -> list[dict[str, float]]:
-    """Return the resources of each node that a file prepared by Ray allows: within
-    every type's limit and the cluster's, largest nodes first.
+    """Return the resources of each node that a file prepared by Ray allows.
+
+    Within every type's limit and the cluster's, largest nodes first.
 
     `like`: the resources of a worker that is up, which stand for hosts of one's own,
     whose size the file does not say.
@@ -147,8 +146,9 @@ def _size(resources: Mapping[str, Any]) -> tuple[float, float]:
 
 @functools.cache
 def _file(node_id: str) -> Mapping[str, Any]:
-    """Read the file as the head has it, or Kubernetes; empty where this is neither the
-    head nor a pod of KubeRay's.
+    """Read the file as the head has it, or Kubernetes.
+
+    Empty where this is neither the head nor a pod of KubeRay's.
     """
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
     name = (

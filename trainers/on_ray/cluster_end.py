@@ -32,8 +32,9 @@ _SHARE = 0.75
 def ending_with_cluster(
     words: str, close: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Within the block, `close` and end this process (exit code 1) once its cluster is
-    gone; `words` come last.
+    """Within the block, `close` and end this process once its cluster is gone.
+
+    The exit code is 1; `words` come last.
 
     Nothing can be cleaned up then: every call of Ray's waits for the dead. What an
     embedded cluster leaves is killed by trainers/on_ray/reaper.py.
@@ -82,9 +83,7 @@ def _patience_s(environ: Mapping[str, str]) -> float:
 
 
 def _dead(node: Any) -> str | None:
-    """How a process that this one's own cluster cannot be without has ended; None where
-    all live.
-    """
+    """Say how a process that this one's own cluster needs has ended; None: all live."""
     for kind, process in node.dead_processes():
         if kind in _NEEDED:
             code = process.returncode
@@ -98,9 +97,7 @@ def _dead(node: Any) -> str | None:
 
 
 def is_alive() -> bool | None:
-    """Whether the GCS counts this process's node as alive; None where it does not
-    answer, as one that was stopped.
-    """
+    """Whether the GCS counts this process's node as alive; None: it does not answer."""
     try:
         return own_node_is_alive(_ANSWER_S)
     except ray.exceptions.RayError:

@@ -51,8 +51,7 @@ _put_back = contextlib.ExitStack()
 
 
 def connect(show_workers: bool = True) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this
-    machine; ClusterError where neither is possible.
+    """Join the cluster that RAY_ADDRESS names, or start an embedded one.
 
     `show_workers`: what workers print comes to this terminal.
     """
@@ -79,8 +78,9 @@ def _join(address: str, show_workers: bool) -> None:
 
 
 def _start_embedded(show_workers: bool) -> None:
-    """Start a cluster that ends with this process; what Ray changes in the environment
-    is put back when it ends.
+    """Start a cluster that ends with this process.
+
+    What Ray changes in the environment is put back then.
     """
     _put_back.enter_context(_environment_as_before())
     token = _put_back.enter_context(OwnToken())
@@ -116,8 +116,9 @@ def _tell_dashboard(context: Any) -> None:
 
 @contextlib.contextmanager
 def _without_token_warning() -> Iterator[None]:
-    """Ray warns of its own default, that a cluster has a token; `_tell_dashboard` says
-    where it is.
+    """Keep Ray from warning of its own default, that a cluster has a token.
+
+    `_tell_dashboard` says where it is.
     """
     logger = logging.getLogger(TOKEN_LOGGER)
     before = logger.level
@@ -141,9 +142,7 @@ def _environment_as_before() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Leave after the block the cluster that it has joined; not one that was joined
-    before.
-    """
+    """Leave after the block the cluster that it has joined; not one joined before."""
     was_joined = ray.is_initialized()
     try:
         yield
@@ -191,8 +190,10 @@ def _not_joined(address: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
-    """Put SIGTERM back: Ray takes it when it starts, and when it ends leaves it to the
-    system, which ends the process though Python still names a handler.
+    """Put SIGTERM back.
+
+    Ray takes it when it starts, and when it ends leaves it to the system, which ends
+    the process though Python still names a handler.
 
     `until_over` holds back what a thread of this process sends meanwhile, as a lost
     lease does; not while Ray starts, whose processes would inherit that.
@@ -210,8 +211,10 @@ def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
 
 
 def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
-    """Connect, and return the device type of the run's workers; ConfigError where the
-    cluster can never hold them.
+    """Connect, and return the device type of the run's workers.
+
+    Raises:
+        ConfigError: the cluster can never hold them.
     """
     connect()
     scaling = spec.config.scaling
@@ -232,8 +235,9 @@ def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
 
 
 def energy_is_counted(device_type: str) -> bool:
-    """Return whether a node tells what energy its devices use: one with GPUs for cuda;
-    where there is none yet, True.
+    """Return whether a node tells what energy its devices use.
+
+    For cuda a node with GPUs is asked; where there is none yet, True.
 
     It takes no resources: lanes that are kept up would end for a task that waits for
     any.
@@ -260,9 +264,7 @@ def energy_is_counted(device_type: str) -> bool:
 
 
 def wants_gpu(config: TrainConfig | FunctionConfig, most: dict[str, float]) -> bool:
-    """Return whether workers get GPUs: as configured, or for auto when the cluster has
-    or may get any.
-    """
+    """Return whether workers get GPUs; for auto, if the cluster has or may get any."""
     use_gpu = config.scaling.use_gpu
     if use_gpu == "auto":
         may = isinstance(config, FunctionConfig) or config.device in ("auto", "cuda")
@@ -292,8 +294,7 @@ def _resources(scaling: ScalingConfig, gpu: bool) -> dict[str, float]:
 
 
 class OwnToken:
-    """While entered, a new embedded cluster's token is a temporary one, readable by
-    this user alone.
+    """Gives a new embedded cluster a temporary token, readable by this user alone.
 
     From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and
     writes one to ~/.ray/auth_token where the user has none. From then on `ray start`
@@ -333,9 +334,7 @@ class OwnToken:
 
 
 def where_the_token_is() -> str:
-    """Return what to say of the token that a dashboard asks for; empty where it asks
-    for none.
-    """
+    """Say which token a dashboard asks for; empty where it asks for none."""
     if not asks_for_token():
         return ""
     if path := os.environ.get(_TOKEN_PATH):

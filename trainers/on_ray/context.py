@@ -1,6 +1,4 @@
-"""The loop's context inside a worker of a Ray TorchTrainer, and the run's figures as
-Ray metrics (Ray).
-"""
+"""The loop's context in a worker of a Ray TorchTrainer, and its metrics (Ray)."""
 
 import math
 from typing import Any
@@ -38,9 +36,7 @@ it.
 
 
 class WorkerContext(RunContext):
-    """RunContext of a worker of a Ray TorchTrainer: its place in the group, as Ray
-    knows it.
-    """
+    """RunContext of a worker of a Ray TorchTrainer: its place, as Ray knows it."""
 
     def __init__(self, storage: Storage | None, launcher: str) -> None:
         worker = ray.train.get_context()
@@ -50,8 +46,9 @@ class WorkerContext(RunContext):
         self._asked_s = -math.inf
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Whether Ray knows that a node of the group will be drained; asked every two
-        seconds, by all ranks.
+        """Whether Ray knows that a node of the group will be drained.
+
+        All ranks ask, every two seconds.
         """
         if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
             return False
@@ -60,9 +57,7 @@ class WorkerContext(RunContext):
 
 
 class RayContext(WorkerContext):
-    """RunContext of a run on Ray: reports to Ray's controller, and hears of stops and
-    drained nodes.
-    """
+    """RunContext of a run on Ray: hears of stops and drained nodes from Ray."""
 
     def __init__(self, storage: Storage | None) -> None:
         super().__init__(storage, "ray")
@@ -73,9 +68,10 @@ class RayContext(WorkerContext):
     def report(
         self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
     ) -> None:
-        """Give Ray the metrics, and a reference to a checkpoint that is on storage
-        already; not more often than every 20 s, because Ray's report waits for its
-        controller's next look, and `flush` gives the last.
+        """Give Ray the metrics, and a reference to a checkpoint that is on storage.
+
+        Not more often than every 20 s, because Ray's report waits for its controller's
+        next look; `flush` gives the last.
         """
         known = self._untold[1] if self._untold else None
         self._untold = (metrics, checkpoint or known)
@@ -108,8 +104,9 @@ class RayContext(WorkerContext):
             self._gauges.set(with_gpu_memory(figures))
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks
-        for all.
+        """Whether the driver was asked to stop (Ctrl-C, `ray job stop`).
+
+        Rank 0 looks for all.
         """
         if self.rank != 0 or self.storage is None:
             return False
@@ -117,8 +114,9 @@ class RayContext(WorkerContext):
 
 
 class Gauges:
-    """The newest figures of one worker as Ray metrics: `ray_paceline_...` for
-    Prometheus, as metrics.csv lists them.
+    """The newest figures of one worker as Ray metrics.
+
+    Prometheus gets them as `ray_paceline_...`, named as in metrics.csv.
     """
 
     def __init__(self, run: str, rank: int) -> None:

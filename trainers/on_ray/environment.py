@@ -2,20 +2,25 @@
 
 The user's own settings are never overridden, and no import changes any.
 
-while an embedded cluster starts, whose processes inherit it: PYTHONWARNINGS
-hides a warning of Ray 2.60 about its own code RAY_WARN_BLOCKING_GET_INSIDE_ASYNC
-hides another, as Ray's `fit` does for its controller until an embedded cluster ends:
+while an embedded cluster starts, whose processes inherit it:
+PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
+until an embedded cluster ends:
 RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has
-none: see connect.py while an embedded cluster starts, and while Ray Train has a run of
-ours, or lanes (others are as Ray has them): RAY_TRAIN_ENABLE_STATE_TRACKING         the
-run is visible in the dashboard RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a
-placement may pend before the size of the group is chosen anew
+                                        none: see connect.py
+while an embedded cluster starts, and while Ray Train has a run of ours, or lanes
+(others are as Ray has them):
+RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its
+                                        controller
+RAY_TRAIN_ENABLE_STATE_TRACKING         the run is visible in the dashboard
+RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of
+                                        the group is chosen anew
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       its end is noticed sooner than after 2 s
 RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S a worker that was stopped is noticed sooner than
-after 600 s RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     off on an embedded node, which is
-never drained: one actor less for each group;
-                                        else on, explicitly: the controller's process
-                                        has no RAY_ADDRESS
+                                        after 600 s
+RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     off on an embedded node, which is never drained:
+                                        one actor less for each group; else on,
+                                        explicitly: the controller's process has no
+                                        RAY_ADDRESS
 and while a sweep of ours is in Tune:
 RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
@@ -31,9 +36,9 @@ from collections.abc import Iterator
 
 _EMBEDDED = {
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
-    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
 _RUN = {
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
@@ -49,9 +54,7 @@ _SWEEP = {
 
 
 def embedded() -> bool:
-    """Whether the cluster is one that this process starts on this machine, and ends
-    with it.
-    """
+    """Whether this process starts the cluster on this machine, and ends it."""
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 

@@ -1,6 +1,4 @@
-"""Whether a failed worker group starts again: decided in Ray's controller, by the kind
-of failure.
-"""
+"""Whether a failed worker group starts again: decided in Ray's controller."""
 
 import logging
 import re
@@ -35,8 +33,10 @@ class FailurePolicy(UserCallback):
     def after_exception(
         self, run_context: Any, worker_exceptions: dict[int, Exception]
     ) -> None:
-        """Called by Ray with the exception of each failed rank; raises RunFailedError
-        where no budget is left.
+        """Called by Ray with the exception of each failed rank.
+
+        Raises:
+            RunFailedError: no budget is left for the kind of failure.
         """
         cause = RunFailedError.first(
             [as_failure(rank, error) for rank, error in worker_exceptions.items()]

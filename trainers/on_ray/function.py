@@ -47,9 +47,7 @@ class FunctionRun:
 
 
 class _Reports(ray.train.UserCallback):
-    """Keeps the newest report's metrics, which Ray's result has only beside a
-    checkpoint.
-    """
+    """Keeps the newest report's metrics: Ray's result has them only with a checkpoint."""
 
     def __init__(self, storage: Storage, told: bool) -> None:
         """`told`: the driver hears of each."""
@@ -71,8 +69,10 @@ def _worker(loop_config: dict[str, Any]) -> Any:
 
 
 def fit(trainer: TorchTrainer) -> ray.train.Result:
-    """Run Ray's `fit`; its own handler of Ctrl-C, which aborts the run and ends the
-    process as if all were well, goes with it: it would keep the run's controller, too.
+    """Run Ray's `fit` without its handler of Ctrl-C.
+
+    That aborts the run and ends the process as if all were well, and would keep the
+    run's controller, too.
 
     Raises RunFailedError.
     """
@@ -93,8 +93,10 @@ def fit(trainer: TorchTrainer) -> ray.train.Result:
 
 
 def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
-    """Train on the connected cluster, from the newest checkpoint where there is one;
-    `take` is given what is reported.
+    """Train on the connected cluster, from the newest checkpoint where there is one.
+
+    Args:
+        take: Is given what is reported.
 
     Raises RunFailedError.
     """

@@ -6,8 +6,10 @@ import ray
 
 
 def hide_unassigned_gpus() -> None:
-    """Let torch see no GPU in a process that Ray has given none: Ray 2.60 hides none
-    from it, and all such workers of a node would train on the first.
+    """Let torch see no GPU in a process that Ray has given none.
+
+    Ray 2.60 hides none from it, and all such workers of a node would train on the
+    first.
 
     To be called before torch looks for GPUs.
     """

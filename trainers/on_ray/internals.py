@@ -1,5 +1,4 @@
-"""What trainers and cluster use of Ray beyond its public API, and what becomes of it
-where a Ray has it no more (Ray).
+"""What trainers and cluster use of Ray beyond its public API (Ray).
 
 The only other such file is tune/ray_internals.py; a test holds that. Names that every
 Ray of our range has are imported at the top: a Ray without them fails at once and by
@@ -73,15 +72,18 @@ def accepted(call: Callable[..., Any], **given: Any) -> dict[str, Any]:
 
 
 def own_node() -> Any:
-    """Return the node that this process has started or joined, which knows Ray's
-    processes; None before and after.
+    """Return the node that this process has started or joined; None before and after.
+
+    It knows Ray's processes.
     """
     return ray._private.worker._global_node
 
 
 def own_node_is_alive(timeout_s: float) -> bool:
-    """Ask the GCS whether it counts this process's node as alive; raises RayError where
-    it does not answer.
+    """Ask the GCS whether it counts this process's node as alive.
+
+    Raises:
+        RayError: it does not answer.
     """
     worker: Any = ray._private.worker.global_worker
     return bool(
@@ -98,8 +100,10 @@ def actor_record(actor_id: str) -> dict[str, Any]:
 
 
 def keep_on_loopback(wanted: bool) -> bool:
-    """Have the ports of a cluster that starts listen on the loopback alone, those for
-    metrics too, as on macOS and Windows; returns whether that was so before.
+    """Have a cluster that starts listen on the loopback alone.
+
+    Its ports for metrics, too, as on macOS and Windows. Returns whether that was so
+    before.
     """
     before = not ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = not wanted
@@ -109,8 +113,9 @@ def keep_on_loopback(wanted: bool) -> bool:
 def drain_node(
     gcs_address: str, node_id: str, reason: str, deadline_ms: int, timeout_s: float
 ) -> tuple[bool, str]:
-    """Have Ray drain a node before a spot machine goes; returns whether it will, and
-    why not.
+    """Have Ray drain a node before a spot machine goes.
+
+    Returns whether it will, and why not.
 
     Public: a hidden command that says neither.
     """
@@ -147,15 +152,14 @@ def asks_for_token() -> bool:
 
 
 def cluster_config() -> Any:
-    """Return Ray's register of the sizes to which the cluster may grow; None where it
-    is empty.
-    """
+    """Return Ray's register of how far the cluster may grow; None where it is empty."""
     return state.get_cluster_config()
 
 
 def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:
-    """Read a RayCluster from Kubernetes as Ray's autoscaler beside the head does, with
-    the pod's account.
+    """Read a RayCluster from Kubernetes, with the pod's account.
+
+    Ray's autoscaler beside the head does so, too.
 
     Raises ValueError where this Ray cannot: what the cluster may grow to is not known
     then.
@@ -191,9 +195,9 @@ def filled_in(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def autoscaler_parts() -> tuple[Any, Any, int]:
-    """Return the classes of Ray's autoscaler that decide what follows when a cloud
-    refuses a machine, Reconciler and CloudResourceMonitor, and the state of such a
-    machine.
+    """Return what Ray's autoscaler decides by when a cloud refuses a machine.
+
+    The classes Reconciler and CloudResourceMonitor, and the state of such a machine.
     """
     from ray.autoscaler.v2.instance_manager.reconciler import Reconciler
     from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import (
@@ -218,8 +222,9 @@ def starts_again(state: Any) -> bool:
 
 
 def is_leaving() -> bool:
-    """Whether a node of this worker's group is about to be taken away; all ranks ask
-    equally often.
+    """Whether a node of this worker's group is about to be taken away.
+
+    All ranks ask equally often.
 
     Public from Ray 2.58 on; an older one never says so, and the end of a node is a
     failure like any other.
@@ -231,8 +236,9 @@ def is_leaving() -> bool:
 
 
 def nodes_taken(before: Any, state: Any) -> set[str]:
-    """Return the nodes because of whose end a group starts again; none where Ray is
-    older than 2.58, which hears of no such end.
+    """Return the nodes because of whose end a group starts again.
+
+    None where Ray is older than 2.58, which hears of no such end.
     """
     try:
         from ray.train.v2._internal.execution.controller.state import (

@@ -130,8 +130,10 @@ def _join(address: str, port: int, backend: str) -> None:
 
 @contextmanager
 def _on_own_gpu() -> Iterator[None]:
-    """The current CUDA device is each thread's own, and Ray trains in another thread
-    than the one that has joined.
+    """Set the CUDA device of this thread.
+
+    It is each thread's own, and Ray trains in another thread than the one that has
+    joined.
     """
     import torch
 

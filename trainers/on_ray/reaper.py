@@ -1,5 +1,4 @@
-"""A script that runs beside the driver of an embedded cluster: once the driver is gone,
-in whatever way, nothing stays.
+"""A script beside the driver of an embedded cluster: with the driver, all ends.
 
 Ray's agents outlive a raylet that was killed by a minute, in which they tell a GCS that
 is dead too (ray/_private/process_watcher.py); a worker that was stopped notices nothing
@@ -63,9 +62,7 @@ def processes(session: str) -> list[int]:
 
 
 def main(session: str, directory: str | None = None) -> None:
-    """Wait for the driver's end; what has not ended by itself is killed, and the
-    directory deleted.
-    """
+    """Wait for the driver's end; kill what has not ended, and delete the directory."""
     sys.stdin.read()
     deadline = time.monotonic() + GRACE_S
     while processes(session) and time.monotonic() < deadline:

@@ -1,6 +1,4 @@
-"""A run's records on their way from rank 0 to the driver, through the cluster's
-key-value store (Ray).
-"""
+"""A run's records, from rank 0 to the driver through the key-value store (Ray)."""
 
 import contextlib
 import json
@@ -45,9 +43,7 @@ def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def receiving(run: Storage, take: Take | None) -> Iterator[None]:
-    """Give the records of a run to `take`, in a block in which its workers may send
-    some.
-    """
+    """Give the records that workers send in a block to `take`."""
     if take is None:
         yield
         return

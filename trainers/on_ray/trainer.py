@@ -102,8 +102,9 @@ def _job_worker(loop_config: dict[str, Any]) -> Any:
 
 
 def run_job(job: Job[R]) -> R:
-    """Do a job that is no training run, such as a profile, in a worker group of its
-    scaling; joins the cluster.
+    """Do a job that is no training run, such as a profile, in a worker group.
+
+    Joins the cluster.
 
     What Ray keeps of it beside the run's directory is deleted.
 
@@ -174,8 +175,9 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:
-    """Run Ray's `fit` in a thread of its own, so that signals ask the workers to stop;
-    they die with this process.
+    """Run Ray's `fit` in a thread, so that signals ask the workers to stop.
+
+    They die with this process.
     """
     request_stop(storage, False)
     failed: list[BaseException] = []
@@ -206,8 +208,9 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
 
 
 class NodeCount(ControllerCallback):
-    """Lets Ray's coordinator count the nodes before a group starts again: an elastic
-    group that is started before the next count waits for the dead node until
+    """Lets Ray's coordinator count the nodes before a group starts again.
+
+    An elastic group that is started before the next count waits for the dead node until
     RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S. The coordinator counts nodes every 20 s, and
     keeps what a run has reserved for 180 s: it learns late of a node that is gone, and
     of a run whose driver was killed.
@@ -261,8 +264,9 @@ def count_nodes() -> None:
 
 
 def free_dead_runs() -> None:
-    """Free what runs reserved whose controller is dead, as after `kill -9` of a driver:
-    a resumed run would have to wait for it, or start with what is left.
+    """Free what runs reserved whose controller is dead, as after `kill -9`.
+
+    A resumed run would have to wait for it, or start with what is left.
     """
     try:
         from ray.util.state import list_actors

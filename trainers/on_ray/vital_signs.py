@@ -1,5 +1,6 @@
-"""Whether the actors of a run or sweep are alive: each says so every few seconds, in
-the key-value store of Ray's GCS.
+"""Whether the actors of a run or sweep are alive.
+
+Each says so every few seconds, in the key-value store of Ray's GCS.
 
 Ray notices that a process has died, and not that it was stopped or hangs: who waits for
 its answer waits forever. The driver kills an actor that has been silent for a minute,
@@ -16,7 +17,6 @@ from types import TracebackType
 import ray
 from ray import cloudpickle
 
-from trainers.on_ray.cluster_end import is_alive
 from trainers.on_ray.internals import actor_record, kv_delete, kv_get, kv_list, kv_put
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,9 @@ nothing.
 
 
 def show_life() -> None:
-    """Begin to say that the process of this actor is alive, until it ends; nothing
-    happens in any other process.
+    """Begin to say that the process of this actor is alive, until it ends.
+
+    Nothing happens in any other process.
     """
     context = ray.get_runtime_context() if ray.is_initialized() else None
     if context is None or context.get_actor_id() is None:
@@ -58,20 +59,8 @@ def _beat(name: str, handle: bytes) -> None:
         time.sleep(_BEAT_S)
 
 
-def end_actors() -> None:
-    """Kill every actor of this driver that has shown life, where who started it is gone
-    and can name it no more.
-    """
-    if is_alive():
-        for name in kv_list(_prefix()):
-            if name.endswith(b"/handle"):
-                ray.kill(cloudpickle.loads(kv_get(name)))
-
-
 class VitalSigns:
-    """Kills the actors of this driver that have fallen silent, while its block runs and
-    Ray is connected.
-    """
+    """Kills the actors of this driver that have fallen silent, while its block runs."""
 
     def __init__(self) -> None:
         self._heard: dict[bytes, bytes] = {}

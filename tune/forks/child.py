@@ -28,9 +28,7 @@ END = "end"
 
 
 class TrialStopped(SystemExit):
-    """Ends a training function at its report, and the function of its trial, once the
-    search has stopped the trial.
-    """
+    """Ends a training function at its report, once the search has stopped its trial."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,10 @@ class Channel:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes; objects of modules that the other side cannot import go
-    by value, where Ray is there.
+    """Return a value as bytes.
+
+    Where Ray is there, objects of modules that the other side cannot import go by
+    value.
     """
     of_ray: Any = sys.modules.get("ray.cloudpickle")
     return pickle.dumps(value) if of_ray is None else bytes(of_ray.dumps(value))
@@ -84,8 +84,9 @@ def prctl(option: int, value: int) -> None:
 
 
 def become(files: Sequence[int]) -> None:
-    """Do the work that comes over the channel, the first of some open files; does not
-    return.
+    """Do the work that comes over the channel, the first of some open files.
+
+    Does not return.
     """
     code = 1
     try:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tune.forks.child import END, TrialStopped, Work, pack
 from tune.forks.zygote import END_ALL, FORK, LONGEST_MESSAGE, NUMBER, Preload
@@ -127,8 +127,10 @@ class Zygote:
             self._connection = self._connect()
 
     def fork(self, target: str, *arguments: Any, files: Sequence[int] = ()) -> Fork:
-        """Start a process that calls a function (`Work.target`); `files` are handed
-        over to it.
+        """Start a process that calls a function (`Work.target`).
+
+        Args:
+            files: Open files that are handed over to it.
         """
         work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
         for _ in range(_MOST_STARTS):
@@ -204,36 +206,31 @@ class Fork:
     ) -> Any:
         """Answer the process's calls by the methods of `asked`; returns its outcome.
 
-        Raises NoOutcomeError where it ends without one, or was stopped (SIGSTOP) for
-        `most_stopped_s`; InterruptedError where `goes_on`, which is called every
-        `look_s`, says that nobody wants it any more; TrialStopped where a method has
-        raised it, which the process gets first. All but the first kill it.
+        Args:
+            goes_on: Is called every `look_s`: whether anybody still wants it.
+
+        Raises:
+            NoOutcomeError: it has ended without an outcome, or was stopped (SIGSTOP) for
+                `most_stopped_s`.
+            InterruptedError: nobody wants it any more.
+            TrialStopped: a method has raised it; the process gets it first.
         """
-        stopped_at: float | None = None
         ran_at = time.monotonic()
         while True:
             # A process of its own may hold the channel open after its end.
-            ready = wait(
-                [self._channel, self._control],
-                look_s if stopped_at is None else _LOOK_S,
-            )
+            ready = wait([self._channel, self._control], look_s)
             if self._channel in ready:
-                try:
-                    method, args, given = pickle.loads(self._channel.recv_bytes())  # noqa: S301 (a fork of our own)
-                except (EOFError, OSError):
+                call = self._heard()
+                if call is None:
                     break
-                if method == END:
-                    if stopped_at is None:
-                        self.wait()
-                        return args[0]
-                    break
-                stopped = self._answer(asked, method, args, given)
-                stopped_at = time.monotonic() if stopped else stopped_at
-            elif ready or (
-                stopped_at is not None and time.monotonic() > stopped_at + _STOP_S
-            ):
+                if call[0] == END:
+                    self.wait()
+                    return call[1][0]
+                if self._answer(asked, *call):
+                    self._stop(asked)
+            elif ready:
                 break
-            elif stopped_at is None and not goes_on():
+            elif not goes_on():
                 self.kill()
                 raise InterruptedError
             elif not self._is_stopped():
@@ -241,10 +238,29 @@ class Fork:
             elif time.monotonic() > ran_at + most_stopped_s:
                 self.kill()
                 raise NoOutcomeError(-signal.SIGSTOP)
-        if stopped_at is not None:
-            self.kill()
-            raise TrialStopped(0)
         raise NoOutcomeError(self.wait())
+
+    def _stop(self, asked: Any) -> NoReturn:
+        """Let a function that was stopped tidy up, and end its process."""
+        deadline = time.monotonic() + _STOP_S
+        while time.monotonic() < deadline:
+            ready = wait([self._channel, self._control], _LOOK_S)
+            if not ready:
+                continue
+            call = self._heard() if self._channel in ready else None
+            if call is None or call[0] == END:
+                break
+            self._answer(asked, *call)
+        self.kill()
+        raise TrialStopped(0)
+
+    def _heard(self) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
+        """Return the next call; None where there will be none."""
+        try:
+            call: Any = pickle.loads(self._channel.recv_bytes())  # noqa: S301 (a fork of our own)
+        except (EOFError, OSError):
+            return None
+        return call  # type: ignore[no-any-return]
 
     def _answer(
         self, asked: Any, method: str, args: tuple[Any, ...], given: dict[str, Any]
@@ -259,9 +275,7 @@ class Fork:
         return isinstance(answer[1], TrialStopped)
 
     def wait(self) -> int:
-        """Wait for the process to end; returns its exit code, negative where a signal
-        has ended it.
-        """
+        """Wait for the process to end; returns its exit code, or minus the signal."""
         code = self._number()
         self.kill()
         return -signal.SIGKILL if code is None else code

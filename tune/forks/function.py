@@ -1,5 +1,4 @@
-"""A training function of Ray Train's, or the driver of a trial, in a process of its own
-(Ray).
+"""A training function of Ray Train's, in a process of its own (Ray).
 
 The function finds Ray Train's interface (`ray.train.report`, `get_context`, ...) as a
 worker has it. Each call goes over the channel to the worker that has started this
@@ -25,8 +24,8 @@ from ray import cloudpickle
 from trainers.causes import failure_of
 from trainers.devices.device import peak_memory_bytes
 from trainers.launch.spec import FunctionSpec
+from tune.forks.assignment import Place
 from tune.forks.child import Channel, TrialStopped
-from tune.forks.place import Place
 from tune.forks.task import form_group, imported_libraries
 from tune.ray_internals import (
     PublicContext,
@@ -144,8 +143,10 @@ def connect() -> None:
 
 
 def as_new_process(gpu_ids: list[str]) -> None:
-    """Have what a new process of Ray's draws or reads at its start; `gpu_ids`: of the
-    worker.
+    """Have what a new process of Ray's draws or reads at its start.
+
+    Args:
+        gpu_ids: Of the worker.
     """
     np.random.seed()
     torch.set_num_threads(

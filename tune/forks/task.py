@@ -32,9 +32,9 @@ from trainers.errors import (
 )
 from trainers.launch.log import setup_logging
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
-from trainers.storage import Storage
+from trainers.step.ceiling import next_smaller
+from tune.forks.assignment import Assignment, Place
 from tune.forks.child import Channel
-from tune.forks.place import Given, Place
 from tune.objective import check_reported
 
 _NAMES = (
@@ -50,22 +50,22 @@ _NAMES = (
 class TrialContext(RunContext):
     """RunContext of a trial: asks the worker that has started it."""
 
-    def __init__(self, channel: Channel, place: Place, given: Given) -> None:
-        of_all = place.rank, place.world_size
+    def __init__(self, channel: Channel, place: Place, assignment: Assignment) -> None:
         super().__init__(
             None,
             "lane",
-            *of_all,
+            place.rank,
+            place.world_size,
             place.local_rank,
             place.local_world_size,
             place.device_index,
         )
         self._channel = channel
-        self.microbatch_ceiling = given.microbatch_ceiling
-        self.microbatch_bounds = given.microbatch_bounds
-        self.source = None if given.source is None else Storage(given.source)
-        self.refuge = None if given.refuge is None else Storage(given.refuge)
-        self.watches = given.watches
+        self.microbatch_ceiling = assignment.microbatch_ceiling
+        self.microbatch_bounds = assignment.microbatch_bounds
+        self.source = assignment.source
+        self.refuge = assignment.refuge
+        self.watches = assignment.watches
         self._goes_on = True
 
     def report(
@@ -98,12 +98,6 @@ class TrialContext(RunContext):
                 min(microbatch_size, high or microbatch_size),
             )
         self._channel.call("fits", microbatch_size, fits)
-
-    def too_large(self, microbatch_size: int) -> None:
-        """Of several ranks one ran out of memory: all start again with a smaller
-        microbatch.
-        """
-        self._channel.call("too_large", microbatch_size)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """The trial ends here."""
@@ -140,8 +134,10 @@ def check(
     precisions: Sequence[Any],
     device_type: str,
 ) -> PacelineError | None:
-    """Load the task or function, and check that devices of a type have the precisions;
-    returns what is wrong.
+    """Load the task or function, and check that a type of device has the precisions.
+
+    Returns:
+        What is wrong.
     """
     try:
         if isinstance(spec, FunctionSpec):
@@ -169,11 +165,9 @@ def device_label(channel: Channel, device_index: int) -> str:
 
 def run_trial(
     channel: Channel,
-    name: str,
-    tree: dict[str, Any],
+    assignment: Assignment,
     path: tuple[str, ...],
     place: Place,
-    given: Given,
 ) -> Any:
     """Train; returns the outcome as plain data."""
     began = time.time()
@@ -182,8 +176,8 @@ def run_trial(
     setup_logging(1)  # trials of many lanes would talk at once: warnings only
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     grow_segments()
-    context = TrialContext(channel, place, given)
-    spec = RunSpec(tree, path, f"trial {name}", "")
+    context = TrialContext(channel, place, assignment)
+    spec = RunSpec(assignment.tree, path, f"trial {assignment.trial}", "")
     try:
         if place.address:
             form_group(place, channel.files)
@@ -225,8 +219,9 @@ def _failed(error: Exception, context: RunContext) -> dict[str, Any]:
     }
     if isinstance(error, ConfigError) and error.field in _NAMES:
         outcome["misnamed"] = error
+    # A single worker goes on by itself.
     if isinstance(error, TooLargeError) and context.world_size > 1:
-        outcome["smaller"] = True
+        outcome["smaller"] = next_smaller(error.microbatch_size)
     if not isinstance(error, PacelineError) and failure.status == "error":
         outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
     return outcome

@@ -1,5 +1,6 @@
-"""The parent of a node's trials: a process without Ray, CUDA or a second thread, forked
-for each of them.
+"""The parent of a node's trials, forked for each of them.
+
+A process without Ray, CUDA or a second thread.
 
 Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is JSON
 (`Preload`) and CLIENT an open socket, of its first client; the Zygote of client.py does
@@ -76,9 +77,7 @@ class Zygote:
     """Serves a socket."""
 
     def __init__(self, path: Path, first: socket.socket, why_not: str | None) -> None:
-        """`first`: the client that has started it; `why_not`: why trials cannot be
-        forks of this process.
-        """
+        """`first`: the client that has started it; `why_not`: why no trial is a fork."""
         self._why_not = why_not
         self._clients = {first}
         self._trials: dict[int, socket.socket] = {}
@@ -241,8 +240,9 @@ def why_not_fork() -> str | None:
 
 
 def _canary_sings() -> bool:
-    """Whether a fork can run torch's parallel code, which hangs after this process has
-    run some itself (libgomp).
+    """Whether a fork can run torch's parallel code.
+
+    It hangs after this process has run some itself (libgomp).
     """
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Callbacks and the scaling policy of Ray's controller of a lane (Ray).
+"""Where Ray's controller of a lane runs, its callbacks and scaling policy (Ray).
 
 Ray imports this file in the controller, so it must not import torch: two seconds of
 processor time at every start.
@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 import ray.train
-from ray import cloudpickle
 from ray.train.backend import BackendConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.errors import RunFailedError
 from trainers.on_ray.failures import as_failure
@@ -24,22 +24,28 @@ from tune.ray_internals import (
 )
 
 
+def beside_driver() -> dict[str, Any]:
+    """Return the options of an actor without a CPU on the driver's node.
+
+    It serves the whole sweep. Ray would put it on any node, one that may be taken back
+    included, and the sweep would end with that node.
+    """
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    return {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
+
+
 @dataclass
 class NoGroup(BackendConfig):
-    """Takes the place of Ray's TorchConfig: the processes of trials form groups of
-    their own.
-    """
+    """Takes the place of Ray's TorchConfig: trials' processes form groups themselves."""
 
     backend: str = "none"
     """Read by Ray's TorchTrainer."""
 
 
 class LaneCallback(ControllerCallback, WorkerGroupCallback):
-    """Tells the mailbox how far the lane's start is, and when its workers are gone.
-
-    The driver learns the controller, to kill it before its workers are up, and the
-    workers' reservation, to free it when the controller dies.
-    """
+    """Tells the mailbox what a lane has reserved, and when its workers are gone."""
 
     def __init__(self, mailbox: Any, sweep: str, lane: int) -> None:
         self._mailbox = mailbox
@@ -50,21 +56,18 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
         """Called by Ray in the controller's constructor."""
         show_life()
         name_lane(f"{self._sweep}, lane {self._lane}")
-        handle = cloudpickle.dumps(
-            ray.get_runtime_context().current_actor
-        )  # it would import Ray Train in the mailbox
-        ray.get(self._mailbox.note_start.remote(self._lane, "controller", handle))
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Called by Ray when all workers are a process group."""
         group = (
             worker_group.get_worker_group_state().placement_group_handle.placement_group
         )
-        ray.get(self._mailbox.note_start.remote(self._lane, "reservation", group))
+        ray.get(self._mailbox.note_reservation.remote(self._lane, group))
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Called by Ray with the errors of failed ranks: the lane's trial goes to
-        another lane at once.
+        """Called by Ray with the errors of failed ranks.
+
+        The lane's trial goes to another lane at once.
         """
         if errors := worker_group_status.errors:
             cause = RunFailedError.first(

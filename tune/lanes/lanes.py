@@ -1,5 +1,4 @@
-"""Lanes: long-lived TorchTrainers whose workers run trial after trial from the mailbox
-(Ray).
+"""Lanes: long-lived TorchTrainers whose workers run trial after trial (Ray).
 
 A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker group
 serves trials until the mailbox closes; after a crash Ray starts the group again and the
@@ -14,64 +13,48 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray import cloudpickle
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.imports import without_collection
+from trainers.on_ray.cluster_end import is_alive
 from trainers.on_ray.connect import ray_scaling
 from trainers.on_ray.environment import embedded
-from trainers.on_ray.internals import available_resources_per_node
-from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
-from tune.lanes.controller import LaneCallback, NoGroup
+from tune.lanes.controller import LaneCallback, NoGroup, beside_driver
 from tune.lanes.mailbox import Mailbox
+
+if TYPE_CHECKING:
+    from tune.lanes.trainer import LaneTrainer
 
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
 _START_S = 60.0
 _LOOK_S = 0.2
-_FIRST_S = 20.0
-"""How long a lane's workers are waited for before the first trial begins: they may wait
-for a node.
-"""
+_END_S = 20.0
+"""Within which a controller that was killed is gone."""
 _MAKE_S = 10.0
-"""Within which Ray makes a group, also on a busy machine, unless that waits for a node.
-"""
+"""Within which Ray makes a group for which there is room, also on a busy machine."""
 _SAY_AFTER_S = 2.0
-_IN_THE_MAKING = ("PENDING", "PREPARED")
+_NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
 
 
-def start_mailbox(sweep: Storage, path: tuple[str, ...] = ()) -> Any:
-    """The mailbox of the sweep in a directory: an actor; the arguments are a Mailbox's."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path)
-
-
-def beside_driver() -> dict[str, Any]:
-    """Options of an actor that serves the whole sweep: without a CPU, on the driver's
-    node.
-
-    Ray would put it on any node, one that may be taken back included, and the sweep
-    would end with that node.
-    """
-    here = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
-    return {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
+def start_mailbox(sweep: Storage) -> Any:
+    """Start the mailbox of the sweep in a directory; returns the actor."""
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep)
 
 
 @dataclass
@@ -96,10 +79,11 @@ class Lanes:
     """Whether trials are runs of a training function, not of a task."""
 
     def __post_init__(self) -> None:
-        self._closing = threading.Event()
         self._settled = threading.Event()
-        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        """Lanes that were told to end."""
         self._threads: list[threading.Thread] = []
+        self._trainers: dict[int, LaneTrainer] = {}
 
     @property
     def count(self) -> int:
@@ -107,9 +91,7 @@ class Lanes:
         return len(self._threads)
 
     def grow(self, count: int) -> None:
-        """Start lanes until there are `count`; returns at once, while their workers
-        come up.
-        """
+        """Start lanes until there are `count`; returns before their workers are up."""
         for lane in range(self.count, count):
             thread = threading.Thread(
                 target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True
@@ -118,40 +100,65 @@ class Lanes:
             self._threads.append(thread)
 
     def settle(self) -> list[int]:
-        """Let no further lane begin to start; returns those that are about to come up."""
+        """Start no further lane, and end those that are not up yet.
+
+        Returns:
+            The lane that still starts: one stays where none is up.
+        """
         self._settled.set()
-        alive = {lane for lane in self._begun if self._threads[lane].is_alive()}
-        up = set(ray.get(self.mailbox.watch.remote())["lanes"])
-        starting = sorted(alive - up)
-        return starting if starting and self._may_come_up(len(up)) else []
+        up = self._up()
+        starting = [lane for lane in self._alive() if lane not in up]
+        kept = [] if up else starting[:1]
+        self._end([lane for lane in starting if lane not in kept])
+        if up:
+            self._free(up)
+        return kept
 
     def close(self, timeout_s: float = 45.0) -> None:
-        """Let the lanes end.
+        """End the lanes that are not up, and let the others end by themselves.
 
-        One that is still starting comes up first and finds nothing to do, since killing
-        it would leave its reservation with Ray; one for which there is no room, or that
-        is not up after `timeout_s`, is killed.
+        One that has not ended after `timeout_s` is killed.
         """
-        self._closing.set()
         self._settled.set()
-        up = set(ray.get(self.mailbox.watch.remote())["lanes"])
-        if any(
-            thread.is_alive()
-            for lane, thread in enumerate(self._threads)
-            if lane not in up
-        ):
-            self._end_waiting(up)
+        up = self._up()
+        self._end([lane for lane in self._alive() if lane not in up])
+        # Before the others leave their places to what these have reserved.
+        self._free(up)
         ray.get(self.mailbox.close.remote())
+        self._ended.update(up)
+        self._await(timeout_s)
+        self.end()
+
+    def end(self) -> None:
+        """Kill the controllers of all lanes that still run, and free what they reserved.
+
+        After this no thread calls Ray, which would end the process once the connection
+        is closed. Where the mailbox has died, lanes have ended by themselves, and may
+        have left what they had reserved.
+        """
+        self._settled.set()
+        self._end(self._alive())
+        try:
+            self._free([])
+        except Exception as error:  # the cluster is gone, and the sweep is over
+            logger.warning(
+                "what lanes had reserved is free when this process ends: %s", error
+            )
+
+    def _up(self) -> list[int]:
+        lanes: list[int] = ray.get(self.mailbox.watch.remote())["lanes"]
+        return lanes
+
+    def _alive(self) -> list[int]:
+        return [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]
+
+    def _await(self, timeout_s: float) -> None:
+        """Wait until all lanes have ended."""
         began = time.monotonic()
         is_said = False
-        while alive := [
-            lane for lane, thread in enumerate(self._threads) if thread.is_alive()
-        ]:
+        while alive := self._alive():
             waited_s = time.monotonic() - began
-            if waited_s > timeout_s or (
-                waited_s > _SAY_AFTER_S and not self._may_come_up(0)
-            ):
-                self.end()
+            if waited_s > timeout_s:
                 return
             if waited_s > _SAY_AFTER_S and not is_said:
                 is_said = True
@@ -160,103 +167,44 @@ class Lanes:
                 )
             self._threads[alive[0]].join(_LOOK_S)
 
-    def _end_waiting(self, up: set[int]) -> None:
-        """End the lanes that have no place yet, before those that are up leave them
-        theirs.
-        """
-        if self._may_come_up(len(up)):
-            return
-        for lane, controller in ray.get(
-            self.mailbox.starts.remote("controller")
-        ).items():
-            if lane not in up and self._threads[lane].is_alive():
-                ray.kill(cloudpickle.loads(controller))
-        for name, state in self._reserved().items():
-            if state != "CREATED":
-                remove_placement_group(
-                    PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name)))
-                )
-
-    def _may_come_up(self, num_up: int) -> bool:
-        """Whether a lane beside those that are up has its place, or finds room for a
-        worker on some node.
-        """
-        if sum(state == "CREATED" for state in self._reserved().values()) > num_up:
-            return True
-        worker = {"CPU": float(self.scaling.cpus_per_worker)}
-        if self.use_gpu:
-            worker["GPU"] = self.scaling.gpus_per_worker
-        nodes = available_resources_per_node().values()
-        return any(
-            all(node.get(name, 0.0) >= amount for name, amount in worker.items())
-            for node in nodes
-        )
-
-    def end(self, timeout_s: float = 20.0) -> None:
-        """Kill the controllers of all lanes that still run, and free what they had
-        reserved.
-
-        After this no thread calls Ray, which would end the process once the connection
-        is closed.
-
-        Where the mailbox has died, a lane may have ended by itself, and have left what
-        it had reserved.
-        """
-        self._closing.set()
-        self._settled.set()
-        deadline = time.monotonic() + timeout_s
-        while any(alive := [thread.is_alive() for thread in self._threads]):
+    def _end(self, lanes: Sequence[int]) -> None:
+        """Kill the controllers of lanes, and wait for the ends of their threads."""
+        self._ended.update(lanes)
+        deadline = time.monotonic() + _END_S
+        while alive := [lane for lane in self._alive() if lane in lanes]:
             if time.monotonic() > deadline:
-                logger.warning(
-                    "lanes %s do not end",
-                    [lane for lane, is_alive in enumerate(alive) if is_alive],
-                )
-                break
-            try:
-                controllers = ray.get(
-                    self.mailbox.starts.remote("controller"), timeout=timeout_s
-                )
-            except (
-                ray.exceptions.RayError
-            ):  # the mailbox has died, or all of the cluster
-                controllers = {}
-                end_actors()
-            for lane, controller in controllers.items():
-                if alive[lane]:
-                    ray.kill(cloudpickle.loads(controller))
-            self._threads[alive.index(True)].join(_LOOK_S)
-        self._free()
+                logger.warning("lanes %s do not end", alive)
+                return
+            for trainer in [self._trainers.get(lane) for lane in alive]:
+                if (
+                    trainer is not None
+                    and trainer.controller is not None
+                    and is_alive()
+                ):
+                    ray.kill(trainer.controller)
+            self._threads[alive[0]].join(_LOOK_S)
 
-    def _free(self) -> None:
-        """Free what killed controllers had reserved: Ray does so when the job ends, and
-        this one may go on.
+    def _free(self, kept: Sequence[int]) -> None:
+        """Free what the controllers of all lanes but some have reserved.
 
-        A group that Ray is just making is freed once it is made: removed before, it
-        would keep its node's processors from everybody for as long as the node lives
-        (ray issue 64693).
+        Ray does so when the job ends, and this one may go on. A group that Ray is just
+        making is freed once it is made: removed before, it would keep its node's
+        processors from everybody for as long as the node lives (ray issue 64693).
         """
-        try:
-            deadline = time.monotonic() + _MAKE_S
-            while (
-                any(state in _IN_THE_MAKING for state in self._reserved().values())
-                and time.monotonic() < deadline
-            ):
-                if not self._may_come_up(0):
-                    break  # Ray makes none of them
-                time.sleep(_LOOK_S)
-            for name in self._reserved():
-                remove_placement_group(
-                    PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name)))
-                )
-        except (
-            Exception
-        ) as error:  # the cluster is gone: the sweep is over all the same
-            logger.warning(
-                "what lanes had reserved is free when this process ends: %s", error
+        groups = ray.get(self.mailbox.reservations.remote()) if kept else {}
+        own = {groups[lane].id.hex() for lane in kept if lane in groups}
+        deadline = time.monotonic() + _MAKE_S
+        while any(_is_being_made(group) for group in self._reserved().values()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+        for name in self._reserved().keys() - own:
+            remove_placement_group(
+                PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name)))
             )
 
-    def _reserved(self) -> dict[str, str]:
-        """The states of the groups that lanes have reserved, by their ids.
+    def _reserved(self) -> dict[str, dict[str, Any]]:
+        """Return the groups that lanes have reserved, by their ids.
 
         The GCS has all that there ever was; the state API of Ray's dashboard lists any
         hundred of them.
@@ -264,59 +212,48 @@ class Lanes:
         job = ray.get_runtime_context().get_job_id()
         own = {"CPU": float(self.scaling.cpus_per_worker)}
         return {
-            name: group["state"]
+            name: group
             for name, group in placement_group_table().items()
             if group["state"] != "REMOVED" and name.endswith(job)
-            if all(own.items() <= one.items() for one in group["bundles"].values())
+            if all(
+                own.items() <= bundle.items() for bundle in group["bundles"].values()
+            )
         }
 
     def _keep(self, lane: int) -> None:
-        """Keep one worker group alive until the sweep closes; the body of a lane's
-        thread.
-        """
+        """Keep a worker group alive until the sweep closes, as the thread of a lane."""
         with contextlib.suppress(
             ray.exceptions.ActorDiedError
         ):  # the mailbox is gone, and the driver says so
-            self._keep_up(lane)
+            self._wait_for_turn(lane)
+            if not self._settled.is_set():
+                self._keep_up(lane)
 
     def _keep_up(self, lane: int) -> None:
-        failed = 0
-        self._wait_for_turn(lane)
-        self._begun.add(lane)
-        if self._settled.is_set():
-            self._begun.discard(lane)
-            return
-        while not self._closing.is_set():
+        for failed in range(1, _MAX_FAILED_STARTS + 1):
             try:
                 self._fit(lane)
                 return
             except Exception as error:
-                if self._closing.is_set():
+                if lane in self._ended:
                     return
-                failed += 1
                 logger.warning("lane %d ended: %s", lane, last_line(error))
                 ray.get(self.mailbox.lost.remote(lane))
-                reservations = ray.get(self.mailbox.starts.remote("reservation"))
-                if (
-                    lane in reservations
-                ):  # of a controller that died; any other has given it back
+                reservations = ray.get(self.mailbox.reservations.remote())
+                # Of a controller that died; any other has given it back.
+                if lane in reservations:
                     remove_placement_group(reservations[lane])
-                if failed == _MAX_FAILED_STARTS:
-                    if not ray.get(self.mailbox.watch.remote())["lanes"]:
-                        ray.get(
-                            self.mailbox.close.remote(
-                                f"lane {lane} failed {failed} times: {error}"
-                            )
-                        )
-                    return
+                if failed == _MAX_FAILED_STARTS and not self._up():
+                    why = f"lane {lane} failed {failed} times: {error}"
+                    ray.get(self.mailbox.close.remote(why))
 
     def _wait_for_turn(self, lane: int) -> None:
-        """Wait until fewer than `num_at_once` of the lanes before it are still
-        starting; if patient, as long again.
+        """Wait until fewer than `num_at_once` of the lanes before it still start.
 
-        A start costs as much as many short trials. A lane that waits for as long as a
-        start takes loses at most half of the time, and costs nothing where the sweep is
-        over by then. No lane waits forever for those before it.
+        If patient, wait as long again. A start costs as much as many short trials. A
+        lane that waits for as long as a start takes loses at most half of the time, and
+        costs nothing where the sweep is over by then. No lane waits forever for those
+        before it.
         """
         began = time.monotonic()
         deadline = began + _START_S * (lane // self.num_at_once)
@@ -325,8 +262,8 @@ class Lanes:
             and time.monotonic() < deadline
             and not self._settled.wait(_LOOK_S)
         ):
-            up = ray.get(self.mailbox.watch.remote())["lanes"]
-            if lane < self.num_at_once + sum(one < lane for one in up):
+            num_before = sum(other < lane for other in self._up())
+            if lane < self.num_at_once + num_before:
                 if self.is_patient:
                     self._settled.wait(
                         min(time.monotonic() - began, deadline - time.monotonic())
@@ -337,19 +274,20 @@ class Lanes:
         """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        # A training function asks by itself, and its ranks may have asked Ray unequally
-        # often.
-        may_drain = not (embedded() or self.of_function)
-        of_sweep = {"of_function": self.of_function, "may_drain": may_drain}
-        forks = {"zygote": self.zygote, "preload": asdict(self.preload)}
-        LaneTrainer(
+        config = {
+            "lane": lane,
+            "mailbox": self.mailbox,
+            "sweep": self.sweep.name,
+            "of_function": self.of_function,
+            # A training function asks by itself, and its ranks may have asked Ray
+            # unequally often.
+            "may_drain": not (embedded() or self.of_function),
+            "zygote": self.zygote,
+            "preload": asdict(self.preload),
+        }
+        self._trainers[lane] = LaneTrainer(
             serve,
-            train_loop_config={
-                "lane": lane,
-                "mailbox": self.mailbox,
-                **of_sweep,
-                **forks,
-            },
+            train_loop_config=config,
             torch_config=NoGroup(),  # type: ignore[arg-type]
             scaling_config=ray_scaling(self.scaling, self.use_gpu),
             run_config=ray.train.RunConfig(
@@ -358,7 +296,14 @@ class Lanes:
                 failure_config=ray.train.FailureConfig(max_failures=-1),
                 callbacks=[LaneCallback(self.mailbox, self.sweep.name, lane)],  # type: ignore[list-item]
             ),
-        ).fit()
+        )
+        self._trainers[lane].fit()
+
+
+def _is_being_made(group: Mapping[str, Any]) -> bool:
+    """Whether Ray has room for a group, and is about to make it."""
+    waits = group["stats"]["scheduling_state"] in _NO_ROOM
+    return group["state"] == "PREPARED" or (group["state"] == "PENDING" and not waits)
 
 
 def serve(loop_config: Mapping[str, Any]) -> None:

@@ -1,6 +1,4 @@
-"""What the trials of a sweep have found to fit, and why another is not worth a try;
-kept in the sweep's directory.
-"""
+"""What the trials of a sweep have found to fit, and why another is not tried."""
 
 import asyncio
 
@@ -16,8 +14,9 @@ Bounds = tuple[int | None, int | None]
 
 
 class Microbatches:
-    """One for each sweep; `device` is the model of the lane's devices, empty where that
-    is not known yet.
+    """One for each sweep, kept in its directory.
+
+    `device` is the model of the lane's devices, empty where that is not known yet.
     """
 
     def __init__(self, sweep: Storage | None) -> None:
@@ -63,8 +62,9 @@ class Microbatches:
     def observe(
         self, trial: Submission, device: str, size: int, fits: bool
     ) -> tuple[bool, str | None]:
-        """Note whether a microbatch fits; returns whether that is news, and what it
-        contradicts, in words.
+        """Note whether a microbatch fits.
+
+        Returns whether that is news, and what it contradicts, in words.
         """
         key = self._key(trial, device)
         is_news = self._boundary.fits(key, size) is not fits

@@ -11,13 +11,14 @@ import ray
 from ray.train.torch import TorchTrainer
 
 from trainers.on_ray.environment import embedded
-from tune.lanes.controller import Unannounced
+from tune.lanes.controller import Unannounced, beside_driver
 from tune.ray_internals import (
     DatasetsCallback,
     FixedScalingPolicy,
     PlacementGroupCleanerCallback,
     StateManagerCallback,
     TrainController,
+    get_env_vars_to_propagate,
 )
 
 _NOWHERE = (
@@ -34,18 +35,22 @@ _NOT_EMBEDDED = (
 class LaneTrainer(TorchTrainer):
     """A TorchTrainer whose group starts as soon as its controller is there."""
 
+    controller: Any = None
+    """The actor, once it starts."""
+
     def _create_default_callbacks(self) -> list[Any]:
         without = _NOWHERE + (_NOT_EMBEDDED if embedded() else ())
         callbacks = super()._create_default_callbacks()  # type: ignore[misc] # its type is that of Train's first version
         return [callback for callback in callbacks if not isinstance(callback, without)]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
+        options = beside_driver()
         if not embedded():
-            return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
-        if type(given["scaling_policy"]) is FixedScalingPolicy:
+            options["runtime_env"] = {"env_vars": get_env_vars_to_propagate()}
+        # Without one where all share the driver's: Ray would start a process for it.
+        elif type(given["scaling_policy"]) is FixedScalingPolicy:
             given["scaling_policy"] = Unannounced(self.scaling_config)  # type: ignore[arg-type]
-        # Without the runtime environment that Ray would start a process for: on this
-        # machine all share the driver's.
-        controller: Any = ray.remote(num_cpus=0)(TrainController).remote(**given)
-        ray.get(controller.run.remote())
-        return ray.get(controller.get_result.remote())
+        make: Any = ray.remote(TrainController)
+        self.controller = make.options(**options).remote(**given)
+        ray.get(self.controller.run.remote())
+        return ray.get(self.controller.get_result.remote())

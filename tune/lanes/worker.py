@@ -1,8 +1,10 @@
-"""A worker of a lane: takes trials from the mailbox, and has the node's zygote fork a
-process for each (Ray).
+"""A worker of a lane (Ray).
 
-It holds nothing of a trial, and does not import torch.
+It takes trials from the mailbox, and has the node's zygote fork a process for each. It
+holds nothing of a trial, and does not import torch.
 """
+
+from __future__ import annotations
 
 import contextlib
 import logging
@@ -15,7 +17,7 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train.collective import broadcast_from_rank_zero
+from ray.train.collective import barrier, broadcast_from_rank_zero
 
 from trainers.causes import death_of, forget_kernel_kills
 from trainers.config.sections import FailureConfig
@@ -26,10 +28,9 @@ from trainers.on_ray.context import Gauges, WorkerContext
 from trainers.on_ray.gpus import hide_unassigned_gpus, own_gpu
 from trainers.on_ray.internals import is_leaving
 from trainers.on_ray.process_group import listen
+from tune.forks.assignment import Assignment, Place
 from tune.forks.client import Fork, NoOutcomeError, Zygote
-from tune.forks.place import Given, Place
 from tune.forks.zygote import Preload
-from tune.lanes.messages import Assignment
 
 _IDLE_S = 20.0  # an idle lane's ranks meet this often
 _LOOK_S = 0.5
@@ -42,111 +43,76 @@ _RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
 class Asked(WorkerContext):
     """What the process of a trial asks: reports go to the mailbox."""
 
-    def __init__(
-        self,
-        mailbox: Any,
-        lane: int,
-        assignment: Assignment,
-        gauges: Gauges,
-        may_drain: bool,
-    ) -> None:
-        """`may_drain`: whether Ray may say that the lane's node will be taken away."""
+    def __init__(self, lane: Lane, assignment: Assignment) -> None:
         super().__init__(None, "lane")
-        self._may_drain, self._asked_s = (
-            may_drain,
-            0.0,
-        )  # the lane has asked before it took the trial
-        self._mailbox = mailbox
+        self._asked_s = 0.0  # the lane has asked before it took the trial
         self._lane = lane
-        self._gauges = gauges
-        self._ticket = assignment.ticket
-        self._target = assignment.target
-        self.watches = assignment.watches
+        self._assignment = assignment
         self._used: dict[str, float] = {}
         """What this rank has used so far: the least that all ranks will have."""
 
     def report(self, metrics: dict[str, Any]) -> bool:  # type: ignore[override] # the process has decided who tells
-        """Rank 0 tells the mailbox of an evaluation; returns whether the trial should
-        go on.
-        """
-        goes_on: bool = ray.get(
-            self._mailbox.report.remote(self._ticket, metrics | self._used)
-        )
-        return goes_on and not (
-            self._target is not None and self._target.is_met(metrics)
-        )
+        """Tell the mailbox of an evaluation; returns whether the trial should go on."""
+        told = metrics | self._used
+        goes_on: bool = self._lane.tell("report", self._assignment.ticket, told)
+        target = self._assignment.target
+        return goes_on and not (target is not None and target.is_met(metrics))
 
     def observe(self, figures: dict[str, float]) -> None:
-        """The figures of whatever trial the lane runs."""
-        self._gauges.set(figures)
+        """Pass the figures of this rank on to Ray's metrics."""
+        self._lane.gauges.set(figures)
         found = {
             "peak_memory_bytes": figures.get("peak_bytes"),
             "energy_j": figures.get("energy_j"),
         }
-        self._used |= {
-            name: value
-            for name, value in found.items()
-            if name in self.watches and value is not None
-        }
+        for name, value in found.items():
+            if name in self._assignment.watches and value is not None:
+                self._used[name] = value
         if disturbed_s := figures.get("disturbed_s"):
             self._used["disturbed_s"] = disturbed_s
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Whether the lane's node will be taken away: the trial keeps its state, and
-        goes on in another lane.
+        """Whether the lane's node will be taken away.
+
+        The trial keeps its state then, and goes on in another lane.
         """
-        return self._may_drain and super().preempted(elapsed_s)
+        return self._lane.may_drain and super().preempted(elapsed_s)
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """All other trials shall know it: rank 0 says what was agreed, any rank what
-        did not fit.
-        """
+        """Tell the mailbox what all ranks agreed on, or what did not fit on any rank."""
         if self.rank == 0 or not fits:
-            ray.get(
-                self._mailbox.observe.remote(
-                    self._lane, self._ticket, microbatch_size, fits
-                )
-            )
-
-    def too_large(self, microbatch_size: int) -> None:
-        """The mailbox gives the trial out again with a smaller microbatch; a single
-        worker goes on by itself.
-        """
-        if self.world_size > 1:
-            ray.get(self._mailbox.too_large.remote(self._ticket, microbatch_size))
+            found = self._assignment.ticket, microbatch_size, fits
+            self._lane.tell("observe", self._lane.number, *found)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """The trial ends here."""
-        ray.get(
-            self._mailbox.hung.remote(
-                self._lane, self._ticket, failure, stack, self.world_size
-            )
-        )
+        """Tell the mailbox where this rank hangs: the trial ends here."""
+        hang = self._assignment.ticket, failure, stack, self.world_size
+        self._lane.tell("hung", self._lane.number, *hang)
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
-    """Run trials as a worker of a lane, until the mailbox closes, or is gone: the
-    driver ends the sweep then.
+    """Run trials as a worker of a lane, until the mailbox closes, or is gone.
+
+    The driver ends the sweep then.
     """
     with contextlib.suppress(ray.exceptions.ActorDiedError):
-        _Lane(loop_config).serve()
+        Lane(loop_config).serve()
 
 
-class _Lane:
-    """One worker of it."""
+class Lane:
+    """A lane, in one of its workers."""
 
     def __init__(self, loop_config: Mapping[str, Any]) -> None:
         self._mailbox = loop_config["mailbox"]
-        self._number = loop_config["lane"]
+        self.number: int = loop_config["lane"]
+        self.may_drain: bool = loop_config["may_drain"]
+        """Whether Ray may say that the lane's node will be taken away."""
         self._of_function = loop_config["of_function"]
-        self._may_drain = loop_config["may_drain"]
         context = ray.train.get_context()
-        self._rank = context.get_world_rank()
-        self._world_size = context.get_world_size()
         hide_unassigned_gpus()
         self._place = Place(
-            self._rank,
-            self._world_size,
+            context.get_world_rank(),
+            context.get_world_size(),
             context.get_local_rank(),
             context.get_local_world_size(),
             context.get_node_rank(),
@@ -154,25 +120,25 @@ class _Lane:
         )
         setup_logging(1)
         logging.getLogger("ray.train").setLevel(logging.WARNING)
-        self._gauges = Gauges("", self._rank)
+        self._shown = f"{loop_config['sweep']}, lane {self.number}"
+        run = f"{loop_config['sweep']}/lane-{self.number}"
+        self.gauges = Gauges(run, self._place.rank)
         # Where a function calls Ray, its process joins this cluster.
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        self._zygote = Zygote(loop_config["zygote"], Preload(**loop_config["preload"]))
+        self._preload = Preload(**loop_config["preload"])
+        self._zygote = Zygote(loop_config["zygote"], self._preload)
+
+    def tell(self, method: str, *args: Any) -> Any:
+        """Call a method of the mailbox."""
+        return ray.get(getattr(self._mailbox, method).remote(*args))
 
     def serve(self) -> None:
         """Take trials until there will be none."""
         label = self._zygote.fork(
             "tune.forks.task:device_label", self._place.device_index
         ).serve(None)
-        ray.get(
-            self._mailbox.hello.remote(
-                self._number, label, self._rank, self._world_size
-            )
-        )
-        while True:
-            if self._may_drain and is_leaving():
-                self._leave_node()
-                return
+        self.tell("hello", self.number, label, self._place.rank, self._place.world_size)
+        while not (self.may_drain and is_leaving()):
             assignment, place, files = self._take()
             if assignment == "close":
                 return
@@ -181,150 +147,116 @@ class _Lane:
             with contextlib.ExitStack() as stack:
                 for file in files:
                     stack.enter_context(file)
-                if self._run(assignment, place, [file.fileno() for file in files]):
-                    self._leave_node()
-                    return
+                if not self._run(assignment, place, [file.fileno() for file in files]):
+                    break
+        self._leave_node()
 
     def _take(self) -> tuple[Any, Place, list[Any]]:
-        """The next trial, where its ranks meet, and on rank 0 the socket that they meet
-        at.
+        """Take the next trial, once all ranks have told the end of the one before.
+
+        Returns:
+            The assignment, this rank's place in the trial's group, and on rank 0 the
+            socket that the ranks meet at.
         """
+        has_others = self._place.world_size > 1
+        if has_others:
+            barrier()
         files: list[Any] = []
         taken: Any = None
-        if self._rank == 0:
-            assignment = ray.get(self._mailbox.take.remote(self._number, _IDLE_S))
+        if self._place.rank == 0:
+            assignment = self.tell("take", self.number, _IDLE_S)
             address = ("", 0)
-            if isinstance(assignment, Assignment) and (
-                self._world_size > 1 or self._of_function
-            ):
+            if isinstance(assignment, Assignment) and (has_others or self._of_function):
                 server, host, port = listen()
                 files.append(server)
                 address = host, port
             taken = assignment, address
-        if self._world_size > 1:
+        if has_others:
             taken = broadcast_from_rank_zero(taken)
         assignment, (host, port) = taken
         return assignment, self._place.meeting_at(host, port), files
 
     def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
-        """Run one trial; returns whether the node is about to be taken away."""
-        self._gauges.run = f"{assignment.sweep}/lane-{self._number}"
-        self._say(assignment)
+        """Run one trial, and tell the mailbox how it has ended on this rank.
+
+        Returns:
+            Whether the lane's node stays.
+        """
+        self._show(assignment.trial)
         pressure = Pressure()
         forget_kernel_kills()
         try:
             outcome = self._fork(assignment, place, files)
         except InterruptedError:  # another rank has ended it
-            return False
+            return True
         except NoOutcomeError as death:
-            outcome = _death(death, self._rank)
+            outcome = _death(death, place.rank)
         self._zygote.learn(outcome.pop("imported", ()))
-        return self._tell(assignment, outcome | {"cpu_pressure": pressure.share()})
+        if outcome.pop("follows", False):  # another rank knows why
+            deadline = time.monotonic() + _CAUSE_S
+            while self._is_wanted(assignment) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+        if place.rank == 0 or "message" in outcome:
+            outcome["cpu_pressure"] = pressure.share()
+            self.tell("end", self.number, assignment.ticket, outcome)
+        return bool(outcome["status"] != "preempted")
 
-    def _say(self, assignment: Assignment) -> None:
-        """Have a task of this actor say which trial it runs: Ray shows an actor's tasks
-        beside it, whose name stays.
+    def _show(self, trial: str) -> None:
+        """Have a task of this actor say which trial it runs.
+
+        Ray shows an actor's tasks beside it, whose name stays.
         """
         own: Any = ray.get_runtime_context().current_actor
-        own.execute.options(
-            name=f"{assignment.sweep}, lane {self._number}: trial {assignment.trial}"
-        ).remote(int)
+        own.execute.options(name=f"{self._shown}: trial {trial}").remote(int)
 
     def _fork(
         self, assignment: Assignment, place: Place, files: list[int]
     ) -> dict[str, Any]:
         """Run a trial in a process; returns its outcome."""
+
+        def serve(fork: Fork, asked: Any) -> dict[str, Any]:
+            failure = assignment.tree.get("failure", {})
+            hang_timeout_s = failure.get(
+                "hang_timeout_s", FailureConfig().hang_timeout_s
+            )
+            outcome: dict[str, Any] = fork.serve(
+                asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s
+            )
+            return outcome
+
         if self._of_function:
-            from tune.lanes.function import run_function
+            from tune.lanes.function import FunctionTrial
 
-            given_to = (
-                self._zygote,
-                assignment,
-                self._mailbox,
-                self._number,
-                place,
-                files,
-            )
-            done: dict[str, Any] = run_function(
-                *given_to, lambda fork, asked: self._serve(fork, asked, assignment)
-            )
-            return done
-        asked = Asked(
-            self._mailbox, self._number, assignment, self._gauges, self._may_drain
+            trial = FunctionTrial(self, assignment, self._preload.path)
+            return trial.run(self._zygote, place, files, serve)
+        fork = self._zygote.fork(
+            "tune.forks.task:run_trial",
+            assignment,
+            self._preload.path,
+            place,
+            files=files,
         )
-        source = assignment.source
-        refuge = None if assignment.refuge is None else assignment.refuge.uri
-        given = Given(
-            assignment.microbatch_ceiling,
-            assignment.microbatch_bounds,
-            source,
-            refuge,
-            assignment.watches,
-        )
-        arguments = (assignment.trial, assignment.tree, assignment.path, place, given)
-        fork = self._zygote.fork("tune.forks.task:run_trial", *arguments, files=files)
-        return self._serve(fork, asked, assignment)
-
-    def _serve(self, fork: Fork, asked: Any, assignment: Assignment) -> dict[str, Any]:
-        """Answer what the process of a trial asks, until its end."""
-        hang_timeout_s = assignment.tree.get("failure", {}).get(
-            "hang_timeout_s", FailureConfig().hang_timeout_s
-        )
-        outcome: dict[str, Any] = fork.serve(
-            asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s
-        )
-        return outcome
-
-    def _tell(self, assignment: Assignment, outcome: dict[str, Any]) -> bool:
-        """Tell the mailbox how a trial has ended on this rank; returns whether the node
-        is about to be taken away.
-        """
-        ticket = assignment.ticket
-        if outcome["status"] == "preempted":
-            if self._rank == 0:
-                ray.get(
-                    self._mailbox.hand_back.remote(
-                        self._number, ticket, outcome["message"]
-                    )
-                )
-            return True
-        has_failed = "message" in outcome
-        if outcome.pop("follows", False):  # another rank knows why
-            deadline = time.monotonic() + _CAUSE_S
-            while self._is_wanted(assignment) and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
-        if outcome.pop("smaller", False) or outcome.pop("again", False):
-            ray.get(
-                self._mailbox.again.remote(
-                    self._number, ticket, outcome.get("message", "")
-                )
-            )
-        elif self._rank == 0 or has_failed:
-            ray.get(self._mailbox.end.remote(self._number, ticket, outcome))
-        return False
+        return serve(fork, Asked(self, assignment))
 
     def _is_wanted(self, assignment: Assignment) -> bool:
-        """Whether the trial's other ranks still run it: one that has ended with a
-        failure ends them all.
-        """
-        return self._world_size == 1 or bool(
-            ray.get(self._mailbox.runs.remote(self._number, assignment.ticket))
-        )
+        """Whether the trial's other ranks still run it: a failure of one ends them."""
+        if self._place.world_size == 1:
+            return True
+        return bool(self.tell("runs", self.number, assignment.ticket))
 
     def _leave_node(self) -> None:
-        """Wait until Ray takes the node out and starts the lane again elsewhere, or the
-        sweep is over.
+        """Wait until Ray starts the lane again elsewhere, or the sweep is over.
 
         To return sooner would end the lane, and to raise might start it again on the
         very node that is leaving.
         """
-        ray.get(self._mailbox.leave.remote(self._number))
-        while not ray.get(self._mailbox.await_close.remote(_IDLE_S)):
+        self.tell("leave", self.number)
+        while self.tell("take", self.number, _IDLE_S) != "close":
             pass
 
 
 def _death(death: NoOutcomeError, rank: int) -> dict[str, Any]:
-    """Return the outcome of a trial whose process has ended by itself, or by a signal."""
+    """Return the outcome of a trial whose process has ended without one."""
     if death.code == HUNG_EXIT_CODE:
         return {"status": "hung", "message": f"rank {rank} made no step"}
     if death.code == -signal.SIGSTOP:
@@ -334,16 +266,14 @@ def _death(death: NoOutcomeError, rank: int) -> dict[str, Any]:
         }
     failure = death_of(rank, death.code)
     status = "error" if failure.status == "node_lost" else failure.status
-    return {
-        "status": status,
-        "message": failure.message,
-        "again": status == "error" and death.code in _RETRIED,
-    }
+    again = status == "error" and death.code in _RETRIED
+    return {"status": status, "message": failure.message, "again": again}
 
 
 class Pressure:
-    """Measures, from its creation on, in how much of the time work of this machine or
-    container waited for a CPU, by Linux's pressure stall information (PSI).
+    """Measures for how much of the time work of this machine waited for a CPU.
+
+    By Linux's pressure stall information (PSI), from its creation on.
     """
 
     def __init__(self) -> None:

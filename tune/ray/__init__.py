@@ -1,5 +1,6 @@
-"""Ray's Tuner and TorchTrainer over lanes: the same names, arguments and results, from
-another import (Ray).
+"""Ray's Tuner and TorchTrainer over lanes (Ray).
+
+The same names, arguments and results, from another import.
 """
 
 import importlib

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -29,9 +30,9 @@ from trainers.causes import classify
 from trainers.on_ray.gpus import own_gpu
 from trainers.on_ray.internals import accepted, actor_record
 from trainers.on_ray.process_group import listen
+from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
-from tune.forks.place import Place
 from tune.lanes.controller import Unannounced
 from tune.ray.shape import Shape
 from tune.ray_internals import (
@@ -69,9 +70,7 @@ _ANSWER_S = 5.0
 
 @dataclass
 class LaneContext(TrainContext):
-    """Ray's context of a worker, in which a trial may be stopped: by all ranks at the
-    same report.
-    """
+    """Ray's context of a worker, in which all ranks may stop at the same report."""
 
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -85,9 +84,7 @@ class LaneContext(TrainContext):
 
 
 class LaneWorker(RayTrainWorker):
-    """Ray's worker, for trial after trial, of which it holds nothing: each runs in a
-    fork of the node's zygote.
-    """
+    """Ray's worker, for trial after trial: each runs in a fork of the node's zygote."""
 
     def __init__(self, zygote: str, shown: str) -> None:
         """`shown`: what Ray shows for this actor."""
@@ -113,8 +110,9 @@ class LaneWorker(RayTrainWorker):
         set_train_context(LaneContext(**own))
 
     def poll_status(self) -> WorkerStatus:
-        """Called by Ray again and again: returns once there is something to tell, soon
-        even so.
+        """Called by Ray again and again: returns once there is something to tell.
+
+        Without anything it returns soon, too.
         """
         deadline = time.monotonic() + _HEAR_S
         execution = get_train_context().execution_context
@@ -128,8 +126,10 @@ class LaneWorker(RayTrainWorker):
         return super().poll_status()
 
     def settle(self, within_s: float) -> None:
-        """End the trial's process, if it still runs; TimeoutError where that takes
-        longer than `within_s`.
+        """End the trial's process, if it still runs.
+
+        Raises:
+            TimeoutError: that takes longer than `within_s`.
         """
         context: Any = get_train_context()
         context.stopped.set()
@@ -149,9 +149,7 @@ class LaneWorker(RayTrainWorker):
 
 
 class Answers:
-    """What the process of a training function asks: Ray's own implementation answers,
-    in the worker.
-    """
+    """What a training function asks: Ray's own implementation answers, in the worker."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(get_train_fn_utils(), name)
@@ -167,9 +165,7 @@ def stops() -> bool:
 
 
 def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket]]:
-    """Return this worker's place among the ranks of its trial, and on rank 0 the socket
-    that they meet at.
-    """
+    """Return this worker's place in its trial, and on rank 0 the socket to meet at."""
     context = ray.train.get_context()
     files: list[socket.socket] = []
     address = ("", 0)
@@ -236,57 +232,27 @@ def make_barrier() -> Any:
     return actor.__ray_metadata__.modified_class()
 
 
-class _Call:
-    """`handle.method.remote(...)` for something that is no actor."""
+@dataclass(frozen=True)
+class Stub:
+    """Stands for an actor of Ray's in a worker: its calls go to the pool.
 
-    def __init__(self, call: Any) -> None:
-        self.remote = call
-
-
-class Barrier:
-    """Stands for Ray's SynchronizationActor in a worker; the pool keeps it."""
-
-    def __init__(self, pool: Any, lane: int) -> None:
-        self._pool = pool
-        self._lane = lane
-
-    @property
-    def broadcast_from_rank_zero(self) -> _Call:
-        """Ranks meet, and get what rank 0 brought."""
-
-        def call(world_rank: int, data: Any, **given: Any) -> Any:
-            return self._pool.broadcast.remote(self._lane, world_rank, data, **given)
-
-        return _Call(call)
-
-    @property
-    def set_required_ranks(self) -> _Call:
-        """Ranks that are about to be taken away are waited for no more."""
-        return _Call(
-            lambda ranks: self._pool.of_barrier.remote(
-                self._lane, "set_required_ranks", ranks
-            )
-        )
-
-    @property
-    def reset(self) -> _Call:
-        """Ranks that wait go on without the others."""
-        return _Call(lambda: self._pool.of_barrier.remote(self._lane, "reset"))
-
-
-class Controller:
-    """Stands for the actor of Ray's controller in a worker, which asks it through the
-    pool.
+    Of the SynchronizationActor, which the pool keeps, by `meet`; of the controller, in
+    the process of the trial, by `ask`.
     """
 
-    def __init__(self, pool: Any, lane: int) -> None:
-        self._pool = pool
-        self._lane = lane
+    pool: Any
+    lane: int
+    by: str
+    """A method of the pool."""
 
-    @property
-    def get_all_reported_checkpoints(self) -> _Call:
-        """All checkpoints that were reported so far."""
-        return _Call(lambda *question: self._pool.ask.remote(self._lane, *question))
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle asks
+            raise AttributeError(name)
+
+        def call(*args: Any, **given: Any) -> Any:
+            return getattr(self.pool, self.by).remote(self.lane, name, *args, **given)
+
+        return SimpleNamespace(remote=call)
 
 
 class _BorrowedGroup(DefaultPlacementGroupHandle):
@@ -338,15 +304,10 @@ class LaneGroup(WorkerGroup):
     @contextlib.contextmanager
     def _meeting_in_pool(self) -> Iterator[None]:
         """Ray starts an actor here for the ranks to meet at."""
-        barrier = Barrier(self.pool, self.loan.lane)
-
-        class Meeting:
-            @classmethod
-            def options(cls, **options: Any) -> _Call:
-                return _Call(lambda **given: barrier)
-
+        barrier = Stub(self.pool, self.loan.lane, "meet")
+        made = SimpleNamespace(remote=lambda **given: barrier)
         module: Any = group_module
-        module.SynchronizationActor = Meeting
+        module.SynchronizationActor = SimpleNamespace(options=lambda **options: made)
         try:
             yield
         finally:
@@ -379,7 +340,7 @@ class LaneGroup(WorkerGroup):
             "synchronization_actor": sync_actor,
             "storage_context": self._storage_context,
             "worker_callbacks": self._worker_callbacks_to_propagate,
-            "controller_actor": Controller(self.pool, self.loan.lane),
+            "controller_actor": Stub(self.pool, self.loan.lane, "ask"),
         }
         session = _session()
         trial = f"{session.experiment_name}, lane {self.loan.lane}: trial {session.trial_name}"
@@ -430,16 +391,12 @@ class LaneController(TrainController):
         ]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
-        """Workers answer when they have something to say: there is no need to wait
-        between two polls.
-        """
+        """Poll the workers at once: they answer when they have something to say."""
         group: Any = self.get_worker_group()
-        for number, question in (
-            await group.pool.questions.remote(group.loan.lane)
-        ).items():
-            task = asyncio.create_task(
-                self._answer(group, number, question)
-            )  # it may wait for what a poll brings
+        questions = await group.pool.questions.remote(group.loan.lane)
+        for number, question in questions.items():
+            # It may wait for what a poll brings.
+            task = asyncio.create_task(self._answer(group, number, *question))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         if is_stopped():
@@ -449,9 +406,9 @@ class LaneController(TrainController):
         return status
 
     async def _answer(
-        self, group: LaneGroup, number: int, question: tuple[Any, ...]
+        self, group: LaneGroup, number: int, method: str, *args: Any
     ) -> None:
-        answer = await self.get_all_reported_checkpoints(*question)
+        answer = await getattr(self, method)(*args)
         await group.pool.answer.remote(group.loan.lane, number, answer)
 
     def fit(self) -> Any:
@@ -490,8 +447,9 @@ def _session() -> Any:
 
 
 class _Reports(queue.Queue[Any]):
-    """Takes the place of the actor through which Ray's TuneReportCallback hands metrics
-    to the trial's main thread.
+    """Takes the place of the actor between Ray's TuneReportCallback and the trial.
+
+    The callback hands metrics through it to the trial's main thread.
     """
 
     def __init__(self) -> None:
@@ -505,8 +463,10 @@ class _Reports(queue.Queue[Any]):
         )  # a copy of the callback goes to every worker, where nothing calls it
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Wait until Tune has the report, or the next one would overtake it, as the
-        trial's end would; raises TrialStopped where that will not be.
+        """Wait until Tune has the report: the trial's next one, or end, may overtake it.
+
+        Raises:
+            TrialStopped: Tune takes no report of the trial any more.
         """
         number = self._num_taken + 1
         super().put(item)
@@ -538,15 +498,12 @@ def reports_of_trial() -> Any:
 
 
 def report_in_process() -> None:
-    """Let Ray's TuneReportCallback report to the trial of this process without an actor
-    between the two.
-    """
+    """Let Ray's TuneReportCallback report to this process without an actor between."""
     _session()._inter_actor_queue = _Reports()
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:
-    """Return Ray's callbacks without those that start an actor for what a lane does not
-    need.
+    """Return Ray's callbacks without those that start an actor that a lane needs not.
 
     The one of Ray datasets stays where the trial has any; the pool gives back what a
     dead trial had reserved.

@@ -1,8 +1,8 @@
-"""A trial's driver, in a process of its own: a function that makes a TorchTrainer and
-calls `fit` (Ray).
+"""A trial's driver, in a process of its own (Ray).
 
-Trials' actors and the workers of lanes import this file, and no torch: that takes
-seconds, and their forks have it.
+It is a function that makes a TorchTrainer and calls `fit`. Trials' actors and the
+workers of lanes import this file, and no torch: that takes seconds, and their forks
+have it.
 """
 
 from dataclasses import dataclass
@@ -63,9 +63,7 @@ class DriverSession:
 
 
 class Reports:
-    """Stands for the queue of the trial's actor, by which a TuneReportCallback reports,
-    until the callback is there.
-    """
+    """Stands for the queue of the trial's actor until a TuneReportCallback is there."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reports_of_trial, ()
@@ -100,8 +98,10 @@ class Asked:
         return getattr(get_session(), name)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
-        """As Tune's; raises TrialStopped where the search has stopped the trial, or
-        lets it pause.
+        """As Tune's.
+
+        Raises:
+            TrialStopped: the search has stopped the trial, or lets it pause.
         """
         found = get_session()
         assert found is not None
@@ -112,9 +112,7 @@ class Asked:
 
 
 class _InLane(DataParallelTrainer):
-    """Ray's TorchTrainer, but for the import of torch, in the process of a trial's
-    actor, on the workers of a lane.
-    """
+    """Ray's TorchTrainer without torch, in a trial's actor, on the workers of a lane."""
 
     pool: Any
 
@@ -124,12 +122,12 @@ class _InLane(DataParallelTrainer):
 
 
 def _fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
-    """Train as the TorchTrainer of a trial's process would; returns Ray's result, or
-    raises its error.
-    """
+    """Train as the TorchTrainer of a trial's process would, with Ray's result or error."""
     size = sized(f"{run.name} on {run.given['scaling_config']}", run.config, batch_key)
-    if size is not None and (why := ray.get(pool.why_not.remote(size))) is not None:
-        raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
+    if size is not None:
+        why = size.why_not(ray.get(pool.misfit.remote(size)))
+        if why is not None:
+            raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
     function = ForkedFunction(run.function, zygote, run.backend, run.timeout_s)
     trainer = _InLane(function, backend_config=NoGroup(run.backend), **run.given)
     trainer.pool = pool
@@ -143,8 +141,9 @@ def _fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
 
 @dataclass(frozen=True)
 class ForkedFunction:
-    """A training function that runs in a fork of its node's zygote; the worker that
-    calls it answers what it asks.
+    """A training function that runs in a fork of its node's zygote.
+
+    The worker that calls it answers what it asks.
     """
 
     function: bytes
@@ -155,17 +154,14 @@ class ForkedFunction:
     def __call__(self) -> Any:
         """Called by Ray in each worker."""
         place, files = own_place(self.backend, self.timeout_s)
-        of_ray = (
-            [str(gpu) for gpu in ray.get_gpu_ids()],
-            ray.train.get_context().get_experiment_name(),
-        )
-        storage = ray.train.get_context().get_storage()
+        context = ray.train.get_context()
         fork = Zygote.of_functions(self.zygote).fork(
             "tune.forks.function:run_function",
             self.function,
             place,
-            *of_ray,
-            storage,
+            [str(gpu) for gpu in ray.get_gpu_ids()],
+            context.get_experiment_name(),
+            context.get_storage(),
             files=[file.fileno() for file in files],
         )
         try:

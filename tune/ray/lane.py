@@ -1,6 +1,4 @@
-"""A lane: a placement group and the workers in it, where they are, and who has them
-(Ray).
-"""
+"""A lane: a placement group and the workers in it, and who has them (Ray)."""
 
 import asyncio
 import math
@@ -77,10 +75,13 @@ def reserve(shape: Shape) -> PlacementGroup:
 def start_workers(
     shape: Shape, group: PlacementGroup, zygote: str, shown: str
 ) -> list[Any]:
-    """Start the workers of a lane, each once the group has its place; returns the
-    handles of their actors.
+    """Start the workers of a lane, each once the group has its place.
 
-    `shown`: what Ray shows for the lane.
+    Args:
+        shown: What Ray shows for the lane.
+
+    Returns:
+        The handles of their actors.
     """
     make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(
         LaneWorker

@@ -1,5 +1,4 @@
-"""The pool of lanes: an actor that starts groups of warm workers, lends them to trials,
-and takes them back (Ray).
+"""The pool of lanes: an actor that lends groups of warm workers to trials (Ray).
 
 A lane is a placement group and the worker processes in it, which hold nothing of a
 trial. A trial borrows one of its shape, and gives it back; one whose worker does not
@@ -19,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from tune.ray.controller import is_dead, make_barrier
 from tune.ray.lane import Lane, Loan, Wish, most_lanes, reserve, start_workers
-from tune.ray.misfits import Misfits, Sized
+from tune.ray.misfits import Sized
 from tune.ray.shape import Shape
 
 logger = logging.getLogger(__name__)
@@ -35,16 +34,14 @@ class Pool:
     """One for each driver; every call is short or waits without holding a thread."""
 
     def __init__(self, zygote: str, sweep: str) -> None:
-        """`zygote`: the name of the sweep's zygotes, one a node; `sweep`: what Ray
-        shows for it.
-        """
+        """`zygote`: the name of the sweep's zygotes; `sweep`: what Ray shows for it."""
         self._zygote = zygote
         self._sweep = sweep
         self._lanes: dict[int, Lane] = {}
         self._count = 0
         self._waiting: list[Wish] = []
         self._watching = False
-        self._misfits = Misfits()
+        self._misfits: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
         self._start_s = 0.0
@@ -59,9 +56,7 @@ class Pool:
         return f"{self._sweep}, pool"
 
     async def borrow(self, shape: Shape, borrower: str) -> Loan:
-        """Lend a lane of a shape to the actor with an id: one that is free, else the
-        next that comes up.
-        """
+        """Lend the actor with an id a lane of a shape: a free one, else the next."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
@@ -79,27 +74,22 @@ class Pool:
         self._begin(shape, group, actors)
 
     async def give_back(self, number: int, stop: bool) -> None:
-        """Take a lane back; `stop`: its function still runs, and ends at its next
-        report.
-        """
+        """Take a lane back; `stop`: its function runs, and ends at its next report."""
         self._take_back(self._lanes[number], stop)
 
-    async def broadcast(self, number: int, rank: int, data: Any, **given: Any) -> Any:
-        """Let a lane's ranks meet, and return what rank 0 brought; None to a report
-        where their trial stops.
+    async def meet(self, number: int, method: str, *args: Any, **given: Any) -> Any:
+        """Call a method of what a lane's ranks meet at.
+
+        What they bring to a report becomes None where their trial stops.
         """
         lane = self._lanes[number]
-        meet = lane.barrier.broadcast_from_rank_zero
-        data, stops = await meet(world_rank=rank, data=(data, lane.stopping), **given)
-        return (
-            None
-            if stops and given["caller_method_name"] == "ray.train.report"
-            else data
-        )
-
-    async def of_barrier(self, number: int, method: str, *args: Any) -> Any:
-        """Call another method of a lane's barrier."""
-        return await getattr(self._lanes[number].barrier, method)(*args)
+        if given.get("caller_method_name") == "ray.train.report":
+            given["data"] = given["data"], lane.stopping
+        answer = await getattr(lane.barrier, method)(*args, **given)
+        if given.get("caller_method_name") != "ray.train.report":
+            return answer
+        data, stops = answer
+        return None if stops else data
 
     async def ask(self, number: int, *question: Any) -> Any:
         """Ask the controller of a lane's trial, and wait for its answer."""
@@ -121,13 +111,14 @@ class Pool:
         """Answer a question."""
         self._lanes[number].answers.pop(question).set_result(answer)
 
-    async def why_not(self, one: Sized) -> str | None:
-        """Why a size of a batch is not worth a try; None where it is."""
-        return self._misfits.why_not(one)
+    async def misfit(self, sized: Sized) -> int | None:
+        """Return the smallest batch that ran out of memory, all else being equal."""
+        return self._misfits.get(sized.rest)
 
-    async def note_misfit(self, one: Sized) -> None:
+    async def note_misfit(self, sized: Sized) -> None:
         """Note that a size of a batch ran out of memory."""
-        self._misfits.note(one)
+        known = self._misfits.get(sized.rest, sized.size)
+        self._misfits[sized.rest] = min(sized.size, known)
 
     async def enter(self, actor: str) -> None:
         """Note that the actor with an id runs a trial's driver."""
@@ -150,9 +141,12 @@ class Pool:
         self._expected = count
 
     async def state(self) -> dict[str, Any]:
-        """How many lanes are up, how many the cluster holds at `most`, how long the
-        last one took to start (`start_s`), for how long trials have had lanes
-        (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
+        """Return how far the lanes are.
+
+        Returns:
+            How many are up (`up`), how many the cluster holds at `most`, how long the
+            last one took to start (`start_s`), for how long trials have had lanes
+            (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
@@ -214,9 +208,7 @@ class Pool:
         return Loan(lane.number, lane.group, lane.workers)
 
     def _start_wanted(self) -> None:
-        """Start lanes for trials that wait for more of a shape than start, or are given
-        back, already.
-        """
+        """Start lanes for trials that wait for more than start, or are given back."""
         coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
         settling = [
             lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""
@@ -276,9 +268,7 @@ class Pool:
         self._serve()
 
     async def _placed(self, lane: Lane) -> None:
-        """Wait until a lane has its place; where there is no room, lanes that nobody
-        has make it.
-        """
+        """Wait until a lane has its place; lanes that nobody has make room for it."""
         while not (await asyncio.wait([lane.placed], timeout=_PLACE_S))[0]:
             for other in list(self._lanes.values()):
                 if self._is_in_the_way(other, lane):
@@ -302,9 +292,7 @@ class Pool:
                     self._inside.discard(actor)
 
     def _serve(self) -> None:
-        """Lend free lanes to trials that wait for their shapes, in the order in which
-        they came.
-        """
+        """Lend free lanes to trials that wait for their shapes, first come first."""
         for wish in list(self._waiting):
             if (lane := self._free(wish)) is not None:
                 self._waiting.remove(wish)
@@ -321,9 +309,7 @@ class Pool:
         self._do(self._settle(lane))
 
     async def _settle(self, lane: Lane) -> None:
-        """Have each worker end what runs of the trial; a lane on which one cannot is
-        ended.
-        """
+        """Have each worker end what runs of the trial; end the lane where one cannot."""
         try:
             calls = [actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers]
             await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)

@@ -1,6 +1,4 @@
-"""What the workers of a lane are like, and a guess at it before the trial that says so
-runs.
-"""
+"""What the workers of a lane are like, and a guess at it before the first trial."""
 
 import ast
 import contextlib
@@ -27,37 +25,34 @@ class Shape:
     """As JSON: their runtime environment."""
 
 
-def makes_trainer(driver: Callable[..., Any]) -> bool:
-    """Whether a trial's function, or one that it names, names a TorchTrainer; else it
-    trains in the trial's process.
+def makes_trainer(driver: Any) -> bool:
+    """Whether a trial's function, or one that it names, names a TorchTrainer.
+
+    Else it trains in the trial's process.
     """
     pending = [driver]
     seen = set[int]()
     while pending:
-        one: Any = inspect.unwrap(pending.pop())
-        one = getattr(one, "func", one)  # of a partial
-        if isinstance(one, type) and one.__name__ == "TorchTrainer":
+        found: Any = inspect.unwrap(pending.pop())
+        function = getattr(found, "func", found)  # of a partial
+        if isinstance(function, type) and function.__name__ == "TorchTrainer":
             return True
-        code = getattr(one, "__code__", None)
-        outside = getattr(one, "__globals__", {})
-        if not isinstance(code, types.CodeType) or id(one) in seen:
+        code = getattr(function, "__code__", None)
+        outside = getattr(function, "__globals__", {})
+        if not isinstance(code, types.CodeType) or id(function) in seen:
             continue
-        seen.add(id(one))
+        seen.add(id(function))
         names = set(_names(code))
         if "TorchTrainer" in names:
             return True
-        found = [outside[name] for name in names & outside.keys()]
-        for cell in getattr(one, "__closure__", None) or ():
+        used = [outside[name] for name in names & outside.keys()]
+        for cell in getattr(function, "__closure__", None) or ():
             with contextlib.suppress(ValueError):  # it is empty
-                found.append(cell.cell_contents)
-        # Without asking modules that import what they are asked for.
-        of_modules = [
-            vars(each).get(name)
-            for each in found
-            if inspect.ismodule(each)
-            for name in names
-        ]
-        pending += filter(callable, [*found, *of_modules])
+                used.append(cell.cell_contents)
+        for module in filter(inspect.ismodule, list(used)):
+            # Without asking those that import what they are asked for.
+            used += [vars(module).get(name) for name in names]
+        pending += filter(callable, used)
     return False
 
 
@@ -70,11 +65,11 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of the ScalingConfig that a trial's function makes, read
-    from its source without running it.
+    """Read the arguments of the ScalingConfig that a trial's function makes.
 
-    Returns: Empty where the source makes none, or where an argument is neither a
-        literal nor a name from outside.
+    Returns:
+        Empty where the source makes none, or where an argument is neither a literal nor
+        a name from outside.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(driver)))

@@ -57,8 +57,9 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 
 
 def with_own_name(run_config: Any) -> Any:
-    """Return a RunConfig whose run nobody else has: it would go on from the checkpoints
-    of another trial that began in the same second.
+    """Return a RunConfig whose run nobody else has.
+
+    It would go on from the checkpoints of another trial that began in the same second.
     """
     if _NAME_BY_RAY.fullmatch(run_config.name):
         run_config = copy.copy(run_config)

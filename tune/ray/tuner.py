@@ -22,7 +22,7 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
-from tune.lanes.lanes import beside_driver
+from tune.lanes.controller import beside_driver
 from tune.ray.controller import is_stopped, report_in_process, shape_of
 from tune.ray.driver import Asked
 from tune.ray.lane import reserve, start_workers
@@ -33,17 +33,18 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
+"""How long a trial that has ended waits for others to begin."""
 _WAIT_S = 0.02
-"""How long a trial that has ended waits for others to begin, and between two looks."""
 _END_S = "60"
-"""How many seconds Tune waits for the end of a stopped trial, whose actor it gives to
-another; then it fails the other.
+"""How many seconds Tune waits for the end of a stopped trial.
 
-Its own 2 s are what a busy machine may need.
+It gives the trial's actor to another, which it fails after that. Its own 2 s are what a
+busy machine may need.
 """
 _PAYS = 4.0
-"""Another lane starts where the trials that are left take this many times its start: it
-slows them, and saves half.
+"""Another lane starts where the trials left take this many times its start.
+
+It slows them, and saves half.
 """
 _PAUSES_NONE = FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule
 """Schedulers that need no two trials at a time.
@@ -51,16 +52,16 @@ _PAUSES_NONE = FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule
 Those that derive from them (PBT, HyperBand) compare what runs.
 """
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
-"""What Tune reserves for a trial, which only waits for its lane; it refuses one that
-takes nothing.
-"""
+"""What Tune reserves for a trial, which waits for its lane; it refuses nothing at all."""
 
 
 def in_lanes(
     driver: Callable[[dict[str, Any]], Any], pool: str, batch_key: str | None
-) -> Callable[[dict[str, Any]], Any]:
-    """Return a trial's function that runs a driver in a fork; its TorchTrainers run in
-    the lanes of the pool of a name, which is that of the zygotes, too.
+) -> Any:
+    """Return what Tune runs for a trial: the driver in a fork, its trainers in lanes.
+
+    Args:
+        pool: The name of the pool of lanes, and of the zygotes.
     """
     packed = cloudpickle.dumps(driver)
 
@@ -95,7 +96,7 @@ def in_lanes(
 
     run.__name__ = getattr(driver, "__name__", run.__name__)
     run.__qualname__ = getattr(driver, "__qualname__", run.__qualname__)
-    return run
+    return tune.with_resources(run, _TOKEN)
 
 
 def _wait_for_others(pool: Any, actor: str) -> None:
@@ -129,25 +130,16 @@ class Tuner(tune.Tuner):
         batch_key: str | None = None,
         **given: Any,
     ) -> None:
-        self._pool_name = _new_name()
-        self._pace = _Pace(self._pool_name)
         self._driver: Any = None
         self.restarts: list[str] = []
         """Why lanes had to start again."""
-        if (
-            callable(trainable)
-            and not isinstance(trainable, type)
-            and makes_trainer(trainable)
-        ):
-            self._driver = trainable
-            trainable = tune.with_resources(
-                in_lanes(trainable, self._pool_name, batch_key), _TOKEN
-            )
+        if makes_trainer(trainable):
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
             run_config = copy.copy(run_config) or tune.RunConfig()
             tune_config.reuse_actors = True
-            self._pace.limit(tune_config)
-            run_config.callbacks = [*(run_config.callbacks or []), self._pace]
+            pool = _new_name()
+            self._drive(trainable, pool, tune_config, run_config)
+            trainable = in_lanes(trainable, pool, batch_key)
         super().__init__(
             trainable,
             param_space=param_space,
@@ -156,33 +148,28 @@ class Tuner(tune.Tuner):
             **given,
         )
 
+    def _drive(self, driver: Any, pool: str, tune_config: Any, run_config: Any) -> None:
+        """Have a driver's trials run in the lanes of a pool."""
+        self._driver = driver
+        self._pool_name = pool
+        pace = _Pace(pool)
+        pace.limit(tune_config)
+        run_config.callbacks = [*(run_config.callbacks or []), pace]
+
     @classmethod
     def restore(  # type: ignore[override]
         cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any
     ) -> Self:
         """As Ray's: go on with the trials of a sweep that was cut off."""
-        if not (
-            callable(trainable)
-            and not isinstance(trainable, type)
-            and makes_trainer(trainable)
-        ):
-            return cls(
-                _tuner_internal=tune.Tuner.restore(
-                    path, trainable, **given
-                )._local_tuner
-            )
-        name = _new_name()
-        wrapped = tune.with_resources(in_lanes(trainable, name, batch_key), _TOKEN)
-        internal: Any = tune.Tuner.restore(path, wrapped, **given)._local_tuner
+        drives = makes_trainer(trainable)
+        pool = _new_name()
+        driver = trainable
+        if drives:
+            trainable = in_lanes(driver, pool, batch_key)
+        internal: Any = tune.Tuner.restore(path, trainable, **given)._local_tuner
         restored = cls(_tuner_internal=internal)
-        restored._pool_name = name
-        restored._driver = trainable
-        restored._pace = _Pace(name)
-        restored._pace.limit(internal._tune_config)
-        internal._run_config.callbacks = [
-            *(internal._run_config.callbacks or []),
-            restored._pace,
-        ]
+        if drives:
+            restored._drive(driver, pool, internal._tune_config, internal._run_config)
         return restored
 
     def fit(self) -> tune.ResultGrid:
@@ -217,9 +204,7 @@ class Tuner(tune.Tuner):
 
 
 def likely_shape(driver: Callable[[dict[str, Any]], Any]) -> Shape | None:
-    """Guess the workers of a driver's first trial; None where the trial itself has to
-    say.
-    """
+    """Guess the workers of a driver's first trial; None where the trial has to say."""
     try:
         return shape_of(ray.train.ScalingConfig(**likely_scaling(driver)))
     except Exception:  # a guess fails no run, whatever it met
@@ -228,8 +213,9 @@ def likely_shape(driver: Callable[[dict[str, Any]], Any]) -> Shape | None:
 
 
 class _Pace(tune.Callback):
-    """Lets more trials run at a time as lanes come up: the process of each costs as
-    much as the start of a lane.
+    """Lets more trials run at a time as lanes come up.
+
+    The process of each costs as much as the start of a lane.
     """
 
     def __init__(self, pool: str) -> None:
@@ -244,9 +230,7 @@ class _Pace(tune.Callback):
         return (tune.Callback, ())  # Tune pickles its callbacks
 
     def limit(self, config: tune.TuneConfig) -> None:
-        """Take over how many trials of a sweep run at a time, where its scheduler lets
-        none pause.
-        """
+        """Take over how many trials run at a time, where the scheduler pauses none."""
         if type(config.scheduler or FIFOScheduler()) not in _PAUSES_NONE:
             return
         search: Any = config.search_alg or BasicVariantGenerator()

@@ -33,9 +33,10 @@ from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
+from tune.forks.assignment import Assignment
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.lanes.messages import Event, new_ticket
 from tune.ray_internals import without_tags
 from tune.report.words import duration, in_words, labels
 from tune.search import ray_search
@@ -382,7 +383,7 @@ class _Run:
 def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
     """Return the lanes of a sweep, none of which has started."""
     return Lanes(
-        start_mailbox(spec.storage, spec.path),
+        start_mailbox(spec.storage),
         plan.train.scaling,
         plan.use_gpu,
         zygote.name,

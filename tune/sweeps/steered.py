@@ -100,7 +100,7 @@ class Steered:
         states = self._spec.storage.child("states", clone.of)
         has_ended = self._journal.find(clone.of) is not None
         if clone.goes_on and has_ended and states.exists():
-            assignment = replace(assignment, source=states.uri)
+            assignment = replace(assignment, source=states)
         ticket = ray.get(self._mailbox.submit.remote(assignment))
         self._running[name] = ticket, time.time()
 

@@ -11,7 +11,8 @@ from ray.tune import Trainable
 from trainers.errors import StorageError
 from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
-from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.forks.assignment import Assignment
+from tune.lanes.messages import Event, new_ticket
 from tune.objective import TO_TARGET, Objective
 from tune.search.ray_search import reward, worst
 from tune.search.space import trial_tree, unwrap

@@ -1,0 +1,92 @@
+"""What a trial's process is given: its configuration, and its place among the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainers.storage import Storage
+from tune.objective import Target
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The newest report of a training function with a checkpoint."""
+
+    number: int
+    """How many reports there were up to it."""
+    checkpoint: str
+    """Its path on the sweep's storage."""
+    train_time_s: float
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A trial as a lane gets it."""
+
+    ticket: str
+    """Names this submission: Tune may start two actors for one trial, and drop one."""
+    trial: str
+    tree: dict[str, Any]
+    """Its whole configuration: a TrainConfig, or a FunctionConfig."""
+    microbatch_ceiling: int | None = None
+    """The largest microbatch that may still fit, where one is known not to."""
+    microbatch_bounds: tuple[int | None, int | None] = (None, None)
+    """The largest size that fitted in trials like it, and the smallest that did not."""
+    target: Target | None = None
+    """What ends it before its last step; None where nothing does."""
+    watches: tuple[str, ...] = ()
+    """Metrics that the sweep decides by."""
+    source: Storage | None = None
+    """Where it kept its state when its node was taken away; None: it begins anew."""
+    refuge: Storage | None = None
+    """Where it keeps its state when its node is taken away."""
+    attempt: int = 0
+    """How often it was started before."""
+    begun: Begun | None = None
+    """Where a training function goes on that was started before."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether its configuration says when to write checkpoints: they are kept."""
+        chosen = self.tree.get("checkpoint", {})
+        return any(value and key.startswith("every_") for key, value in chosen.items())
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place in a group of ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    device_index: int
+    address: str = ""
+    """Where the ranks meet; empty: they form no process group.
+
+    Rank 0 gets the listening socket as an open file.
+    """
+    port: int = 0
+    backend: str = ""
+    """Of the process group; empty: NCCL where there is a GPU, else gloo."""
+    timeout_s: float = 1800.0
+    """How long a rank waits for the others in a collective."""
+
+    def meeting_at(self, address: str, port: int) -> Place:
+        """Return it in a group that meets somewhere."""
+        return replace(self, address=address, port=port)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What torchrun would set."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "NODE_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+        }

@@ -1,0 +1,149 @@
+"""Which trial starts next, and on which lane."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Collection
+
+from trainers.errors import Status
+from tune.lanes.messages import Event, Submission
+from tune.lanes.microbatches import Microbatches
+from tune.trials.record import BY_HAND
+from tune.trials.steering import Steering
+
+
+class Roll:
+    """The lanes: which are up on which device, and which are down and why."""
+
+    def __init__(self) -> None:
+        self._coming: dict[int, dict[int, str]] = defaultdict(dict)
+        """By lane and rank, the models of device of the workers that have started."""
+        self.up: dict[int, str] = {}
+        """The models of device of the lanes that are up."""
+        self._known: dict[int, str] = {}
+        """Of those that are down, too, for as long as they come back."""
+        self._down: dict[int, tuple[float, str]] = {}
+        self._leaving: set[int] = set()
+        self.restarts: list[tuple[float, str]] = []
+        """How long lanes that started again took no trials, s, and why they had to."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The models of device of all lanes that are up or come back."""
+        return sorted(set(self._known.values()))
+
+    def device(self, lane: int) -> str | None:
+        """Return a lane's model of device; None where the lane does not come back."""
+        return self._known.get(lane)
+
+    def may_take(self, lane: int) -> bool:
+        """Whether the node of a lane stays."""
+        return lane not in self._leaving
+
+    def has_started(self, lane: int, device: str, rank: int, num_ranks: int) -> bool:
+        """Note that a worker has started; returns whether all of its lane have."""
+        devices = self._coming[lane]
+        devices[rank] = device
+        return len(devices) == num_ranks
+
+    def comes(self, lane: int) -> None:
+        """Note that a lane is up, whose workers have all started."""
+        names = " and ".join(sorted(set(self._coming.pop(lane).values())))
+        self.up[lane] = self._known[lane] = names
+        self._leaving.discard(lane)
+        if lane in self._down:
+            since, why = self._down.pop(lane)
+            self.restarts.append((time.monotonic() - since, why))
+
+    def goes(self, lane: int, why: str) -> None:
+        """Note that a lane is down; the first reason stays."""
+        if self.up.pop(lane, None) is not None:
+            self._down.setdefault(lane, (time.monotonic(), why))
+
+    def leaves(self, lane: int) -> None:
+        """Note that the node of a lane is about to be taken away."""
+        self._leaving.add(lane)
+        self.goes(lane, "its node is taken away")
+
+    def ends(self, lane: int) -> None:
+        """Note that a lane does not come back."""
+        self._known.pop(lane, None)
+
+
+class Queue:
+    """The trials that wait, in the order in which they start."""
+
+    def __init__(self, lanes: Roll, microbatches: Microbatches) -> None:
+        self._lanes = lanes
+        self._microbatches = microbatches
+        self._waiting: deque[Submission] = deque()
+        self.steering = Steering()
+
+    def add(self, trial: Submission, first: bool = False) -> None:
+        """Queue a trial, `first` before the others, unless it cannot start."""
+        if self._is_over(trial):
+            return
+        if first:
+            self._waiting.appendleft(trial)
+        else:
+            self._waiting.append(trial)
+        self._sort()
+
+    def steer(self, steering: Steering) -> None:
+        """Do what a user wants: what all actions so far come to."""
+        self.steering = steering
+        self.drop_ended()
+        self._sort()
+
+    def drop_ended(self) -> None:
+        """Drop trials that are over, or cannot start as is known by now."""
+        live = [trial for trial in self._waiting if not self._is_over(trial)]
+        self._waiting = deque(live)
+
+    def _sort(self) -> None:
+        """Put what a user wants first before the rest."""
+        first = self.steering.first
+
+        def place(trial: Submission) -> int:
+            name = trial.assignment.trial
+            return first.index(name) if name in first else len(first)
+
+        self._waiting = deque(sorted(self._waiting, key=place))
+
+    def next(self, lane: int, running: Collection[str]) -> Submission | None:
+        """Take the first trial out of the queue that may run and fit on a lane.
+
+        A lane on another device may still run those that do not fit on this one.
+
+        Args:
+            running: Names of the trials that run, on whatever lane.
+        """
+        # Since they came, lanes may have come back with another device.
+        self.drop_ended()
+        if self.steering.paused or not self._lanes.may_take(lane):
+            return None
+        device = self._lanes.up.get(lane, "")
+        for trial in self._waiting:
+            if trial.assignment.keeps_state and trial.assignment.trial in running:
+                continue  # an earlier submission of it, which writes to the same place
+            if self._microbatches.why_not(trial, device) is None:
+                self._waiting.remove(trial)
+                return trial
+        return None
+
+    def _is_over(self, trial: Submission) -> bool:
+        """Whether a trial has ended, or ends now since it cannot start."""
+        if trial.cancelled or trial.ended:
+            return True
+        if trial.assignment.trial in self.steering.stopped:
+            return _end(trial, "stopped", BY_HAND)
+        reasons = [
+            self._microbatches.why_not(trial, device) for device in self._lanes.devices
+        ]
+        if not reasons or None in reasons:
+            return False
+        return _end(trial, "out_of_memory", str(reasons[0]))
+
+
+def _end(trial: Submission, status: Status, message: str) -> bool:
+    trial.tell(Event(outcome={"status": status, "message": message}))
+    return True
