@@ -89,9 +89,9 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
             seen = await agent.end_of(**directory)
             assert (seen["state"], seen["trials"]) == ("ended", {"done": 3})
             assert before.items() <= trials(tmp_path).items(), "none ran again"
-            dear = {"budget.usd": 0.5}
+            dear = {"budget.usd": 0.75}
             said = await agent.refused("extend", **directory, settings=dear)
-            assert said.startswith("`budget.usd` is 0.5, but must be at most 0.25")
+            assert said.startswith("`budget.usd` is 0.75, but must be at most 0.5")
             [trial, *_] = trials(tmp_path)
             explained = await agent("explain", **directory, trial=trial)
             assert explained["trial"]["status"] == "done"

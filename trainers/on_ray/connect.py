@@ -27,6 +27,7 @@ from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
 from trainers.config.sections import ScalingConfig
 from trainers.errors import ClusterError, ConfigError, first_line
+from trainers.launch.imports import without_collection
 from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
@@ -169,7 +170,9 @@ def disconnect() -> None:
     impatient = threading.Timer(_LEAVE_S, kill)
     impatient.start()
     try:
-        with _keeping_sigterm(until_over=True):
+        # Ray ends the process if another thread gives back an object of its meanwhile,
+        # which a collection may do in any thread.
+        with without_collection(), _keeping_sigterm(until_over=True):
             ray.shutdown()
     finally:
         impatient.cancel()
