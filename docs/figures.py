@@ -1,6 +1,4 @@
-"""docs/benchmarks.md: the newest figures that benchmarks/results/ keeps of each script,
-as they are in the files.
-"""
+"""Write docs/benchmarks.md: each script's newest figures in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ def _section(kind: str, path: Path) -> str:
 
 
 def _tables(work: dict[str, Any], unit: str) -> Iterator[str]:
-    """What a file has of one piece of work: its plain values, what was measured, and
-    what else has rows.
-    """
+    """Yield a piece of work's plain values, what was measured, and its other rows."""
     if plain := [f"{_words(key)} {value}" for key, value in _plain(work).items()]:
         yield "; ".join(plain) + "\n"
     if measured := dict(_measured(work)):

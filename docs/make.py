@@ -1,9 +1,8 @@
-"""Write the pages of docs/ that come from the code; a test checks that they are
-current.
+"""Write the pages of docs/ that come from the code; a test checks them.
 
-Run as: python docs/make.py [config | commands | api | benchmarks] > docs/config.md
-        (make docs writes all) python docs/make.py [train | sweep] >
-        trainers/schema.json    (tune/schema.json)
+Run as (`make docs` writes all):
+    python docs/make.py [config | commands | api | benchmarks] > docs/config.md
+    python docs/make.py [train | sweep] > trainers/schema.json    (tune/schema.json)
 """
 
 from __future__ import annotations
@@ -83,9 +82,7 @@ def commands() -> str:
 
 
 def door_commands(door: str, settings: type[Settings] | None) -> dict[str, Command]:
-    """The commands of `python -m trainers`, `tune` or `cluster`, by their words; the
-    one without a word is "".
-    """
+    """Return a package's commands by their words; the one without a word is ""."""
     module: Any = importlib.import_module(f"{door}.__main__")
     found: dict[str, Callable[..., int]] = {}
 
@@ -133,9 +130,7 @@ def api() -> str:
 
 
 def _name(name: str, value: Any) -> str:
-    """A class or function with its docstring; of a class that users derive from or get,
-    its methods.
-    """
+    """Return a class's or function's docstring, and those of a class's methods."""
     text = f"### {name}\n\n{_text(value)}\n"
     if inspect.isclass(value) and issubclass(value, Settings):
         return text.rstrip() + " [config.md](config.md) has its keys.\n"

@@ -1,6 +1,6 @@
-"""Build the site: the pages of mkdocs.yml, copied to build/pages in the repository's
-own layout, by Zensical.
+"""Build the site from the pages of mkdocs.yml, by Zensical.
 
+They are copied to build/pages in the repository's own layout.
 The pages stay as GitHub shows them. Their links to each other and to files hold in the
 copy; what a site has another way for is changed there: a directory's README, Mermaid
 (drawn here: in a browser it would need a script from elsewhere), and lists right below
@@ -60,8 +60,10 @@ def listed(nav: Any) -> Iterator[str]:
 
 
 def build(target: Path) -> int:
-    """Build `target`/site; returns Zensical's exit code, and raises SystemExit where a
-    page is not right.
+    """Build `target`/site and return Zensical's exit code.
+
+    Raises:
+        SystemExit: A page is not right.
     """
     settings = (ROOT / "mkdocs.yml").read_text()
     names = list(listed(yaml.safe_load(settings)["nav"]))
@@ -141,9 +143,7 @@ def copied(name: str, text: str, target: Path) -> str:
 
 
 def _lists(text: str) -> str:
-    """A blank line above each list: Python's Markdown begins none without it, GitHub's
-    does.
-    """
+    """Put a blank line above each list, which Python's Markdown needs, not GitHub's."""
     lines: list[str] = []
     is_code = is_list = False
     for line in text.splitlines():

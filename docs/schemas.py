@@ -1,5 +1,4 @@
-"""JSON schemas of `train.yaml` and `sweep.yaml`, from the models, for editors: keys,
-types, choices and meanings.
+"""JSON schemas of `train.yaml` and `sweep.yaml`, for editors, from the models.
 
 What only the models know (which keys fit together) they say themselves when a file is
 read.
@@ -40,9 +39,7 @@ def train() -> str:
 
 
 def sweep() -> str:
-    """The schema of a sweep; of its run nothing is required, since the space may give
-    it.
-    """
+    """Return a sweep's schema; its run requires nothing, which the space may give."""
     definitions = _definitions(SweepConfig, TrainConfig, FunctionConfig)
     for name in definitions.keys() - {"SweepConfig"}:
         definitions[name].pop("required", None)

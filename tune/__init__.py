@@ -1,6 +1,6 @@
-"""Many training runs: `from tune import sweep` sweeps batch size, precision and any
-other configuration key; `extend` goes on with a sweep, and `steer` has one that runs do
-something.
+"""Many training runs: sweep batch size, precision and any other configuration key.
+
+`sweep` runs one, `extend` goes on with it, and `steer` changes one that runs.
 """
 
 from __future__ import annotations

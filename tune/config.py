@@ -92,9 +92,7 @@ class Range(Settings):
 
 
 def sample_values(values: list[Any] | Range) -> list[Any]:
-    """Return a list's values, or of a range its choices, its two ends, or the first
-    that are tried.
-    """
+    """Return a list's values, or a range's choices, two ends or first rates."""
     if isinstance(values, list):
         return values
     if values.around:
@@ -309,9 +307,7 @@ class SweepConfig(Settings):
 
     @property
     def time_budget_s(self) -> float | None:
-        """Seconds until the budget of time or of dollars is used up, whichever is
-        first; None without either.
-        """
+        """Seconds until the first budget, of time or of dollars, is used up; or None."""
         limits = []
         if self.budget.time_s is not None:
             limits.append(self.budget.time_s)

@@ -1,6 +1,4 @@
-"""Objective: what the best trial of a sweep is best at, and the metrics whose direction
-is known.
-"""
+"""What the best trial of a sweep is best at, and in which direction."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -110,6 +110,12 @@ class StepSampler(DistributedSampler[int]):
         """Take torch's own arguments, and two more.
 
         Args:
+            dataset: What the samples are of; it must have a length.
+            num_replicas: Ranks that share the samples; None: those of the process group.
+            rank: This one of them; None: as in the process group.
+            shuffle: Whether each epoch has an order of its own.
+            seed: What the orders follow from, alike on all ranks.
+            drop_last: Whether to leave out a last step that is not full.
             global_batch_size: One size, or several that follow one another.
             drawn: Orders that steps are dealt out of instead; they may give a sample
                 twice, or never.

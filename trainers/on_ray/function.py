@@ -96,9 +96,11 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     """Train on the connected cluster, from the newest checkpoint where there is one.
 
     Args:
+        spec: The run, with the training function's name and configuration.
         take: Is given what is reported.
 
-    Raises RunFailedError.
+    Raises:
+        RunFailedError: A rank has failed, and no restart is left.
     """
     config = spec.config
     storage = spec.storage

@@ -130,6 +130,8 @@ class Zygote:
         """Start a process that calls a function (`Work.target`).
 
         Args:
+            target: The function, as `module:name`.
+            *arguments: What it is called with, pickled.
             files: Open files that are handed over to it.
         """
         work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
@@ -207,11 +209,13 @@ class Fork:
         """Answer the process's calls by the methods of `asked`; returns its outcome.
 
         Args:
-            goes_on: Is called every `look_s`: whether anybody still wants it.
+            asked: Has the methods that the process may call.
+            goes_on: Says whether anybody still wants the outcome.
+            look_s: Seconds between two calls of `goes_on`.
+            most_stopped_s: Seconds that the process may be stopped (SIGSTOP).
 
         Raises:
-            NoOutcomeError: it has ended without an outcome, or was stopped (SIGSTOP) for
-                `most_stopped_s`.
+            NoOutcomeError: it has ended without an outcome, or was stopped for too long.
             InterruptedError: nobody wants it any more.
             TrialStopped: a method has raised it; the process gets it first.
         """

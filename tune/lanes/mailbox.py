@@ -330,7 +330,10 @@ class Mailbox:
         """Keep a training function's report, once all of its ranks have brought a part.
 
         Args:
+            ticket: The submission that reports.
+            attempt: Which start of it reports; an earlier one is not heard.
             number: Of the report, from 1 on.
+            num_ranks: How many parts a report has.
             row: The metrics; empty but for rank 0.
             checkpoint: The path of what this rank has stored, from which the trial goes
                 on where it is started again.

@@ -115,6 +115,7 @@ class Queue:
         A lane on another device may still run those that do not fit on this one.
 
         Args:
+            lane: The number of the lane that asks.
             running: Names of the trials that run, on whatever lane.
         """
         # Since they came, lanes may have come back with another device.

@@ -78,6 +78,9 @@ def start_workers(
     """Start the workers of a lane, each once the group has its place.
 
     Args:
+        shape: How many workers there are, and what each of them needs.
+        group: The room that Ray was asked for.
+        zygote: The name of the process on each node that trials are forks of.
         shown: What Ray shows for the lane.
 
     Returns:

@@ -59,7 +59,9 @@ def sized(
     """Return the size of a function's batch, None where its configuration has none.
 
     Args:
-        key: Its name, with dots where it lies deeper.
+        function: The name of the training function.
+        config: What the function is called with.
+        key: The size's name, with dots where it lies deeper; None: looked for.
 
     Raises:
         ConfigError: `key` names no whole number.

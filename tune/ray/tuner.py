@@ -61,7 +61,9 @@ def in_lanes(
     """Return what Tune runs for a trial: the driver in a fork, its trainers in lanes.
 
     Args:
+        driver: The function that makes a trainer and calls `fit`.
         pool: The name of the pool of lanes, and of the zygotes.
+        batch_key: The name of the batch size in the configuration; None: looked for.
     """
     packed = cloudpickle.dumps(driver)
 
