@@ -236,6 +236,11 @@ class _Door:
         """Return the name of the command that is typed; empty for the unnamed one."""
         return args[0] if args and args[0] in self.functions else ""
 
+    def tells(self, args: Sequence[str]) -> bool:
+        """Return whether what is typed tells by an Output, as a mistake does."""
+        function = self.functions.get(self.named(args))
+        return function is None or "output" in inspect.signature(function).parameters
+
     def help(self, doc: str, args: Sequence[str]) -> str:
         """Return the help of the command that is typed, or of all."""
         about, _, end = doc.strip().rpartition("\n\n")
@@ -300,7 +305,7 @@ def run(
         print(door.help(doc or "", args))
         return 0 if args else 2
     # A mistake beside `--json` is said in JSON, too.
-    with Output(as_json="--json" in args) as output:
+    with Output(as_json="--json" in args and door.tells(args)) as output:
         try:
             return door.start(args, output)
         except PacelineError as error:

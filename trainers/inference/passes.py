@@ -192,8 +192,12 @@ def _split_of(task: Task, job: Inference, group: Group) -> Any:
     dataset = load_split(task, job.split, training=False, device=group.device)
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, job.config.task)
-    if not hasattr(dataset, "__len__") or len(dataset) == 0:
-        rule = "is none of this task's, has no sample, or a dataset without length"
+    rule = ""
+    if dataset is None:
+        rule = "is none of this task's: dataset() gives None"
+    elif not hasattr(dataset, "__len__") or len(dataset) == 0:
+        rule = "has no sample, or a dataset without length"
+    if rule:
         raise ConfigError("--split", job.split, rule, "name another split")
     if not isinstance(dataset, Rereadable):
         same_rows_on_ranks(job.split, dataset, group)
