@@ -20,11 +20,16 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
 ):
     """One that starts stays where none is up."""
     up = []
-    mailbox = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
+    ended = []
+    mailbox = SimpleNamespace(
+        watch=SimpleNamespace(remote=lambda: {"lanes": up}),
+        killed=SimpleNamespace(remote=ended.extend),
+    )
     monkeypatch.setattr(module.ray, "get", lambda value: value)
     monkeypatch.setattr(module.ray, "kill", threading.Event.set)
     monkeypatch.setattr(module, "is_alive", lambda: True)
     monkeypatch.setattr(Lanes, "_free", lambda lanes, kept: None)
+    monkeypatch.setattr(Lanes, "_reserved", lambda lanes: {})
     scaling = ScalingConfig()
     storage = Storage(str(tmp_path))
     lanes = Lanes(mailbox, scaling, False, "", Preload(), storage, 1, is_patient=False)
@@ -44,7 +49,7 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
     lanes.grow(3)
     when(lambda: sorted(begun) == [0, 1], lambda: None).join()
     assert lanes.settle() == [0], "none is up"
-    assert lanes._alive() == [0]
+    assert (lanes._alive(), ended) == ([0], [1])
     up.append(0)
     assert lanes.settle() == []
     assert lanes._alive() == [0]

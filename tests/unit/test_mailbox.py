@@ -155,6 +155,22 @@ def test_a_trial_that_loses_its_lane_again_ends_as_what_befell_that(
 
 
 @asynchronous
+async def test_what_a_dead_group_still_asks_for_gets_no_trial(mailbox):
+    """Ray does not end the call of a worker that it has killed."""
+    await mailbox.hello(0)
+    asked_by_the_dead = asyncio.create_task(mailbox.take(0, 30))
+    await asyncio.sleep(0)
+    await mailbox.leave(0)
+    await mailbox.hello(0)
+    await submit(mailbox, "a", "b")
+    assert await asked_by_the_dead is None
+    assert await taken(mailbox) == "a"
+    await mailbox.end(0, "a", {"status": "done"})
+    assert (await end_of(mailbox, "a"))["status"] == "done"
+    assert await taken(mailbox) == "b"
+
+
+@asynchronous
 async def test_a_lost_trial_says_who_died_of_what(mailbox):
     await submit(mailbox, "a")
     for number in range(MAX_LOSSES):

@@ -84,6 +84,8 @@ class Lanes:
         """Lanes that were told to end."""
         self._threads: list[threading.Thread] = []
         self._trainers: dict[int, LaneTrainer] = {}
+        self._others: set[str] = set()
+        """Groups that the user's own program has reserved."""
 
     @property
     def count(self) -> int:
@@ -92,6 +94,8 @@ class Lanes:
 
     def grow(self, count: int) -> None:
         """Start lanes until there are `count`; returns before their workers are up."""
+        if self.count == 0:
+            self._others = set(self._reserved())
         for lane in range(self.count, count):
             thread = threading.Thread(
                 target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True
@@ -109,7 +113,9 @@ class Lanes:
         up = self._up()
         starting = [lane for lane in self._alive() if lane not in up]
         kept = [] if up else starting[:1]
-        self._end([lane for lane in starting if lane not in kept])
+        killed = [lane for lane in starting if lane not in kept]
+        self._end(killed)
+        ray.get(self.mailbox.killed.remote(killed))
         if up:
             self._free(up)
         return kept
@@ -175,14 +181,16 @@ class Lanes:
             if time.monotonic() > deadline:
                 logger.warning("lanes %s do not end", alive)
                 return
-            for trainer in [self._trainers.get(lane) for lane in alive]:
-                if (
-                    trainer is not None
-                    and trainer.controller is not None
-                    and is_alive()
-                ):
-                    ray.kill(trainer.controller)
+            if is_alive():
+                for lane in alive:
+                    self._kill(lane)
             self._threads[alive[0]].join(_LOOK_S)
+
+    def _kill(self, lane: int) -> None:
+        trainer = self._trainers.get(lane)
+        controller = None if trainer is None else trainer.controller
+        if controller is not None:
+            ray.kill(controller)
 
     def _free(self, kept: Sequence[int]) -> None:
         """Free what the controllers of all lanes but some have reserved.
@@ -215,6 +223,7 @@ class Lanes:
             name: group
             for name, group in placement_group_table().items()
             if group["state"] != "REMOVED" and name.endswith(job)
+            if name not in self._others
             if all(
                 own.items() <= bundle.items() for bundle in group["bundles"].values()
             )

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -243,6 +244,12 @@ class Mailbox:
         status = cause.status if cause and is_known else "node_lost"
         await self._start_again(trial, {"status": status, "message": why, "lane": lane})
 
+    async def killed(self, lanes: Sequence[int]) -> None:
+        """Note that lanes were killed before they were up, and do not come back."""
+        for lane in lanes:
+            self._lanes.ends(lane)
+        self._queue.drop_ended()
+
     async def leave(self, lane: int) -> None:
         """Note that the node of a lane is about to be taken away.
 
@@ -256,11 +263,15 @@ class Mailbox:
         """Take the next trial for a lane.
 
         Returns:
-            "close" when there will be none; None when `wait_s` passed without one.
+            "close" when there will be none; None when `wait_s` passed without one, or
+            another worker group has the lane: Ray does not end a dead worker's call.
         """
         deadline = time.monotonic() + wait_s
+        group = self._lanes.groups[lane]
         async with self._arrived:
             while not self._closed:
+                if self._lanes.groups[lane] != group:
+                    return None
                 running = {trial.assignment.trial for trial in self._running.values()}
                 trial = self._queue.next(lane, running)
                 if trial is not None:

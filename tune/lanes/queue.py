@@ -1,7 +1,7 @@
 """Which trial starts next, and on which lane."""
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection
 
 from trainers.errors import Status
@@ -23,6 +23,8 @@ class Roll:
         """Of those that are down, too, for as long as they come back."""
         self._down: dict[int, tuple[float, str]] = {}
         self._leaving: set[int] = set()
+        self.groups: Counter[int] = Counter()
+        """How many worker groups of each lane have come or gone."""
         self.restarts: list[tuple[float, str]] = []
         """How long lanes that started again took no trials, s, and why they had to."""
 
@@ -47,6 +49,7 @@ class Roll:
 
     def comes(self, lane: int) -> None:
         """Note that a lane is up, whose workers have all started."""
+        self.groups[lane] += 1
         names = " and ".join(sorted(set(self._coming.pop(lane).values())))
         self.up[lane] = self._known[lane] = names
         self._leaving.discard(lane)
@@ -56,6 +59,7 @@ class Roll:
 
     def goes(self, lane: int, why: str) -> None:
         """Note that a lane is down; the first reason stays."""
+        self.groups[lane] += 1
         if self.up.pop(lane, None) is not None:
             self._down.setdefault(lane, (time.monotonic(), why))
 

@@ -52,5 +52,8 @@ class LaneTrainer(TorchTrainer):
             given["scaling_policy"] = Unannounced(self.scaling_config)  # type: ignore[arg-type]
         make: Any = ray.remote(TrainController)
         self.controller = make.options(**options).remote(**given)
-        ray.get(self.controller.run.remote())
-        return ray.get(self.controller.get_result.remote())
+        try:
+            ray.get(self.controller.run.remote())
+            return ray.get(self.controller.get_result.remote())
+        finally:
+            self.controller = None  # its process ends with its last handle
