@@ -278,7 +278,7 @@ class Storage:
         """
         path = f"{self.path}/{name}"
         with _explained(f"read {self.locate(name)}"):
-            if self.is_local and self._kind(name) in ("Directory", "Unknown"):
+            if self.is_local and self._info(name).type.name in ("Directory", "Unknown"):
                 raise CheckpointError(f"{self.locate(name)} is no regular file")
             with self.filesystem.open_input_file(path) as stream:
                 size = stream.size()
@@ -305,11 +305,11 @@ class Storage:
     def info(self, name: str = "") -> Any:
         """The pyarrow.fs.FileInfo of a file or directory, which need not be there."""
         with _explained(f"look for {self.locate(name)}"):
-            return self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))
+            return self._info(name)
 
     def exists(self, name: str = "") -> bool:
         """Whether the file or directory is there."""
-        return self._kind(name) != "NotFound"
+        return str(self.info(name).type.name) != "NotFound"
 
     @retrying
     def names(self, directory: str = "") -> list[str]:
@@ -349,7 +349,7 @@ class Storage:
                 "Directory": self.filesystem.delete_dir,
                 "File": self.filesystem.delete_file,
             }
-            remove = removers.get(self._kind(name))
+            remove = removers.get(self._info(name).type.name)
             if remove is not None:
                 # Another process may be quicker.
                 with contextlib.suppress(FileNotFoundError):
@@ -367,9 +367,8 @@ class Storage:
             fix = "give a place that this user may write to"
             raise ConfigError("storage_path", self.uri, rule, fix) from error
 
-    def _kind(self, name: str) -> str:
-        """Return the pyarrow.fs.FileType: NotFound, File, Directory or Unknown."""
-        return str(self.info(name).type.name)
+    def _info(self, name: str) -> Any:
+        return self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))
 
 
 def _with_single_puts(uri: str) -> str:

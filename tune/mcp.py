@@ -34,6 +34,7 @@ from tune.sweeps.extension import order_extension
 from tune.sweeps.plan import make_plan
 from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read_sweep
 from tune.sweeps.steer import named_trial, steer
+from tune.sweeps.sweep import pending_extension
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 from tune.watch import Follow, judge
@@ -118,6 +119,9 @@ class Tools:
         spec = read_sweep(sweep, settings)
         if self._is_running(spec.uri):
             raise ConfigError("sweep", sweep, "runs already", "call `watch`")
+        if pending_extension(spec) is not None:
+            rule = "was extended, and what is to come has a budget of its own"
+            raise ConfigError("sweep", sweep, rule, f"call `extend` with {spec.uri}")
         self._refuse_over_limits(spec)
         return self._run(spec, sweep, settings)
 

@@ -222,6 +222,10 @@ class Follow:
     def _look(self) -> str:
         try:
             seen = self.see()
+            kind, sentence = judge(seen)
+            live = seen.live if kind in ("running", "quiet") else None
+            takes_actions = kind in ("running", "quiet", "cut")
+            choices = self._choices(live) if takes_actions else []
         except (PacelineError, OSError) as error:
             shown = self._shown(
                 "waiting" if self._drawn is None else "quiet",
@@ -230,14 +234,12 @@ class Follow:
                 None,
             )
         else:
-            kind, sentence = judge(seen)
             self._draw(seen.records, kind == "ended")
-            live = seen.live if kind in ("running", "quiet") else None
             notes = [*self._damaged.values(), *filter(None, [self._said])]
             shown = self._shown(kind, redact(sentence), notes, live)
-            if kind in ("running", "quiet", "cut"):
+            if takes_actions:
                 shown["token"] = self.token
-                shown["choices"] = self._choices(live)
+                shown["choices"] = choices
         if self._drawn is None:
             return render("waiting.html", live=shown)
         return render("report.html", **{**self._drawn, "live": shown})

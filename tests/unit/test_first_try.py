@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 from tests.unit.test_loop import Context, Power, config, curve, train
 from tests.unit.test_phases import Adversarial
 from trainers.data.batch import map_tensors
+from trainers.data.splits import check_dataset
 from trainers.devices.device import seed_all
 from trainers.errors import ConfigError
 from trainers.launch.find_task import load_task
@@ -337,28 +338,48 @@ def test_what_is_no_dataset_is_refused_in_one_sentence(what, said):
     assert raised.value.field == 'dataset("train")'
 
 
+class Columns:
+    """A dataset of one's own, whose class derives from nothing."""
+
+    columns = ("inputs", "label")
+
+    def __len__(self):
+        return 4
+
+    def __getitems__(self, indices):
+        return [(torch.ones(2), torch.ones(1)) for _ in indices]
+
+
+def test_what_gives_samples_is_a_dataset():
+    check_dataset('dataset("train")', Columns())
+    check_dataset('dataset("train")', ((torch.ones(2), 0), (torch.ones(2), 1)))
+
+
 class Clears(Table):
     """Clears gradients where the run does not expect it."""
 
-    def __init__(self, to_none):
+    def __init__(self, how):
         super().__init__("torch")
-        self.to_none = to_none
+        self.cleared = how
 
     def optimizer(self, model, config):
         self.made = torch.optim.SGD(model.parameters(), lr=0.1)
         return self.made
 
     def loss(self, outputs, batch):
-        self.made.zero_grad(set_to_none=self.to_none)
+        last = self.made.param_groups[0]["params"][-1]
+        self.made.zero_grad(set_to_none=self.cleared != "zeros")
+        if self.cleared == "anew":
+            last.grad = torch.ones_like(last)
         return super().loss(outputs, batch)
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_a_loss_clears_are_noticed(to_none):
+@pytest.mark.parametrize("how", ["none", "zeros", "anew"])
+def test_gradients_that_a_loss_clears_are_noticed(how):
     options = {"max_steps": 2, "global_batch_size": 50}
-    assert train(None, Clears(to_none), microbatch_size=50, **options).steps == 2
+    assert train(None, Clears(how), microbatch_size=50, **options).steps == 2
     with pytest.raises(ConfigError, match="leave out zero_grad") as raised:
-        train(None, Clears(to_none), microbatch_size=25, **options)
+        train(None, Clears(how), microbatch_size=25, **options)
     assert raised.value.field == "Clears.loss()"
 
 

@@ -84,8 +84,6 @@ BatchSizes = Annotated[
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
-    needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
-
     name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
         "adamw"
     )
@@ -118,6 +116,9 @@ class OptimizerConfig(Settings):
         for key in of_others:
             given = getattr(self, key) is not None
             self.refuse_if(given, key, rule, "remove it")
+        lacks = bool(self.nesterov) and not self.momentum
+        rule = "has no effect without momentum"
+        self.refuse_if(lacks, "nesterov", rule, "add `momentum: 0.9`")
         return self
 
 

@@ -308,7 +308,7 @@ def parse_mapping(text: str, source: str) -> dict[str, Any]:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(
             "the file",
-            tree,
+            MISSING,
             "must be a mapping of names to values",
             "write `key: value` lines",
             source,

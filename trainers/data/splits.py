@@ -23,6 +23,7 @@ _FEW = 4
 """Samples that are read of any other dataset."""
 _SHARE = 0.1
 """Of validation rows in training: below it they may be equal by chance."""
+_FRAMES = ("pandas", "polars", "pyarrow", "cudf")
 _FIX = "draw from a generator with a seed of its own, which follows from `split` where samples themselves are drawn"
 
 
@@ -37,18 +38,30 @@ def check_dataset(field: str, dataset: Any) -> None:
     elif isinstance(dataset, DataLoader):
         rule = "must give samples: the run makes the batches"
         fix = "return its `.dataset`, without the loader"
-    elif isinstance(dataset, tuple):
+    elif isinstance(dataset, tuple) and all(map(_is_table, dataset)):
         rule = "must be one dataset"
         fix = tensors
-    elif hasattr(dataset, "columns") and not isinstance(dataset, Dataset):
+    elif _is_frame(dataset):
         rule = "must be indexed by sample, not by column"
         fix = tensors
-    elif not hasattr(dataset, "__getitem__"):
+    elif not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
         rule = "must have `__getitem__`, which gives a sample"
         fix = "return a map-style dataset, or what is read forward from stream()"
     else:
         return
     raise ConfigError(field, type(dataset).__name__, rule, fix)
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether a value is a table of a library whose rows have no index of their own."""
+    libraries = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    return hasattr(value, "columns") and not libraries.isdisjoint(_FRAMES)
+
+
+def _is_table(value: Any) -> bool:
+    """Whether a value holds rows itself, and is no sample."""
+    is_rows = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+    return is_rows or isinstance(value, Dataset)
 
 
 def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:

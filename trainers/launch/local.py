@@ -112,7 +112,7 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
-    if place is None:
+    if not place:
         return
     target = Path(place)
     left: object = [failure.args, trace]

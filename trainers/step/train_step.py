@@ -195,10 +195,16 @@ class TrainStep:
 
     def _loss(self, batch: Batch) -> Tensor:
         """Return the loss of a microbatch, which must leave earlier gradients alone."""
-        held = next((p for p in self._parameters if p.grad is not None), None)
-        before = None if held is None else _version(held.grad)
+        before = [
+            (parameter, parameter.grad, parameter.grad._version)
+            for parameter in self._parameters
+            if parameter.grad is not None
+        ]
         loss = self.forward.loss(batch)
-        if held is not None and _version(held.grad) != before:
+        if any(
+            parameter.grad is not gradient or gradient._version != version
+            for parameter, gradient, version in before
+        ):
             field = f"{type(self.forward.task).__name__}.loss()"
             rule = "changes the gradients of the microbatches before, which are lost"
             fix = "leave out zero_grad(), backward() and step(), which the run calls"
@@ -451,7 +457,3 @@ def _start_momentum(optimizer: SGD) -> None:
                 optimizer.state[parameter].setdefault(
                     "momentum_buffer", torch.zeros_like(parameter)
                 )
-
-
-def _version(gradient: Tensor | None) -> int | None:
-    return None if gradient is None else gradient._version

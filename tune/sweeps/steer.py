@@ -31,7 +31,7 @@ class Trial:
 
 
 def steer(
-    directory: str | os.PathLike[str], action: Steer, trial: str = "", **keys: Any
+    directory: str | os.PathLike[str], action: Steer, trial: str = "", /, **keys: Any
 ) -> str:
     """Stop, clone or prefer a trial of a sweep, or pause it: `python -m tune steer`.
 

@@ -262,7 +262,7 @@ def _run_to_end(
                 imported.result()
                 from tune.sweeps.run import environment, run_sweep
             records = run_sweep(spec, checked, facts, output, zygote)
-            extended = _extended(spec)
+            extended = pending_extension(spec)
             while extended is not None:
                 spec = extended
                 apply_extension(spec)
@@ -270,12 +270,12 @@ def _run_to_end(
                     records = Journal(spec.storage).records()
                 else:
                     records = run_sweep(spec, checked, facts, output)
-                extended = _extended(spec)
+                extended = pending_extension(spec)
             answer = beside.submit(_answer, spec, records, environment() | facts)
         return answer.result()
 
 
-def _extended(spec: SweepSpec) -> SweepSpec | None:
+def pending_extension(spec: SweepSpec) -> SweepSpec | None:
     """Return what a user has had the sweep become while it ran, or before."""
     if not Actions(spec.storage).read().extension:
         return None
