@@ -25,7 +25,7 @@ from cluster.files.prices import load_prices
 from cluster.files.ray_up import HEAD, WORKER, google_scheduling_of, gpus_of
 from cluster.finding import Finding, error, warning
 from cluster.rules import common
-from trainers.errors import MISSING
+from trainers.errors import MISSING, did_you_mean
 
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
@@ -34,6 +34,21 @@ _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, 
 _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
 """The field of a `node_config` that lets a node write to a bucket, by cloud and kind of
 address.
+"""
+
+_SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
+_MACHINE_FIELDS = {
+    "aws": "InstanceType ImageId IamInstanceProfile BlockDeviceMappings MetadataOptions InstanceMarketOptions KeyName "
+    "SubnetId SubnetIds SecurityGroupIds SecurityGroups NetworkInterfaces UserData TagSpecifications Placement "
+    "CpuOptions CreditSpecification CapacityReservationSpecification EbsOptimized LaunchTemplate LicenseSpecifications "
+    "HibernationOptions EnclaveOptions PrivateDnsNameOptions MaintenanceOptions Monitoring Ipv6Addresses",
+    "gcp": "machineType disks guestAccelerators scheduling serviceAccounts metadata networkInterfaces labels tags "
+    "sourceMachineImage acceleratorType acceleratorConfig runtimeVersion minCpuPlatform shieldedInstanceConfig "
+    "networkConfig schedulingConfig advancedMachineFeatures confidentialInstanceConfig reservationAffinity params",
+    "azure": "azure_arm_parameters azure_arm_tags",
+}
+"""Fields of a `node_config` by cloud: EC2's RunInstances, Google's Instance and Node,
+Ray's own for Azure.
 """
 
 
@@ -49,6 +64,7 @@ def findings(
         *_ports(cluster),
         *common.key_findings(cluster.written),
         *_machines(cluster),
+        *_misspelt(cluster),
         *_versions(cluster),
         *_head_start(cluster),
         *common.environment_findings(starts),
@@ -56,6 +72,31 @@ def findings(
         *_token_file(cluster, starts[HEAD]),
         *_access(cluster, starts[WORKER].get("PACELINE_STORAGE", "")),
     ]
+
+
+def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
+    """Warn of a machine's fields and sizes that are almost the cloud's.
+
+    It would refuse the node, hours later.
+    """
+    known = _MACHINE_FIELDS.get(cluster.provider, "").split()
+    for name, node_type in cluster.config["available_node_types"].items():
+        for key in node_type["node_config"]:
+            fix = did_you_mean(key, known, "")
+            if key not in known and fix:
+                yield warning(
+                    f"available_node_types.{name}.node_config.{key}",
+                    MISSING,
+                    "is no field of it",
+                    fix,
+                )
+        machine = str(
+            node_type["node_config"].get("InstanceType") or ""
+        )  # of EC2's: family.size
+        size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
+        if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
+            field = f"available_node_types.{name}.node_config.InstanceType"
+            yield warning(field, machine, f"has {size}, which is no size of EC2's", fix)
 
 
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.files.cluster_file import read_file
 from cluster.finding import Finding, Level, error, warning
 from cluster.rules import common
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING, ConfigError, did_you_mean
 
 _SHORT = {
     "-N": "nodes",
@@ -64,6 +64,40 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
 )
 """Options of every script: name, the pattern of a right value, and what is said of
 another; of none it is a warning.
+"""
+
+_COUNT = r"\d+"
+_MEMORY = r"\d+[KMGT]?B?"
+_GPUS = r"([\w.-]+:)?\d+(,[\w.-]+:\d+)*"
+_FORMS = {
+    "nodes": r"(\d+[km]?(-\d+[km]?(:\d+)?)?)(,\d+[km]?(-\d+[km]?(:\d+)?)?)*",
+    "ntasks": _COUNT,
+    "ntasks-per-node": _COUNT,
+    "cpus-per-task": _COUNT,
+    "time": r"(\d+-)?\d+(:\d+){0,2}|infinite|unlimited",
+    "mem": _MEMORY,
+    "mem-per-cpu": _MEMORY,
+    "mem-per-gpu": _MEMORY,
+    "gpus": _GPUS,
+    "gpus-per-node": _GPUS,
+    "gpus-per-task": _GPUS,
+    "gres": r"\w+(:[\w.-]+){0,2}(,\w+(:[\w.-]+){0,2})*",
+}
+"""What sbatch takes as the values of some options."""
+_KNOWN = """
+    account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container
+    contiguous core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
+    distribution error exclude exclusive export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq
+    gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
+    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network
+    nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+    ntasks-per-socket open-mode output overcommit oversubscribe parsable partition power prefer priority profile
+    propagate qos quiet reboot requeue reservation resv-ports segment signal sockets-per-node spread-job stepmgr
+    switches test-only thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes
+    verbose wait wait-all-nodes wckey wrap
+"""
+"""The long options of sbatch (Slurm 25.05), which takes the beginning of one, too,
+where it is that of one alone.
 """
 
 _SYMMETRIC_RUN: tuple[tuple[str, Level, str, str], ...] = (
@@ -168,6 +202,7 @@ def slurm_findings(script: SlurmScript) -> list[Finding]:
     environment = common.assignments(text)
     return [
         *_ignored(script),
+        *_misspelt(script),
         *_options_findings(script),
         *(_step(script, step) if step else ()),
         *common.key_findings(text),
@@ -226,6 +261,28 @@ def _ignored(script: SlurmScript) -> Iterator[Finding]:
         yield level(
             f"line {line.line}", line.text, rule, "move it up, or write `#SBATCH`"
         )
+
+
+def _misspelt(script: SlurmScript) -> Iterator[Finding]:
+    """Options and values that sbatch does not know."""
+    known = _KNOWN.split()
+    for name, value in script.options.items():
+        if name not in known and sum(option.startswith(name) for option in known) != 1:
+            fix = did_you_mean(name, known, "`sbatch --help` lists them", "--{}".format)
+            yield error(
+                script.where(name),
+                value or MISSING,
+                "is no option of sbatch's, which refuses the script",
+                fix,
+            )
+        elif name in _FORMS and not re.fullmatch(_FORMS[name], value, re.IGNORECASE):
+            rule = "is no value that sbatch takes here"
+            yield error(
+                script.where(name),
+                value or MISSING,
+                rule,
+                "`man sbatch` says how it is written",
+            )
 
 
 def _options_findings(script: SlurmScript) -> Iterator[Finding]:

@@ -209,6 +209,18 @@ FOUND = {
         "warning",
         f"{SPOT}.node_config.IamInstanceProfile",
     ),
+    "misspelt_field": (
+        "azure",
+        put(f"{SPOT}.node_config.azure_arm_tag", {}),
+        "warning",
+        f"{SPOT}.node_config.azure_arm_tag",
+    ),
+    "misspelt_size": (
+        "aws",
+        put(f"{SPOT}.node_config.InstanceType", "g5.2xlrge"),
+        "warning",
+        f"{SPOT}.node_config.InstanceType",
+    ),
     "no_identity": ("azure", drop("provider.msi_name"), "warning", "provider.msi_name"),
     "no_storage": (
         "azure",

@@ -95,6 +95,28 @@ BROKEN = {
     "one_head_each": (ADDRESS, '--address "127.0.0.1:$port"', "error", "symmetric-run"),
     "one_port_for_all": (ADDRESS, "--address=$head:6379", "warning", "symmetric-run"),
     "a_ray_of_its_own": ("RAY_ADDRESS=", "ADDRESS=", "error", "RAY_ADDRESS"),
+    "misspelt": (
+        "#SBATCH --gpus-per-node=1",
+        "#SBATCH --gpu-per-node=1",
+        "error",
+        "--gpu-per-node",
+    ),
+    "ambiguous": ("#SBATCH --gpus-per-node=1", "#SBATCH --nod=1", "error", "--nod"),
+    "no_nodes": ("#SBATCH --nodes=2", "#SBATCH --nodes=two", "error", "--nodes"),
+    "no_time": ("#SBATCH --time=04:00:00", "#SBATCH --time=4h", "error", "--time"),
+    "no_count": (
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --cpus-per-task=eight",
+        "error",
+        "--cpus-per-task",
+    ),
+    "no_memory": ("#SBATCH --mem=0", "#SBATCH --mem=64Q", "error", "--mem"),
+    "no_gpus": (
+        "#SBATCH --gpus-per-node=1",
+        "#SBATCH --gpus-per-node=h100:x",
+        "error",
+        "--gpus-per-node",
+    ),
     "no_option": (
         "#SBATCH --requeue",
         "#SBATCH --requeue\n# SBATCH --mail-type=ALL",
