@@ -79,6 +79,11 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         rule = "must be one mapping of fields to values"
         raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source)
     written = documents[0]
+    if "provider" not in written and "run" in written:
+        rule = "is a task of SkyPilot's"
+        raise ConfigError(
+            "the file", MISSING, rule, "ask `sky launch --dryrun FILE`", source
+        )
     # What the file itself says, before the defaults, which crash on a wrong type.
     shape = {
         "cluster_name": "default",

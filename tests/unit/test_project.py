@@ -205,7 +205,7 @@ def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage():
 
 def test_validate_says_whose_file_it_is(capsys):
     assert main(["validate", str(REPOSITORY / "cluster" / "skypilot.yaml")]) == 2
-    assert "`provider` is required" in capsys.readouterr().err
+    assert "SkyPilot" in capsys.readouterr().err
 
 
 def test_the_devcontainer_sets_up_what_make_does():
