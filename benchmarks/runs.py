@@ -16,7 +16,6 @@ import functools
 import gc
 import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster.health.probes import matmul_times
+from cluster.health.probes import seconds_of
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
@@ -40,6 +39,7 @@ from trainers.loop.agreement import AGREE_EVERY_STEPS
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.result import RunResult
+from trainers.model.precision import TABLE, apply_matmul
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _ENDLESS = 10**6
@@ -192,7 +192,11 @@ def matmul_flops(precision: str, device: torch.device, n: int) -> float:
 
     The median of several samples.
     """
-    return 2 * n**3 / statistics.median(matmul_times(precision, device, n))
+    spec = TABLE[precision]
+    apply_matmul(spec)
+    left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
+    out = torch.empty_like(left)
+    return 2 * n**3 / seconds_of(lambda: torch.mm(left, right, out=out), device)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -3,19 +3,18 @@
 `validate` starts nothing; `check` joins the cluster that RAY_ADDRESS names (as a Ray
 job: its own), and runs a few seconds on each node.
 
-Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order or that
-Ray did not drain, or torch sees no GPU where the driver has one; 2 errors in a file or
-on the command line.
+Exit codes: 0 in order; 1 warnings, with --strict, or a node that is not in order or that
+Ray did not drain; 2 errors in a file or on the command line.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
 from cluster.finding import Finding
-from cluster.spot.notices import ADDRESS
+from cluster.notices import ADDRESS
 from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
 
@@ -41,52 +40,41 @@ def validate(
         tuple[str, ...],
         Field(
             title="FILE...",
-            description="`ray up` files, ones with RayClusters, Slurm scripts",
+            description="`ray up` files and Slurm scripts",
         ),
     ],
     *,
     strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
 ) -> int:
-    """Check `ray up` files, KubeRay's and Slurm's, offline: print errors and warnings."""
+    """Check `ray up` files and Slurm scripts, offline: print errors and warnings."""
     levels = Counter[str]()
     for file in files:
         try:
-            examined = list(_examined(file))
+            kind, found = _examined(file)
         except ConfigError as error:
             complain(str(error))
             levels["error"] += 1
             continue
-        for source, kind, found in examined:
-            for finding in found:
-                complain(f"{source}: {finding}", finding.level)
-            levels.update(finding.level for finding in found)
-            if not found:
-                print(f"{source}: in order ({kind})")
+        for finding in found:
+            complain(f"{file}: {finding}", finding.level)
+        levels.update(finding.level for finding in found)
+        if not found:
+            print(f"{file}: in order ({kind})")
     return 2 if levels["error"] else int(strict and levels["warning"] > 0)
 
 
-def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
-    """Yield name, kind and findings of each cluster in a file."""
-    from cluster.rules.slurm import is_slurm, load_slurm, slurm_findings
+def _examined(file: str) -> tuple[str, list[Finding]]:
+    """Return the kind of a file, and what is found in it."""
+    from cluster.files.slurm import is_slurm, slurm_findings
 
     if is_slurm(file):
-        script = load_slurm(file)
-        yield (
-            file,
-            f"slurm, {script.options.get('nodes') or 1} nodes",
-            slurm_findings(script),
-        )
-        return
-    from cluster.files.ray_up import load_clusters
-    from cluster.rules.clusters import findings
+        return "slurm", list(slurm_findings(file))
+    from cluster.files.ray_up import load_cluster
+    from cluster.files.rules import findings
 
-    for cluster in load_clusters(file):
-        at_most = min(cluster.max_workers, cluster.sum_max_workers)
-        yield (
-            cluster.source,
-            f"{cluster.provider}, up to {at_most} worker nodes",
-            findings(cluster),
-        )
+    cluster = load_cluster(file)
+    at_most = min(cluster.max_workers, cluster.sum_max_workers)
+    return f"{cluster.provider}, up to {at_most} worker nodes", findings(cluster)
 
 
 def check(
@@ -100,9 +88,7 @@ def check(
         float, Field(ge=0, le=1e9, title="S", description="how long, in seconds")
     ] = 120,
     storage_path: _Uri = None,
-    quick: Annotated[
-        bool, Field(description="versions, clocks and storage alone")
-    ] = False,
+    quick: Annotated[bool, Field(description="versions and storage alone")] = False,
     exclude_bad: Annotated[
         bool, Field(description="print the label selector of the nodes in order")
     ] = False,
@@ -112,7 +98,7 @@ def check(
 ) -> int:
     """Examine the nodes of the cluster that RAY_ADDRESS names, or this machine."""
     if local:
-        from cluster.health.local import check_local
+        from cluster.health.probes import check_local
 
         return check_local(as_json)
     from cluster.health.check import check
@@ -134,7 +120,7 @@ def watch(
     ] = None,
 ) -> int:
     """Wait for a spot machine's notice, and drain its Ray node; cluster files start it."""
-    from cluster.spot.watch import watch
+    from cluster.spot import watch
 
     return watch(cloud, address, node)
 
@@ -156,7 +142,7 @@ def autoscale(
 
     Cluster files start it.
     """
-    from cluster.spot.autoscaler import autoscale
+    from cluster.spot import autoscale
 
     return autoscale(config, node)
 

@@ -29,7 +29,7 @@ from tune.config import SweepConfig
 
 PROGRAMS = (
     *("make", "python", "python3", "pip", "torchrun", "ray", "git", "cd", "export"),
-    *("kubectl", "docker", "aws", "sbatch", "sky"),
+    *("docker", "aws", "sbatch", "sky"),
 )
 PROGRAMS += (
     "paceline-train",

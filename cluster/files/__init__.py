@@ -1,4 +1,5 @@
-"""Cluster files as Ray and KubeRay read them, what they can hold, and prices.
+"""Cluster files as Ray reads them, what they can hold and cost, and what is wrong there.
 
-The door is `load_cluster` (ray_up.py).
+The doors are `load_cluster` (ray_up.py), `findings` (rules.py) and `slurm_findings`
+(slurm.py).
 """

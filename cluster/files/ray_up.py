@@ -2,26 +2,19 @@
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import (
-    MOST_NODES,
-    ClusterFile,
-    check_bounds,
-    check_schema,
-    join,
-    read_file,
-    schema_error,
-)
-from cluster.files.kuberay import is_kuberay, kuberay_files
-from cluster.files.prices import Price, load_prices
-from trainers.config.yaml import parse_documents
+import yaml
+
+from cluster.files.capacity import NodeType, Price, load_prices
+from trainers.config.yaml import parse_documents, read_text
 from trainers.errors import MISSING, ConfigError, did_you_mean, first_line
 
 HEAD = "head_start_ray_commands"
@@ -34,24 +27,63 @@ _COMMAND_FIELDS = (
     HEAD,
     WORKER,
 )
+_OTHERS = (
+    ("run", "is a task of SkyPilot's", "ask `sky launch --dryrun FILE`"),
+    ("kind", "is Kubernetes' own", "ask `kubectl apply --dry-run=server -f FILE`"),
+)
+"""Files that are not for `ray up`: a field they have, whose they are, and whom to ask."""
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
+MOST_NODES = 100_000
+"""Of one node type: far beyond what Ray runs, and still cheap to count.
+schemas.yaml has it as well.
+"""
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """A cluster that Ray would accept, with defaults filled in."""
+
+    source: str
+    """The path it was read from, for messages."""
+    name: str
+    provider: str
+    """aws, gcp, azure, local, ..."""
+    max_workers: int
+    """The most worker nodes that may be up at once, over all types."""
+    node_types: tuple[NodeType, ...]
+    written: Mapping[str, Any]
+    """What the file says."""
+    config: Mapping[str, Any]
+    """What Ray makes of it."""
+    region: str | None = None
+    commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The shell commands by the field they stand in, Ray's defaults where the file has
+    none.
+    """
+
+    @property
+    def sum_max_workers(self) -> int:
+        """The sum of all types' limits; `max_workers` may be lower or higher."""
+        return sum(node_type.max_workers for node_type in self.node_types)
 
 
 def load_cluster(path: str | Path) -> ClusterFile:
-    """Read and check the first cluster of a file; needs no network and no cloud account.
+    """Read and check a `ray up` YAML; needs no network and no cloud account.
 
     Raises ConfigError for what makes the file unusable.
     """
-    return load_clusters(path)[0]
-
-
-def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
-    """Read all clusters of a file: one of a `ray up` YAML, several of a KubeRay YAML."""
     source = str(path)
-    documents = parse_documents(read_file(path), source)
-    if is_kuberay(documents):
-        return kuberay_files(documents, source)
-    return (_ray_up(documents, source),)
+    return _ray_up(parse_documents(read_file(path), source), source)
+
+
+def read_file(path: str | Path) -> str:
+    """Return the text of a file of this machine; ConfigError where it is not there."""
+    source = str(path)
+    try:
+        return read_text(Path(path), source)
+    except FileNotFoundError as error:
+        fix = "give the path of a cluster file"
+        raise ConfigError("the file", MISSING, "does not exist", fix, source) from error
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
@@ -75,15 +107,14 @@ def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     from trainers.on_ray.internals import check_cluster_file, filled_in
 
-    if len(documents) != 1 or not isinstance(documents[0], dict):
+    written = documents[0] if documents else None
+    if isinstance(written, dict) and "provider" not in written:
+        for key, rule, fix in _OTHERS:
+            if key in written:
+                raise ConfigError("the file", MISSING, rule, fix, source)
+    if len(documents) != 1 or not isinstance(written, dict):
         rule = "must be one mapping of fields to values"
         raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source)
-    written = documents[0]
-    if "provider" not in written and "run" in written:
-        rule = "is a task of SkyPilot's"
-        raise ConfigError(
-            "the file", MISSING, rule, "ask `sky launch --dryrun FILE`", source
-        )
     # What the file itself says, before the defaults, which crash on a wrong type.
     shape = {
         "cluster_name": "default",
@@ -264,3 +295,88 @@ def _started_with(commands: Sequence[str]) -> dict[str, float]:
     )
     told = re.findall(r"--num-(cpu|gpu)s[=\s]+(\d+)", text)
     return {name.upper(): min(float(amount), MOST_NODES) for name, amount in told}
+
+
+def check_bounds(field: str, low: int, high: int, most: str, source: str) -> None:
+    """Raise ConfigError where a node type's least number of nodes is above its most."""
+    if low > high:
+        rule = f"must be at most {most}, {high}"
+        fix = f"write {high} or less, or raise {most}"
+        raise ConfigError(field, low, rule, fix, source)
+
+
+def check_schema(
+    value: Any, name: str, field: str, how_to_write: str, source: str | None = None
+) -> None:
+    """Raise ConfigError for the first part of `value` that breaks a schema.
+
+    The schema is one of schemas.yaml.
+
+    `field` is where `value` stands. What is null counts as absent.
+    """
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(_schemas()[name])
+    for error in validator.iter_errors(_without_nulls(value)):
+        raise schema_error(error, field, how_to_write, source)
+
+
+def schema_error(
+    error: Any, field: str, how_to_write: str, source: str | None
+) -> ConfigError:
+    """Return a jsonschema.ValidationError as a sentence."""
+    for part in error.absolute_path:
+        field = join(field, part)
+    if error.validator == "additionalProperties":
+        known = sorted(error.schema["properties"])
+        unknown = next(key for key in error.instance if key not in known)
+        fix = did_you_mean(unknown, known, f"the fields here are {', '.join(known)}")
+        return ConfigError(
+            join(field, unknown),
+            error.instance[unknown],
+            "is no such field",
+            fix,
+            source,
+        )
+    if error.validator == "required":
+        missing = next(
+            key for key in error.validator_value if key not in error.instance
+        )
+        return ConfigError(
+            join(field, missing), MISSING, "is required", f"add `{missing}`", source
+        )
+    rules = {
+        "type": f"must be of the type {error.validator_value}",
+        "minimum": f"must be at least {error.validator_value}",
+        "maximum": f"must be at most {error.validator_value}",
+        "enum": f"must be one of {error.validator_value}",
+        "minItems": "must not be empty",
+    }
+    rule = rules.get(error.validator) or f"breaks the schema ({error.message[-160:]})"
+    options = error.validator_value if error.validator == "enum" else []
+    fix = did_you_mean(error.instance, map(str, options), how_to_write)
+    return ConfigError(field or "the file", error.instance, rule, fix, source)
+
+
+def join(field: str, key: object) -> str:
+    """Return a dotted path one step deeper."""
+    return f"{field}.{key}" if field else str(key)
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    text = Path(__file__).with_name("schemas.yaml").read_text(encoding="utf-8")
+    schemas: dict[str, Any] = yaml.safe_load(text)
+    return schemas
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            str(key): _without_nulls(part)
+            for key, part in value.items()
+            if part is not None
+        }
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value

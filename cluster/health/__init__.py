@@ -1,4 +1,4 @@
-"""Examine live nodes, and judge what was measured.
+"""Examine nodes, and judge what was measured.
 
-The doors are `check` and `require_sound` (check.py), and `check_local` (local.py).
+The doors are `check` and `require_sound` (check.py), and `check_local` (probes.py).
 """

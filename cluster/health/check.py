@@ -4,28 +4,25 @@ Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage
 proved.
 """
 
-import math
 import os
-import statistics
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.finding import error
 from cluster.health import probes
-from cluster.health.report import print_report
 from cluster.health.verdicts import (
-    AllReduce,
-    ClusterFacts,
-    NodeFacts,
-    Rate,
-    better,
-    judge,
+    NETWORK,
+    Node,
+    NodeFinding,
+    different,
+    on,
+    print_report,
     slow,
     unshared,
 )
@@ -37,13 +34,14 @@ from trainers.storage import Storage
 _START_S = 60.0
 _PART_S = 20.0
 _MEASURE_S = 45.0
-_COLLECTIVE_S = 40.0
-"""How long a node may take to start an actor, to answer, to measure, and to meet the
-others.
+_MEET_S = 40.0
+"""How long a node may take to start an actor, to answer, to measure, and to meet
+another.
 """
-_PINGS = 5
 _MEASUREMENTS = 4  # at most: as long as a node looks slow
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
+_NO_ANSWER = "look at the host and its cable, and at `ray status`"
+_NO_LINK = "look at its cable, its name in /etc/hosts, the firewall and NCCL_DEBUG=INFO"
 
 Call = tuple[Any, ...]  # a function of cluster/health/probes.py, and its arguments
 
@@ -68,9 +66,9 @@ class Checkup:
     """
 
     def __init__(self) -> None:
-        self.facts: dict[str, NodeFacts] = {}
+        self.nodes: dict[str, Node] = {}
         """By node id."""
-        self.all_reduce: AllReduce | None = None
+        self.found: list[NodeFinding] = []
         self._actors: dict[str, Any] = {}
 
     def start(self) -> None:
@@ -79,27 +77,20 @@ class Checkup:
         It holds the node's GPUs if nothing else does.
         """
         available = available_resources_per_node()
-        for node in ray.nodes():
-            if not node["Alive"]:
+        for row in ray.nodes():
+            if not row["Alive"]:
                 continue
-            node_id = node["NodeID"]
-            resources = node["Resources"]
-            gpus = int(resources.get("GPU", 0))
-            is_free = available.get(node_id, {}).get("GPU", 0) >= gpus
-            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            node = _node(row)
+            self.nodes[node.node_id] = node
+            is_free = available.get(node.node_id, {}).get("GPU", 0) >= node.num_gpus
+            strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
             actor = ray.remote(Probe).options(
                 num_cpus=0,
-                num_gpus=gpus if is_free else 0,
+                num_gpus=node.num_gpus if is_free else 0,
                 max_restarts=0,
                 scheduling_strategy=strategy,
             )
-            self._actors[node_id] = actor.remote()
-            host = node["NodeManagerHostname"]
-            address = node["NodeManagerAddress"]
-            trains = resources.get("CPU", 0) + gpus > 0
-            self.facts[node_id] = NodeFacts(
-                node_id, host, address, trains, num_gpus=gpus
-            )
+            self._actors[node.node_id] = actor.remote()
 
     def close(self) -> None:
         """End the actors."""
@@ -107,40 +98,53 @@ class Checkup:
             ray.kill(actor)
 
     def quick(self, uri: str | None) -> None:
-        """Examine versions, clocks and storage."""
-        self._learn("versions", "its start", _START_S, probes.versions)
-        self._clocks()
-        if uri is not None and len(self.facts) > 1:
+        """Examine versions and storage."""
+        answers = self.ask_all("its start", _START_S, probes.versions)
+        for node_id, versions in answers.items():
+            self.nodes[node_id].versions = versions
+        self.found += different([self.nodes[node_id] for node_id in answers])
+        if uri is not None and len(self.nodes) > 1:
             self._storage(uri)
 
     def full(self) -> None:
-        """Examine the GPUs' health, and measure every rate."""
-        self._learn("device", "importing torch", _START_S, probes.device_name)
-        self._learn("gpus", "reading its GPUs", _PART_S, probes.gpu_health)
+        """Examine the GPUs' health, and measure every product and link."""
+        names = self.ask_all("importing torch", _START_S, probes.device_name)
+        for node_id, name in names.items():
+            self.nodes[node_id].device = name
+        calls: dict[str, Call] = {
+            node_id: (probes.gpu_findings, self.nodes[node_id].num_gpus)
+            for node_id in self.answering()
+        }
+        healths = self.ask("reading its GPUs", _PART_S, calls)
+        for node_id, health in healths.items():
+            self.found += on(self.nodes[node_id], health)
+        cut: dict[str, str] = {}
         for _ in range(_MEASUREMENTS):
-            self._measure()
-            nodes = [self.facts[node_id] for node_id in self.answering()]
+            cut = self._measure()
             # A node that is slow stays slow in every measurement; one that something
-            # disturbed for a moment does not.
-            if not slow(nodes):
+            # disturbed for a moment does not. Where a link is cut, each try takes its
+            # whole timeout.
+            if cut or not self._slow():
                 break
-            # Where a link is cut, each try takes its whole timeout.
-            rates = [
-                min(rate.value for rate in node.rates) for node in nodes if node.rates
-            ]
-            if 0 in rates:
-                break
-        training = self.answering(training=True)
-        if len(training) > 1:
-            self.all_reduce = self._meet([training])[0]
+        for node_id, why in cut.items():
+            self._note(node_id, NETWORK, why, "must reach its neighbours", _NO_LINK)
+        self.found += [
+            each
+            for each in self._slow()
+            if each.field != NETWORK or each.node_id not in cut
+        ]
 
     def answering(self, training: bool = False) -> list[str]:
         """List the nodes that have answered everything so far, or those that train."""
         return [
-            id_
-            for id_, node in self.facts.items()
+            node_id
+            for node_id, node in self.nodes.items()
             if node.answers and (node.trains or not training)
         ]
+
+    def ask_all(self, part: str, timeout_s: float, *call: Any) -> dict[str, Any]:
+        """Ask the same of all nodes that answer."""
+        return self.ask(part, timeout_s, dict.fromkeys(self.answering(), call))
 
     def ask(
         self, part: str, timeout_s: float, calls: Mapping[str, Call]
@@ -158,55 +162,34 @@ class Checkup:
         )
         results = {}
         for node_id, reference in references.items():
-            if reference not in ready:
-                self._note(node_id, silent_in=part)
-                continue
+            failure = ""
             try:
-                results[node_id] = ray.get(reference)
-            except ray.exceptions.RayTaskError as error:
-                self._note(node_id, failure=f"{part}: {last_line(error)}")
-            except ray.exceptions.RayError as error:
-                words = last_line(error)
-                # An actor whose class cannot be imported there has died of it.
-                if "Error:" in words:
-                    self._note(node_id, failure=words)
-                else:  # its node is gone
-                    self._note(node_id, silent_in=part)
+                if reference in ready:
+                    results[node_id] = ray.get(reference)
+                    continue
+            except ray.exceptions.RayTaskError as raised:
+                failure = f"{part}: {last_line(raised)}"
+            except ray.exceptions.RayError as raised:
+                words = last_line(raised)
+                # An actor whose class cannot be imported there has died of it; without
+                # such words its node is gone.
+                failure = words if "Error:" in words else ""
+            self.nodes[node_id].answers = False
+            if failure:
+                rule = "must be able to run the check"
+                fix = "install there what the other nodes have"
+                self._note(node_id, "node", failure, rule, fix)
+            else:
+                self._note(
+                    node_id, "node", f"silent in {part}", "must answer", _NO_ANSWER
+                )
         return results
 
-    def _note(self, node_id: str, **facts: Any) -> None:
-        self.facts[node_id] = replace(self.facts[node_id], **facts)
+    def _note(self, node_id: str, *finding: str) -> None:
+        self.found += on(self.nodes[node_id], [error(*finding)])
 
-    def _learn(self, fact: str, part: str, timeout_s: float, *call: Any) -> None:
-        """Ask all nodes that answer; note each answer as a field of its facts."""
-        calls = dict.fromkeys(self.answering(), call)
-        for node_id, answer in self.ask(part, timeout_s, calls).items():
-            self._note(node_id, **{fact: answer})
-
-    def _clocks(self) -> None:
-        """Compare the clocks with this one, then with their median.
-
-        Of several answers the quickest counts (Cristian 1989).
-        """
-        best_s = math.inf
-        offsets = {}
-        for _ in range(_PINGS):
-            asked = time.time()
-            answers = self.ask(
-                "reading its clock",
-                _PART_S,
-                dict.fromkeys(self.answering(), (time.time,)),
-            )
-            half_s = (time.time() - asked) / 2
-            if half_s < best_s:
-                best_s = half_s
-                offsets = {
-                    node_id: answer - asked - half_s
-                    for node_id, answer in answers.items()
-                }
-        usual = statistics.median(offsets.values()) if offsets else 0.0
-        for node_id, offset in offsets.items():
-            self._note(node_id, clock_offset_s=offset - usual, clock_error_s=best_s)
+    def _slow(self) -> list[NodeFinding]:
+        return slow([self.nodes[node_id] for node_id in self.answering()])
 
     def _storage(self, uri: str) -> None:
         """Have every node write a marker, then read those of all."""
@@ -215,71 +198,54 @@ class Checkup:
             node_id: (probes.write_marker, place, node_id)
             for node_id in self.answering()
         }
-        wrote = self.ask("writing to storage", _PART_S, calls)
-        writers = [node_id for node_id, wrong in wrote.items() if wrong is None]
+        wrong = self.ask("writing to storage", _PART_S, calls)
+        writers = [node_id for node_id, words in wrong.items() if words is None]
         calls = dict.fromkeys(writers, (probes.seen_markers, place, writers))
         seen = self.ask("reading from storage", _PART_S, calls)
-        self.ask(
-            "deleting from storage",
-            _PART_S,
-            dict.fromkeys(seen, (probes.delete_markers, place)),
-        )
-        for node_id, wrong in wrote.items():
-            self._note(node_id, storage=wrong)
-        for node_id in unshared(seen):
-            self._note(
-                node_id, storage=f"{uri}: files that other nodes wrote cannot be read"
-            )
+        calls = dict.fromkeys(seen, (probes.delete_markers, place))
+        self.ask("deleting from storage", _PART_S, calls)
+        words = f"{uri}: files that other nodes wrote cannot be read"
+        wrong |= dict.fromkeys(unshared(seen), words)
+        fix = "mount the same directory on every node, or use a URI such as s3://bucket/path"
+        for node_id, why in wrong.items():
+            if why is not None:
+                self._note(
+                    node_id, "storage", why, "must be one place for all nodes", fix
+                )
 
-    def _measure(self) -> None:
-        """Measure products of each node, and its better link to a neighbour."""
-        training = self.answering(training=True)
-        measured = self.ask(
-            "multiplying", _MEASURE_S, dict.fromkeys(training, (probes.matmul_rates,))
+    def _measure(self) -> dict[str, str]:
+        """Measure products of each node, and its better link to a neighbour.
+
+        Return the nodes that have no link, and why.
+        """
+        calls: dict[str, Call] = dict.fromkeys(
+            self.answering(training=True), (probes.matmul_rates,)
         )
-        best = dict.fromkeys(training, 0.0)
+        measured = self.ask("multiplying", _MEASURE_S, calls)
+        for node_id, rates in measured.items():
+            self.nodes[node_id].better(rates)
+        links: dict[str, tuple[float, str]] = {}
         for pairs in link_rounds(self.answering(training=True)):
-            for pair, link in zip(pairs, self._meet(pairs), strict=True):
-                for node_id in pair:
-                    best[node_id] = max(best[node_id], link.mb_per_s or 0.0)
-        for node_id in measured:
-            rates = list(measured[node_id])
-            if len(training) > 1:
-                rates.append(Rate("network", "network", best[node_id], "MB/s"))
-            self._note(node_id, rates=better(self.facts[node_id].rates, rates))
+            for node_id, answer in self._meet(pairs).items():
+                links[node_id] = max(links.get(node_id, answer), answer)
+        for node_id, (rate, _) in links.items():
+            self.nodes[node_id].better({NETWORK: rate})
+        return {node_id: why for node_id, (rate, why) in links.items() if not rate}
 
-    def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
-        """Run all-reduce in all groups at once; return the slowest rank of each."""
-        first = {
-            group[0]: (probes.free_port, self.facts[group[0]].address)
-            for group in groups
+    def _meet(self, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, str]]:
+        """Measure all these links at once; the rate of each node and why it has none."""
+        address = {first: self.nodes[first].address for first, _ in pairs}
+        calls: dict[str, Call] = {
+            first: (probes.free_port, address[first]) for first in address
         }
-        ports = self.ask("all-reduce", _PART_S, first)
-        calls: dict[str, Call] = {}
-        for group in groups:
-            if group[0] not in ports:
-                continue
-            meeting = (
-                len(group),
-                self.facts[group[0]].address,
-                ports[group[0]],
-                _COLLECTIVE_S / 2,
-            )
-            calls |= {
-                node_id: (probes.all_reduce, rank, *meeting)
-                for rank, node_id in enumerate(group)
-            }
-        answers: dict[str, AllReduce] = self.ask("all-reduce", _COLLECTIVE_S, calls)
-        for node_id, answer in answers.items():
-            self._note(
-                node_id, wrong_sum=self.facts[node_id].wrong_sum or not answer.is_right
-            )
-        slowest = []
-        for group in groups:
-            silent = AllReduce(len(group), failure="a node is silent")
-            seen = [answers.get(node_id, silent) for node_id in group]
-            slowest.append(min(seen, key=lambda answer: answer.mb_per_s or 0.0))
-        return slowest
+        ports = self.ask("meeting", _PART_S, calls)
+        calls = {}
+        for first, second in pairs:
+            if first in ports:
+                place = (address[first], ports[first], _MEET_S / 2)
+                calls[first] = (probes.link, 0, *place)
+                calls[second] = (probes.link, 1, *place)
+        return self.ask("meeting", _MEET_S, calls)
 
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -290,32 +256,48 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [pairs for pairs in (first, second, third) if pairs]
 
 
+def _node(row: Mapping[str, Any]) -> Node:
+    resources = row["Resources"]
+    return Node(
+        row["NodeID"],
+        row["NodeManagerHostname"],
+        row["NodeManagerAddress"],
+        trains=_trains(resources),
+        num_gpus=int(resources.get("GPU", 0)),
+    )
+
+
+def _trains(resources: Mapping[str, float]) -> bool:
+    return resources.get("CPU", 0) + resources.get("GPU", 0) > 0
+
+
 def lost_nodes(
-    nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]
-) -> list[NodeFacts]:
-    """Return the nodes that died unexpectedly and whose address has no living one.
+    rows: Sequence[Mapping[str, Any]], examined: Iterable[str]
+) -> list[NodeFinding]:
+    """Find nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
     """
-    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-    found = {}
-    for node in nodes:
-        address = node["NodeManagerAddress"]
-        node_id = node["NodeID"]
-        has_died = node["DeathReason"] == _UNEXPECTED and address not in alive
-        if has_died and node_id not in examined:
-            reason = (node["DeathReasonMessage"] or "dead").strip()
-            host = node["NodeManagerHostname"]
-            found[address] = NodeFacts(node_id, host, address, False, lost=reason)
-    return list(found.values())
+    alive = {row["NodeManagerAddress"] for row in rows if row["Alive"]}
+    lost = {}
+    for row in rows:
+        has_died = row["DeathReason"] == _UNEXPECTED
+        has_died = has_died and row["NodeManagerAddress"] not in alive
+        if has_died and row["NodeID"] not in examined:
+            lost[row["NodeManagerAddress"]] = row
+    fix = "look at the host and its cable; Ray takes it back when `ray start` runs there again"
+    found: list[NodeFinding] = []
+    for row in lost.values():
+        reason = (row["DeathReasonMessage"] or "dead").strip()
+        found += on(_node(row), [error("node", reason, "must be alive", fix)])
+    return found
 
 
 def wait_for_workers(num_workers: int, timeout_s: float) -> None:
     """Wait until `num_workers` nodes for workers are alive, or the time is up."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        up = sum(each.get("CPU", 0) + each.get("GPU", 0) > 0 for each in resources)
+        up = sum(_trains(row["Resources"]) for row in ray.nodes() if row["Alive"])
         if up >= num_workers:
             return
         print(
@@ -327,10 +309,8 @@ def wait_for_workers(num_workers: int, timeout_s: float) -> None:
         time.sleep(1)
 
 
-def examine(
-    uri: str | None, quick: bool, workers_wanted: int | None = None
-) -> ClusterFacts:
-    """Measure the connected cluster.
+def examine(uri: str | None, quick: bool) -> Checkup:
+    """Examine the connected cluster.
 
     `uri` is the storage that all nodes must share; None: not proved.
     """
@@ -342,17 +322,14 @@ def examine(
             checkup.full()
     finally:
         checkup.close()
-    nodes = [*checkup.facts.values(), *lost_nodes(ray.nodes(), checkup.facts)]
-    return ClusterFacts(tuple(nodes), workers_wanted, checkup.all_reduce)
+    return checkup
 
 
 def require_sound(uri: str | None) -> None:
     """Raise ClusterError for what the quick part finds, before a sweep."""
-    if sum(node["Alive"] for node in ray.nodes()) < 2:
+    if sum(row["Alive"] for row in ray.nodes()) < 2:
         return
-    nodes = examine(uri, quick=True).nodes
-    # A sweep starts on the living ones.
-    found = judge(ClusterFacts(tuple(node for node in nodes if not node.lost)))
+    found = examine(uri, quick=True).found
     if found:
         fix = "fix these nodes, or go on all the same with --no-check"
         raise ClusterError("\n".join([*map(str, found), fix]))
@@ -377,8 +354,19 @@ def check(
         wait_for_workers(num_workers, wait_s)
     # A relative default would be another directory on every node.
     uri = storage_path or os.environ.get("PACELINE_STORAGE")
-    began = time.monotonic()
-    facts = examine(uri, quick, num_workers)
-    return print_report(
-        facts, judge(facts), uri, time.monotonic() - began, as_json, exclude_bad
-    )
+    checkup = examine(uri, quick)
+    rows = ray.nodes()
+    lost = lost_nodes(rows, checkup.nodes)
+    gone = {each.node_id for each in lost}
+    nodes = [*checkup.nodes.values(), *(_node(r) for r in rows if r["NodeID"] in gone)]
+    found = [*checkup.found, *lost]
+    workers = len(checkup.answering(training=True))
+    if num_workers is not None and workers < num_workers:
+        fix = "wait for more, or look at `ray status`"
+        rule = f"must be at least {num_workers}"
+        few = error("worker nodes", workers, rule, fix)
+        found += on(Node("", "cluster", ""), [few])
+    if uri is None and len(nodes) > 1:
+        words = "note: storage was not looked at; give --storage_path or set PACELINE_STORAGE"
+        print(words, file=sys.stderr)
+    return print_report(nodes, found, as_json, exclude_bad, num_workers)

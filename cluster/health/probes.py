@@ -1,57 +1,55 @@
-"""Measure a node, alone and with others; every function runs on the node it is about."""
+"""Measure a node, alone and with another; every function runs on the node it is about.
+
+What a sweep imports before its Ray is up imports no torch.
+"""
 
 import contextlib
+import functools
+import os
 import platform
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cluster.health.verdicts import AllReduce, GpuHealth, Rate
+from cluster.finding import Finding, error
+from cluster.health.verdicts import Node, on, print_report
 from trainers.devices.peers import code_digest
 from trainers.errors import StorageError, first_line
 from trainers.storage import Storage
 from trainers.versions import package_versions
 
-_POWER_CAP = 0x4  # one of NVML's reasons for lower clocks, which may be intended
-_SAMPLE_S = 0.15
-"""Long against a scheduler's time slice, so that one sample is no lucky moment."""
-_SHORT_SAMPLE_S = 0.02
-"""Below that, launches and clocks would show."""
-_SAMPLES = 7
-_BUDGET_S = 1.5
-"""Of one device and format."""
-_TRIES = 3
+_SAMPLES = 5
 # how late a file of another node may appear: NFS caches a directory for a few seconds
 _SEEN_WITHIN_S = 5.0
 
 
-def versions() -> dict[str, str | None]:
+def versions() -> dict[str, str]:
     """Return what must be equal on all nodes; torch brings NCCL."""
-    found: dict[str, str | None] = {
+    return {
         "python": platform.python_version(),
-        "torch": None,
-        "ray": None,
+        **package_versions("torch", "ray"),
+        "paceline": code_digest(("cluster", "trainers", "tune")),
     }
-    found |= package_versions("torch", "ray")
-    found["paceline"] = code_digest(("cluster", "trainers", "tune"))
-    return found
 
 
-def nccl_version() -> str | None:
-    """Return the version that torch brings; None of a build without NCCL."""
+def num_gpus() -> int:
+    """Return how many GPUs torch sees."""
     import torch
 
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def processor() -> str:
-    """Return the model of the CPU."""
+def device_name() -> str:
+    """Return the model of what the products run on: the GPUs, else the CPU."""
+    import torch
+
+    if num_gpus():
+        return torch.cuda.get_device_name(0)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [
@@ -62,141 +60,161 @@ def processor() -> str:
     return models[0] if models else platform.machine()
 
 
-def device_name() -> str:
-    """Return the model of what the products run on: the GPUs, else the CPU."""
-    import torch
+def gpu_findings(least: int) -> list[Finding]:
+    """Return what NVML says against the GPUs here, which must be `least` or more.
 
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else processor()
+    Nothing where it does not answer; what a driver does not support counts as healthy.
+    """
+    from trainers.devices.nvml import opened_nvml
 
-
-@contextlib.contextmanager
-def opened_nvml() -> Iterator[Any | None]:
-    """Yield NVML, open inside the context; None where there is no driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def gpu_health() -> tuple[GpuHealth, ...] | None:
-    """Examine all GPUs of the node by NVML; None where it does not answer."""
     with opened_nvml() as nvml:
         if nvml is None:
-            return None
-        return tuple(_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+            return []
+        count = nvml.nvmlDeviceGetCount()
+        found = []
+        if count < least:
+            rule = f"must be the {least} that Ray gives out"
+            fix = "restart the host, or take it out of the cluster"
+            found.append(error("GPUs", count, rule, fix))
+        for index in range(count):
+            found += _against(nvml, index)
+        return found
 
 
-def _health(nvml: Any, index: int) -> GpuHealth:
-    """Examine one GPU; what its driver does not support counts as healthy."""
-    from trainers.devices.nvml import SLOWED
+def _against(nvml: Any, index: int) -> list[Finding]:
+    from trainers.devices.nvml import slowed_by
 
+    field = f"GPU {index}"
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:
-        return GpuHealth(index, failure=str(error))
+    except nvml.NVMLError as failure:
+        fix = "restart the host; if it stays so, replace the GPU"
+        return [error(field, str(failure), "must answer NVML", fix)]
+    errors = 0
+    is_worn = False
+    with contextlib.suppress(nvml.NVMLError):
+        errors = nvml.nvmlDeviceGetTotalEccErrors(
+            handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        )
+    with contextlib.suppress(nvml.NVMLError):
+        _, _, *remaps = nvml.nvmlDeviceGetRemappedRows(handle)
+        is_worn = any(remaps)  # one waits for a reset, or could not be done
+    found = []
+    if errors or is_worn:
+        rule = "must have none, and no rows to remap"
+        fix = "reset it; if they return, replace it"
+        found.append(error(field, f"{errors} uncorrected memory errors", rule, fix))
+    reasons = slowed_by(nvml, handle) - {"power cap"}  # which may be intended
+    if reasons:
+        value = f"slowed by {', '.join(sorted(reasons))}"
+        fix = "look at cooling and power"
+        found.append(error(field, value, "must run at its own clocks", fix))
+    return found
 
-    def ask(question: str, *of: int, otherwise: Any) -> Any:
-        with contextlib.suppress(nvml.NVMLError):
-            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *of)
-        return otherwise
 
-    errors = ask(
-        "TotalEccErrors",
-        nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-        nvml.NVML_VOLATILE_ECC,
-        otherwise=0,
-    )
-    _, _, pending, failed = ask("RemappedRows", otherwise=(0, 0, 0, 0))
-    slowed = ask("CurrentClocksThrottleReasons", otherwise=0) & ~_POWER_CAP
-    reasons = tuple(words for bit, words in SLOWED.items() if slowed & bit)
-    return GpuHealth(index, int(errors), bool(pending or failed), reasons)
-
-
-def matmul_rates() -> tuple[Rate, ...]:
-    """Measure every GPU that torch sees here, or one core where there is none.
-
-    Takes a second or two for each.
-    """
+def unseen_gpus() -> list[Finding]:
+    """Say why torch sees no GPU, or fewer, where the driver has some."""
     import torch
 
-    threads = torch.get_num_threads()
-    rates = []
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    from trainers.devices.nvml import opened_nvml
+
+    with opened_nvml() as nvml:
+        if nvml is None:
+            return []
+        count = nvml.nvmlDeviceGetCount()
+        version = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    seen = num_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if seen >= count or (seen and visible is not None):
+        return []
+    newest = (version // 1000, version % 1000 // 10)
+    return [unseen(seen, count, newest, torch.version.cuda, visible)]
+
+
+def unseen(
+    seen: int,
+    count: int,
+    newest: tuple[int, int],
+    built_for: str | None,
+    visible: str | None,
+) -> Finding:
+    """Return why torch sees `seen` of the driver's `count` GPUs.
+
+    `newest` is the CUDA at which the driver stops, `built_for` torch's own, None of a
+    CPU build; `visible` is CUDA_VISIBLE_DEVICES.
+    """
+    why = "CUDA does not start on the others" if seen else "CUDA does not start"
+    fix = "look at `nvidia-smi` and the kernel's log, or restart the machine"
+    if built_for is None:
+        why = "this torch is a CPU build"
+        where = "https://pytorch.org/get-started/locally"
+        fix = f"install one for CUDA {newest[0]} from {where}"
+    elif int(built_for.partition(".")[0]) > newest[0]:
+        why = f"torch is built for CUDA {built_for}, and the driver stops at {newest[0]}.{newest[1]}"
+        fix = f"update the driver, or install a torch for CUDA {newest[0]}"
+    elif visible is not None:
+        why = f'CUDA_VISIBLE_DEVICES is "{visible}"'
+        fix = "unset it"
+    return error("GPUs of torch", seen, f"must be the driver's {count}: {why}", fix)
+
+
+def matmul_rates() -> dict[str, float]:
+    """Return the GFLOP/s of every GPU that torch sees, or of one core, by its name."""
+    import torch
+
     torch.set_num_threads(1)  # the other cores may be at work
-    try:
-        gpus = [torch.device("cuda", index) for index in range(num_gpus)]
-        for device in gpus or [torch.device("cpu")]:
-            n, precision = (8192, "fp16") if num_gpus else (768, "fp32")
-            if num_gpus and torch.cuda.get_device_capability(device) >= (8, 0):
-                precision = "bf16"
-            # The median: what disturbs the device for a moment changes it as little as
-            # a lucky moment does.
-            median_s = statistics.median(matmul_times(precision, device, n, _SAMPLE_S))
-            what = f"matmul of {device if num_gpus else 'one core'}"
-            rates.append(Rate("matmul", what, 2 * n**3 / median_s / 1e9, "GFLOP/s"))
-            torch.cuda.empty_cache()  # nothing without a GPU
-    finally:
-        torch.set_num_threads(threads)
-    return tuple(rates)
+    rates = {}
+    for index in range(num_gpus()) or (None,):
+        device = torch.device("cpu" if index is None else f"cuda:{index}")
+        n = 768 if index is None else 8192
+        dtype = torch.float32 if index is None else _half()
+        left, right = torch.randn(2, n, n, device=device).to(dtype)
+        product = functools.partial(torch.mm, left, right, out=torch.empty_like(left))
+        name = "one core" if index is None else str(device)
+        rates[f"matmul of {name}"] = 2 * n**3 / seconds_of(product, device) / 1e9
+    return rates
 
 
-def matmul_times(
-    precision: str, device: Any, n: int, sample_s: float = _SHORT_SAMPLE_S
-) -> list[float]:
-    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples.
+def _half() -> Any:
+    import torch
 
-    A CPU multiplies with torch's threads.
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bf16 else torch.float16
+
+
+def seconds_of(run: Callable[[], object], device: Any) -> float:
+    """Return the seconds that `run` takes: the median of samples of 0.2 s or more.
+
+    They are long against a scheduler's time slice, so that none is a lucky moment.
+    """
+    from trainers.devices.device import synchronize
+
+    def clock() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    timer = timeit.Timer(run, timer=clock)
+    runs, _ = timer.autorange()
+    return statistics.median(timer.repeat(_SAMPLES, runs)) / runs
+
+
+def check_local(as_json: bool) -> int:
+    """Print what this machine is, and how fast it multiplies; 1 where it is not in order.
+
+    Without Ray.
     """
     import torch
 
-    from trainers.devices.device import synchronize
-    from trainers.model.precision import TABLE, apply_matmul
-
-    spec = TABLE[precision]
-    apply_matmul(spec)
-    left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
-    out = torch.empty_like(left)
-    return measure(
-        lambda: torch.mm(left, right, out=out),
-        lambda: synchronize(device),
-        sample_s=sample_s,
-    )
-
-
-def measure(
-    run: Callable[[], object],
-    wait: Callable[[], None],
-    clock: Callable[[], float] = time.perf_counter,
-    sample_s: float = _SHORT_SAMPLE_S,
-) -> list[float]:
-    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples.
-
-    A few runs before them warm up.
-
-    A sample has as many runs as take `sample_s` where nothing disturbs them, and so
-    takes longer where something does.
-    """
-
-    def sample(runs: int) -> float:
-        wait()
-        began = clock()
-        for _ in range(runs):
-            run()
-        wait()
-        return (clock() - began) / runs
-
-    sample(1)
-    once_s = max(min(sample(1) for _ in range(_TRIES)), 1e-7)
-    runs = max(1, round(sample_s / once_s))
-    num_samples = max(3, int(_BUDGET_S / (runs * once_s)))
-    return [sample(runs) for _ in range(min(_SAMPLES, num_samples))]
+    node = Node("", platform.node(), "", trains=True, num_gpus=num_gpus())
+    node.versions = versions()
+    node.device = device_name()
+    found = [*unseen_gpus(), *gpu_findings(0)]
+    try:
+        node.better(matmul_rates())
+    except torch.OutOfMemoryError as failure:
+        rule = "must have some left to be measured"
+        found.append(error("memory", first_line(failure), rule, "see what runs here"))
+    return print_report([node], on(node, found), as_json)
 
 
 def free_port(address: str) -> int:
@@ -206,13 +224,11 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def all_reduce(
-    rank: int, world_size: int, address: str, port: int, timeout_s: float
-) -> AllReduce:
-    """Sum over one device of each node; every rank must call it.
+def link(rank: int, address: str, port: int, timeout_s: float) -> tuple[float, str]:
+    """Return the MB/s of an all-reduce with another node, and why there are none.
 
-    NCCL between GPUs, gloo where a node has none, or its own are in use. Integers in
-    float32 have only one right sum.
+    NCCL between GPUs, gloo where a node has none, or its own are in use. Both must call
+    it, with the address of the one with rank 0.
     """
     import torch
     import torch.distributed as dist
@@ -220,62 +236,46 @@ def all_reduce(
     timeout = timedelta(seconds=timeout_s)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, world_size, is_master=rank == 0, timeout=timeout
+            address, port, 2, is_master=rank == 0, timeout=timeout
         )
         store.set(f"gpu-{rank}", str(torch.cuda.is_available()))
-        gpu = all(store.get(f"gpu-{other}") == b"True" for other in range(world_size))
-        backend = "nccl" if gpu else "gloo"
+        has_gpus = all(store.get(f"gpu-{other}") == b"True" for other in range(2))
+        backend = "nccl" if has_gpus else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            backend, store=store, rank=rank, world_size=2, timeout=timeout
         )
         try:
-            device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-            return _summed(rank, world_size, device)
+            return _mb_per_s(torch.device("cuda:0" if has_gpus else "cpu")), ""
         finally:
             dist.destroy_process_group()
-    except (RuntimeError, OSError) as error:
-        return AllReduce(world_size, failure=first_line(error))
+    except (RuntimeError, OSError) as failure:
+        return 0.0, first_line(failure)
 
 
-def _summed(rank: int, world_size: int, device: Any) -> AllReduce:
-    """Return the best sum of three, after one that connects."""
+def _mb_per_s(device: Any) -> float:
+    """Return the best of three, after one that connects."""
     import torch
     import torch.distributed as dist
 
     from trainers.devices.device import synchronize
 
-    pattern = (
-        torch.arange(
-            2**26 if device.type == "cuda" else 2**21,
-            device=device,
-            dtype=torch.float32,
-        )
-        % 251
-    )
-    right = pattern * (world_size * (world_size + 1) // 2)
+    tensor = torch.zeros(2**26 if device.type == "cuda" else 2**21, device=device)
     best = 0.0
-    is_right = True
     for _ in range(4):
-        tensor = pattern * (rank + 1)
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
         synchronize(device)
-        took_s = time.perf_counter() - began
-        is_right = is_right and torch.equal(tensor, right)
-        # Bus bandwidth, as NCCL's own tests define it.
-        best = max(
-            best, tensor.nbytes / took_s * 2 * (world_size - 1) / world_size / 1e6
-        )
-    return AllReduce(world_size, best, is_right=is_right)
+        best = max(best, tensor.nbytes / (time.perf_counter() - began) / 1e6)
+    return best
 
 
 def write_marker(uri: str, name: str) -> str | None:
     """Write a file that says who wrote it; return what went wrong, or None."""
     try:
         Storage(uri).write(name, name.encode())
-    except (StorageError, OSError) as error:
-        return f"{uri}: cannot be written ({first_line(error)})"
+    except (StorageError, OSError) as failure:
+        return f"{uri}: cannot be written ({first_line(failure)})"
     return None
 
 

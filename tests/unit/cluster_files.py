@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from cluster.files.ray_up import load_cluster
-from cluster.rules.clusters import findings
+from cluster.files.rules import findings
 from tests.specs import REPOSITORY
 
 Tree = Any
@@ -45,16 +45,12 @@ class _NoAliases(yaml.SafeDumper):
         return True
 
 
-def shipped(name: str, document: int = 0) -> Tree:
-    """A document of a shipped file, without YAML's aliases: a change is of one place,
+def shipped(name: str) -> Tree:
+    """A shipped file, without YAML's aliases: a change is of one place,
     not of all its aliases.
     """
     text = (REPOSITORY / "cluster" / f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(
-        yaml.dump(
-            list(yaml.safe_load_all(text))[document], Dumper=_NoAliases, sort_keys=False
-        )
-    )
+    return yaml.safe_load(yaml.dump(yaml.safe_load(text), Dumper=_NoAliases))
 
 
 def write(tmp_path: Path, tree: object) -> str:
@@ -77,7 +73,7 @@ def broken(name: str, change: Change, tmp_path: Path) -> str:
 
 
 def remarks(file: str) -> list[tuple[str, str]]:
-    """(level, field) of each finding on the first cluster of a file."""
+    """(level, field) of each finding on a file."""
     found = findings(load_cluster(file), {})
     assert all(finding.rule and finding.fix for finding in found)
     return [(finding.level, finding.field) for finding in found]

@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.files.capacity import NodeType, cost, grow, nodes_of, worker_slots
-from cluster.files.prices import STALE_AFTER_DAYS, load_prices, read_prices
+from cluster.files.capacity import (
+    STALE_AFTER_DAYS,
+    NodeType,
+    cost,
+    grow,
+    load_prices,
+    nodes_of,
+    read_prices,
+    worker_slots,
+)
 from tests.specs import REPOSITORY
 from tune.__main__ import main
 

@@ -4,20 +4,21 @@ clusters raise no alarm.
 
 import json
 import random
+import sys
+import types
 from dataclasses import replace
 
 import pytest
 
+from cluster.finding import error
 from cluster.health.check import Checkup, lost_nodes
-from cluster.health.report import print_report
+from cluster.health.probes import gpu_findings
 from cluster.health.verdicts import (
-    AllReduce,
-    ClusterFacts,
-    GpuHealth,
-    NodeFacts,
-    Rate,
-    bad_nodes,
-    judge,
+    Node,
+    different,
+    label_selector,
+    on,
+    print_report,
     slow,
     unshared,
 )
@@ -30,114 +31,58 @@ VERSIONS = {
 }
 
 
-def cluster(num_nodes, seed=0, num_gpus=0, **facts):
+def cluster(num_nodes, seed=0, num_gpus=0):
     """A head that does not train, and nodes whose figures scatter as those of sound
     ones do.
     """
     chance = random.Random(seed)
-    head = NodeFacts(
-        "id-head",
-        "head",
-        "10.0.0.1",
-        trains=False,
-        versions=VERSIONS,
-        clock_offset_s=0.0,
-    )
     nodes = [node(index, chance, num_gpus) for index in range(num_nodes)]
-    return ClusterFacts((head, *nodes), all_reduce=AllReduce(num_nodes, 900.0), **facts)
+    return [Node("id-head", "head", "10.0.0.1", versions=VERSIONS), *nodes]
 
 
 def node(index, chance, num_gpus):
     devices = [f"cuda:{gpu}" for gpu in range(num_gpus)] or ["one core"]
-    products = [
-        Rate("matmul", f"matmul of {name}", 600 * chance.gauss(1, 0.03), "GFLOP/s")
-        for name in devices
-    ]
-    return NodeFacts(
+    products = {f"matmul of {name}": 600 * chance.gauss(1, 0.03) for name in devices}
+    return Node(
         f"id-{index}",
         f"h{index}",
         f"10.0.0.{index + 10}",
         trains=True,
         versions=VERSIONS,
-        clock_offset_s=chance.gauss(0, 0.02),
-        clock_error_s=0.01,
         device="H200" if num_gpus else "EPYC",
         num_gpus=num_gpus,
-        gpus=tuple(GpuHealth(gpu) for gpu in range(num_gpus)) or None,
-        rates=(
-            *products,
-            Rate("network", "network", 1100 * chance.gauss(1, 0.1), "MB/s"),
-        ),
+        rates=products | {"network": 1100 * chance.gauss(1, 0.1)},
     )
 
 
-def planted(facts, host, **changes):
-    nodes = tuple(
-        replace(each, **changes) if each.host == host else each for each in facts.nodes
-    )
-    return replace(facts, nodes=nodes)
-
-
-def slowed(facts, host, what, share):
-    [own] = [each for each in facts.nodes if each.host == host]
-    rates = tuple(
-        replace(rate, value=rate.value * share) if rate.what == what else rate
-        for rate in own.rates
-    )
-    return planted(facts, host, rates=rates)
-
-
-def named(facts):
-    return {(each.host, each.finding.field) for each in judge(facts)}
+def named(found):
+    return {(each.host, each.field) for each in found}
 
 
 @pytest.mark.parametrize("num_gpus", [0, 8])
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8, 40])
 def test_a_clean_cluster_raises_no_alarm(num_nodes, num_gpus):
     for seed in range(20):
-        assert [str(each) for each in judge(cluster(num_nodes, seed, num_gpus))] == []
+        nodes = cluster(num_nodes, seed, num_gpus)
+        assert [*different(nodes), *slow(nodes)] == []
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 8])
 @pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"versions": VERSIONS | {"torch": "2.14.1"}}, "torch"),
-        ({"versions": VERSIONS | {"paceline": "ba9876543210"}}, "paceline"),
-        ({"clock_offset_s": 2.5}, "clock"),
-        ({"clock_offset_s": -90.0}, "clock"),
-        ({"storage": "/nfs: cannot be written"}, "storage"),
-        (
-            {
-                "silent_in": "its start",
-                "versions": {},
-                "rates": (),
-                "clock_offset_s": None,
-            },
-            "node",
-        ),
-        (
-            {
-                "lost": "missed too many heartbeats",
-                "versions": {},
-                "rates": (),
-                "clock_offset_s": None,
-            },
-            "node",
-        ),
-        ({"failure": "ModuleNotFoundError: No module named 'cluster'"}, "node"),
-        ({"wrong_sum": True}, "all-reduce"),
-        ({"num_gpus": 2, "gpus": (GpuHealth(0),)}, "GPUs"),
-        ({"gpus": (GpuHealth(0, uncorrected_errors=3),)}, "GPU 0"),
-        ({"gpus": (GpuHealth(0, rows_failed=True),)}, "GPU 0"),
-        ({"gpus": (GpuHealth(0, slowed_by=("heat",)),)}, "GPU 0"),
-        ({"gpus": (GpuHealth(0, failure="GPU is lost"),)}, "GPU 0"),
-    ],
+    ("package", "version"), [("torch", "2.14.1"), ("paceline", "ba9876543210")]
 )
-def test_a_fault_is_named_with_its_node_and_nothing_else_is(changes, field, num_nodes):
-    facts = planted(cluster(num_nodes), "h1", **changes)
-    assert named(facts) == {("h1", field)}
-    assert bad_nodes(judge(facts)) == ["id-1"]
+def test_another_version_is_named_with_its_node(package, version, num_nodes):
+    nodes = cluster(num_nodes)
+    nodes[2] = replace(nodes[2], versions=VERSIONS | {package: version})
+    assert named(different(nodes)) == {("h1", package)}
+
+
+def test_a_package_that_is_not_there_is_a_version():
+    nodes = cluster(3)
+    nodes[1] = replace(nodes[1], versions={"python": "3.11.7"})
+    assert named(different(nodes)) == {
+        ("h0", name) for name in ("torch", "ray", "paceline")
+    }
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 8, 40])
@@ -146,15 +91,81 @@ def test_a_fault_is_named_with_its_node_and_nothing_else_is(changes, field, num_
 )
 def test_a_node_that_falls_behind_is_named(what, share, num_nodes):
     for seed in range(20):
-        facts = slowed(cluster(num_nodes, seed, num_gpus=8), "h1", what, share)
-        assert named(facts) == {("h1", what)}
+        nodes = cluster(num_nodes, seed, num_gpus=8)
+        nodes[2].rates[what] *= share
+        assert named(slow(nodes)) == {("h1", what)}
 
 
-def test_the_cluster_as_a_whole():
-    assert named(replace(cluster(2), workers_wanted=2)) == set()
-    assert named(replace(cluster(2), workers_wanted=3)) == {("cluster", "worker nodes")}
-    failed = replace(cluster(2), all_reduce=AllReduce(2, failure="timed out"))
-    assert named(failed) == {("cluster", "all-reduce")}
+def test_products_of_other_devices_are_not_compared():
+    nodes = [*cluster(2), *cluster(2, num_gpus=1)]
+    nodes[1].rates["matmul of one core"] = 60.0
+    nodes[2].rates["matmul of one core"] = 60.0
+    assert slow(nodes) == []
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs; what is planted is of the second."""
+
+    NVMLError = NVMLError
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1
+    NVML_VOLATILE_ECC = 0
+
+    def __init__(self, errors=0, rows=(0, 0, 0, 0), slowed=0x4, is_lost=False):
+        super().__init__("pynvml")
+        self.planted = (errors, rows, slowed)
+        self.is_lost = is_lost
+
+    def nvmlInit(self):
+        self.is_open = True
+
+    def nvmlShutdown(self):
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        if index and self.is_lost:
+            raise NVMLError("GPU is lost")
+        return self.planted if index else (0, (0, 0, 0, 0), 0x1)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
+        return handle[0]
+
+    def nvmlDeviceGetRemappedRows(self, handle):
+        if handle[1] is None:
+            raise NVMLError("not supported")
+        return handle[1]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
+        return handle[2]
+
+
+@pytest.mark.parametrize(
+    ("planted", "least", "fields", "words"),
+    [
+        ({}, 2, [], ""),
+        ({"rows": None}, 2, [], ""),
+        ({"errors": 3}, 2, ["GPU 1"], "3 uncorrected"),
+        ({"rows": (1, 0, 1, 0)}, 2, ["GPU 1"], "remap"),
+        ({"rows": (1, 0, 0, 1)}, 2, ["GPU 1"], "remap"),
+        ({"rows": (1, 1, 0, 0)}, 2, [], ""),
+        ({"slowed": 0x20 | 0x4}, 2, ["GPU 1"], "slowed by heat"),
+        ({"is_lost": True}, 2, ["GPU 1"], "GPU is lost"),
+        ({}, 3, ["GPUs"], "that Ray gives out"),
+    ],
+)
+def test_what_the_driver_says_against_a_gpu(planted, least, fields, words, monkeypatch):
+    nvml = FakeNvml(**planted)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    found = gpu_findings(least)
+    assert [each.field for each in found] == fields
+    assert words in "".join(map(str, found))
+    assert not nvml.is_open
 
 
 @pytest.mark.parametrize(
@@ -177,16 +188,19 @@ class Replayed(Checkup):
     measurement; asked again, with the last.
     """
 
-    def __init__(self, prepared):
+    def __init__(self, prepared, link=(1000.0, "")):
         super().__init__()
-        self.facts = {
-            name: NodeFacts(name, name, name, trains=True, device="EPYC")
+        self.nodes = {
+            name: Node(name, name, name, trains=True, device="EPYC")
             for name in prepared
         }
         self.prepared = prepared
         self.asked = 0
+        self.link = link
 
     def ask(self, part, timeout_s, calls):
+        if part == "meeting":
+            return dict.fromkeys(calls, self.link)
         if part != "multiplying":
             return {}
         figures = {name: self.prepared[name] for name in calls}
@@ -195,33 +209,32 @@ class Replayed(Checkup):
             for name, every in figures.items()
         }
         self.asked += 1
-        return {
-            name: (Rate("matmul", "matmul", value, "GFLOP/s"),)
-            for name, value in values.items()
-        }
-
-    def _meet(self, groups):
-        return [AllReduce(len(group), 1000.0) for group in groups]
+        return {name: {"matmul": value} for name, value in values.items()}
 
 
 @pytest.mark.parametrize(
-    ("prepared", "named", "asked"),
+    ("prepared", "expected", "asked"),
     [
         ({"a": [60.0], "b": [58.0]}, set(), 1),
-        ({"a": [60.0], "b": [10.0]}, {"b"}, 4),
+        ({"a": [60.0], "b": [10.0]}, {("b", "matmul")}, 4),
         ({"a": [60.0], "b": [10.0, 12.0, 11.0, 59.0]}, set(), 4),
         ({"a": [60.0], "b": [60.0], "c": [10.0, 59.0]}, set(), 2),
-        ({"a": [30.0, 60.0], "b": [12.0]}, {"b"}, 4),
+        ({"a": [30.0, 60.0], "b": [12.0]}, {("b", "matmul")}, 4),
     ],
     ids=["in order", "slow", "disturbed thrice", "disturbed once", "peer disturbed"],
 )
-def test_a_slow_node_is_slow_in_every_measurement(prepared, named, asked):
+def test_a_slow_node_is_slow_in_every_measurement(prepared, expected, asked):
     checkup = Replayed(prepared)
     checkup.full()
-    assert (
-        {each.host for each in slow(list(checkup.facts.values()))},
-        checkup.asked,
-    ) == (named, asked)
+    assert (named(checkup.found), checkup.asked) == (expected, asked)
+
+
+def test_a_link_that_is_cut_is_said_of_both_ends_and_tried_once():
+    checkup = Replayed({"a": [60.0], "b": [60.0]}, link=(0.0, "timed out"))
+    checkup.full()
+    assert named(checkup.found) == {("a", "network"), ("b", "network")}
+    assert {each.value for each in checkup.found} == {"timed out"}
+    assert checkup.asked == 1
 
 
 def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back():
@@ -230,6 +243,7 @@ def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back():
             "NodeID": name,
             "NodeManagerAddress": address,
             "NodeManagerHostname": name,
+            "Resources": {},
         }
         return names | {"Alive": alive, "DeathReason": reason, "DeathReasonMessage": ""}
 
@@ -239,22 +253,17 @@ def test_a_node_is_lost_that_died_by_itself_and_did_not_come_back():
         row("drained", "2", False, 1),
         row("gone", "3", False),
     ]
-    assert [lost.host for lost in lost_nodes(rows, {"up"})] == ["gone"]
+    assert named(lost_nodes(rows, {"up"})) == {("gone", "node")}
     assert lost_nodes(rows, {"gone"}) == []
 
 
 def test_the_report(capsys):
-    facts = planted(cluster(3), "h1", storage="/nfs: cannot be written")
-    found = judge(facts)
+    nodes = cluster(3)
+    wrong = error("storage", "/nfs: cannot be written", "must be one place", "mount it")
+    found = on(nodes[2], [wrong])
 
     def said(**options):
-        code = print_report(
-            facts,
-            found,
-            "/nfs",
-            12.3,
-            **{"as_json": False, "exclude_bad": False, **options},
-        )
+        code = print_report(nodes, found, **options)
         return (code, *capsys.readouterr())
 
     code, out, err = said()
@@ -266,14 +275,12 @@ def test_the_report(capsys):
         "h1",
         "h2",
     ]
-    assert "3 of 4 nodes in order, in 12.3 s" in out
+    assert "3 of 4 nodes in order" in out
     code, out, err = said(exclude_bad=True)
     assert (code, json.loads(out)) == (0, {"ray.io/node-id": "!in(id-1)"})
     assert "h1: `storage` is" in err
     tree = json.loads(said(as_json=True)[1])
     assert [each["verdict"] for each in tree["nodes"]] == ["ok", "ok", "bad", "ok"]
-    assert [(each["host"], each["field"]) for each in tree["findings"]] == [
-        ("h1", "storage")
-    ]
-    facts = replace(facts, workers_wanted=3)
-    assert said(exclude_bad=True)[0] == 1, "two are left"
+    assert named(found) == {(each["host"], each["field"]) for each in tree["findings"]}
+    assert said(exclude_bad=True, wanted=3)[0] == 1, "two are left"
+    assert label_selector(on(Node("", "cluster", ""), [wrong])) == {}

@@ -270,8 +270,7 @@ def test_overrides(options):
 
 CLUSTERS = [
     LOCAL,
-    *map(shipped, ("aws", "gcp", "azure", "onprem", "kuberay")),
-    shipped("kuberay", 1),
+    *map(shipped, ("aws", "gcp", "azure", "onprem")),
 ]
 
 

@@ -183,18 +183,6 @@ SHAPES = [
     ("aws", put("max_workers", 10**12), "max_workers"),
     ("aws", put("head_node", "x"), "head_node"),
     ("onprem", put("provider.worker_ips", [{"a": 1}]), "provider.worker_ips.0"),
-    ("kuberay", put("metadata.name", ["x"]), "metadata.name"),
-    ("kuberay", put("spec.workerGroupSpecs", {"a": 1}), "spec.workerGroupSpecs"),
-    (
-        "kuberay",
-        put("spec.headGroupSpec.template.spec.containers.0.env", "A=1"),
-        "spec.headGroupSpec.template.spec.containers.0.env",
-    ),
-    (
-        "kuberay",
-        put("spec.workerGroupSpecs.0.template.spec.tolerations", ["all"]),
-        "tolerations.0",
-    ),
 ]
 
 

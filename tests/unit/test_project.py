@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.rules.common import expected_versions
+from cluster.files.rules import expected_versions
 from tests.specs import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

@@ -16,10 +16,9 @@ from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor impor
 )
 from ray.core.generated.instance_manager_pb2 import Instance
 
+from cluster import notices, spot
 from cluster.__main__ import main
-from cluster.spot import notices, watch
-from cluster.spot.autoscaler import heed_refusals
-from cluster.spot.notices import SERVICES, wait_for_notice
+from cluster.notices import SERVICES, wait_for_notice
 from tests.metadata_service import hang, hang_up, metadata_service, respond
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S, until, when
@@ -209,7 +208,7 @@ def test_ray_is_asked_until_it_drains_the_node(machine, raylet, monkeypatch):
             return answer
 
     monkeypatch.setattr("trainers.on_ray.internals.GcsClient", Client)
-    monkeypatch.setattr(watch, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(spot, "_AGAIN_S", 0.0)
     preempt(machine)
     assert main(["watch", "aws", "--node", NODE, "--address", machine.address]) == 0
     preemption = 2  # of Ray's DrainNodeReason
@@ -261,10 +260,10 @@ def refused():
 
 def test_a_refused_type_is_left_aside(monkeypatch):
     assert refused() == {}, (
-        "Ray by itself; where this fails, cluster/spot/autoscaler.py has become needless"
+        "Ray by itself; where this fails, cluster/spot.py's `autoscale` has become needless"
     )
     for step in STEPS:
         monkeypatch.setattr(Reconciler, step, Reconciler.__dict__[step])
     monkeypatch.setattr(CloudResourceMonitor, "notify", CloudResourceMonitor.notify)
-    heed_refusals()
+    spot.heed_refusals()
     assert refused() == {"gpu_spot": 0.0}

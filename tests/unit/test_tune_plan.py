@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.files.prices import load_prices
+from cluster.files.capacity import load_prices
 from cluster.files.ray_up import load_cluster
 from tests.specs import REPOSITORY
 from trainers.config.yaml import dump_yaml
@@ -274,7 +274,6 @@ def test_the_command_prints_the_plan_and_starts_nothing(user, capfd):
     ("name", "code", "words"),
     [
         ("aws", 0, "lanes        8, each 1 worker of 1 CPU and 1 GPU"),
-        ("kuberay", 0, "8 GPUs, unknown USD/hour"),
         ("onprem", 2, "`resources of a worker` is not known before the node is up"),
     ],
 )

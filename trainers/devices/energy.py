@@ -3,9 +3,11 @@
 Without a counter there is no figure, and never an error.
 """
 
+import contextlib
+
 import torch
 
-from trainers.devices.nvml import GpuReadings
+from trainers.devices.nvml import GpuReadings, opened_nvml
 
 
 class EnergyMeter:
@@ -29,17 +31,7 @@ def counts_energy(device_type: str) -> bool:
     """Return whether this machine's first GPU counts its energy; takes no GPU."""
     if device_type != "cuda":
         return False
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return bool(
-                pynvml.nvmlDeviceGetTotalEnergyConsumption(
-                    pynvml.nvmlDeviceGetHandleByIndex(0)
-                )
-            )
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # as in GpuReadings
-        return False
+    with opened_nvml() as nvml, contextlib.suppress(Exception):  # as in GpuReadings
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        return bool(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+    return False

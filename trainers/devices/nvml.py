@@ -9,7 +9,7 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,6 +102,22 @@ class GpuReadings:
         self._nvml = self._handle = None
 
 
+@contextlib.contextmanager
+def opened_nvml() -> Iterator[Any | None]:
+    """Yield NVML, open inside the context; None where there is no driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # as in GpuReadings
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def _handle(nvml: Any, device: torch.device) -> Any:
     """Return NVML's handle of a torch device by UUID, else by PCI address.
 
@@ -132,8 +148,13 @@ def _read(nvml: Any, handle: Any) -> tuple[dict[str, float], set[str]]:
     for name, read in figures.items():
         with contextlib.suppress(nvml.NVMLError):
             found[name] = read()
+    return found, slowed_by(nvml, handle)
+
+
+def slowed_by(nvml: Any, handle: Any) -> set[str]:
+    """Return what lowers a GPU's clocks now; nothing where the driver does not say."""
     for name in ("Event", "Throttle"):  # the older name, for older drivers
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             bits = getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(handle)
-            return found, {words for bit, words in SLOWED.items() if bits & bit}
-    return found, set()
+            return {words for bit, words in SLOWED.items() if bits & bit}
+    return set()

@@ -11,9 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from cluster.files.capacity import Cost, cost, grow, nodes_of, total, worker_slots
-from cluster.files.cluster_file import ClusterFile
-from cluster.files.prices import load_prices
+from cluster.files.capacity import (
+    Cost,
+    cost,
+    grow,
+    load_prices,
+    nodes_of,
+    total,
+    worker_slots,
+)
+from cluster.files.ray_up import ClusterFile
 from trainers.config.function import FunctionConfig, RunConfig, build_run
 from trainers.errors import MISSING, ConfigError, StorageError, first_line, printable
 from tune.report.words import duration

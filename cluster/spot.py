@@ -1,19 +1,32 @@
-"""Drain a spot machine's Ray node at its notice: runs write a checkpoint (Ray).
+"""Spot machines on Ray: a notice drains the node, a refusal makes way for on-demand.
 
-Needs Linux.
+(Ray) Needs Linux.
+
+At a notice runs write a checkpoint. Ray 2.60 ranks node types by whether they could be
+had of late before it looks at their `priority`: for ten minutes after a failure the
+other type is taken, and then the preferred one again. But it counts as failures only
+machines that never came up (ALLOCATION_TIMEOUT), none that the cloud refused at once,
+such as EC2's InsufficientInstanceCapacity (ALLOCATION_FAILED): it asks for those again
+every few seconds, for ever. `autoscale` alone knows of it.
 """
 
 import os
+import runpy
 import select
+import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cluster.spot.notices import SERVICES, Notice, wait_for_notice
+from cluster.notices import SERVICES, Notice, wait_for_notice
 from trainers.errors import ClusterError
-from trainers.on_ray.internals import drain_node
+from trainers.on_ray.internals import autoscaler_parts, drain_node
 
+MONITOR = "ray.autoscaler.v2.monitor"
 _RPC_S = 5.0
 _AGAIN_S = 1.0
 
@@ -122,3 +135,64 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
 def say(words: str) -> None:
     """Print a line with the time."""
     print(time.strftime("%Y-%m-%d %H:%M:%S"), words, flush=True)
+
+
+def heed_refusals() -> None:
+    """Have Ray's autoscaler count machines that the cloud refuses as failed."""
+    reconciler, subscriber, failed = autoscaler_parts()
+    for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
+        setattr(
+            reconciler,
+            step,
+            staticmethod(_naming_the_type(getattr(reconciler, step), failed)),
+        )
+    notify = subscriber.notify
+
+    def notify_of_refusals(monitor: Any, events: list[Any]) -> None:
+        notify(monitor, events)
+        for event in events:
+            if event.new_instance_status == failed and event.instance_type:
+                monitor.allocation_timeout(event)
+
+    subscriber.notify = notify_of_refusals
+
+
+def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any]:
+    """Wrap a step of Ray's that decides on a requested instance.
+
+    A failure then says of which node type it is.
+    """
+
+    def named(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        update = step(instance, *args, **kwargs)
+        if update is not None and update.new_instance_status == failed:
+            update.instance_type = instance.instance_type
+        return update
+
+    return named
+
+
+def autoscale(config: str, node_id: str | None = None) -> int:
+    """Run Ray's autoscaler for the head on this machine, until Ray ends.
+
+    In the place of the one that `ray start --no-monitor` leaves out, with its log where
+    that one has it.
+    """
+    raylet = find_raylet(node_id)
+    threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
+    heed_refusals()
+    options = {
+        "gcs-address": raylet.gcs_address,
+        "autoscaling-config": config,
+        "logs-dir": raylet.logs,
+    }
+    options["monitor-ip"] = raylet.gcs_address.rpartition(":")[0]
+    sys.argv = [MONITOR, *(f"--{name}={value}" for name, value in options.items())]
+    runpy.run_module(MONITOR, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _end_with(raylet: Raylet) -> None:
+    while not raylet.has_ended(3600.0):
+        pass
+    os._exit(0)

@@ -1,35 +1,32 @@
-"""Find what Ray and KubeRay do not: what is unsafe, contradictory, or would be lost.
+"""Find what Ray does not: what is unsafe, contradictory, or would be lost.
 
 Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local
 only).
 """
 
+import functools
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import ClusterFile
-from cluster.files.kuberay import (
-    ENV,
-    GPU,
-    container_of,
-    groups_of,
-    pod_of,
-    prefix_of,
-    resources_of,
+from cluster.files.capacity import NodeType, load_prices
+from cluster.files.ray_up import (
+    HEAD,
+    WORKER,
+    ClusterFile,
+    google_scheduling_of,
+    gpus_of,
 )
-from cluster.files.prices import load_prices
-from cluster.files.ray_up import HEAD, WORKER, google_scheduling_of, gpus_of
 from cluster.finding import Finding, error, warning
-from cluster.rules import common
 from trainers.errors import MISSING, did_you_mean
+from trainers.versions import package_versions
 
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
-_QUEUE = "kueue.x-k8s.io/queue-name"
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
 _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
 """The field of a `node_config` that lets a node write to a bucket, by cloud and kind of
@@ -50,25 +47,45 @@ _MACHINE_FIELDS = {
 """Fields of a `node_config` by cloud: EC2's RunInstances, Google's Instance and Node,
 Ray's own for Azure.
 """
+HEAD_WORKS = (
+    "should be 0 on the head: work there slows the scheduler, and can end the cluster"
+)
+OPEN_PORT = (
+    "must not open a port to the world: the Jobs API runs any code that reaches it"
+)
+_CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
+_RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
+_ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
+# Keys of AWS, of Google and of anybody, and passwords in an address; what they match is
+# never shown.
+_KEYS = re.compile(
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
+    r"\b(?:aws|gcp)_credentials\b|\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
+)
+_OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$HOME)(?:/|$)")
+# Ray's own defaults (ray_config_def.h); with these a cut cable is noticed after 65 s at
+# the latest, measured: 33 s.
+_HEALTH_CHECK = {"period_ms": 3000, "timeout_ms": 10000, "failure_threshold": 5}
+_NOTICED_WITHIN_S = 20.0
+_STOP_WAIT_S = 30.0
+_RAYS_STOP_WAIT_S = 3.0
 
 
 def findings(
     cluster: ClusterFile, environ: Mapping[str, str] = os.environ
 ) -> list[Finding]:
-    """Return all remarks on a file that Ray (or Kubernetes) accepts."""
-    if cluster.provider == "kuberay":
-        return [*common.key_findings(cluster.written), *_kuberay(cluster)]
+    """Return all remarks on a file that Ray accepts."""
     starts = {field: _environment(cluster, field) for field in (HEAD, WORKER)}
     return [
         *_local(cluster, starts[HEAD], environ),
         *_ports(cluster),
-        *common.key_findings(cluster.written),
+        *key_findings(cluster.written),
         *_machines(cluster),
         *_misspelt(cluster),
         *_versions(cluster),
         *_head_start(cluster),
-        *common.environment_findings(starts),
-        *common.reaction_findings(HEAD, starts[HEAD]),
+        *environment_findings(starts),
+        *reaction_findings(HEAD, starts[HEAD]),
         *_token_file(cluster, starts[HEAD]),
         *_access(cluster, starts[WORKER].get("PACELINE_STORAGE", "")),
     ]
@@ -115,7 +132,7 @@ def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
         for command in cluster.commands[field]
         if "ray start" in command
     ]
-    return common.assignments("\n".join([*profile, *starts]))
+    return assignments("\n".join([*profile, *starts]))
 
 
 def _local(
@@ -170,9 +187,7 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
             value = f"ports {ports[0]} to {ports[1]} for everybody"
             fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
-            yield error(
-                "provider.security_group.IpPermissions", value, common.OPEN_PORT, fix
-            )
+            yield error("provider.security_group.IpPermissions", value, OPEN_PORT, fix)
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
@@ -212,7 +227,7 @@ def _resource(
         rule = f"must be at most {has}, which is what a {machine} has"
         yield error(field, said, rule, f"write {has}, or take a larger machine")
     elif node_type.is_head and said:
-        yield warning(field, said, common.HEAD_WORKS, "write 0, and let workers do it")
+        yield warning(field, said, HEAD_WORKS, "write 0, and let workers do it")
     elif has and resource == "GPU" and said < has and not node_type.is_head:
         rule = f"leaves GPUs idle that are paid for: a {machine} has {has}"
         yield warning(field, said, rule, f"write {has}")
@@ -225,19 +240,19 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
             own = tuple(node_type.get(key, ()))
             commands[f"available_node_types.{name}.{key}"] = own
     for field, lines in commands.items():
-        for arguments in common.pip_arguments("\n".join(lines)):
+        for arguments in pip_arguments("\n".join(lines)):
             yield from _installed(cluster, field, arguments)
     docker = cluster.config.get("docker") or {}
     for key in ("image", "head_image", "worker_image"):
         if docker.get(key):
-            yield from common.image_finding(f"docker.{key}", docker[key])
+            yield from image_finding(f"docker.{key}", docker[key])
 
 
 def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Finding]:
     """Find packages without a version, and files of versions that no node has."""
-    for package, version in common.installs(arguments):
-        yield from common.version_finding(field, package, version)
-    for file in common.constraint_files(arguments):
+    for package, version in installs(arguments):
+        yield from version_finding(field, package, version)
+    for file in constraint_files(arguments):
         if "://" not in file and not _brings(cluster, file):
             rule = "must be brought to the nodes, which have no such file"
             fix = f"add `{file}: constraints.txt` to file_mounts"
@@ -319,107 +334,167 @@ def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]
     return types.get(node_type.name, {}).get("node_config", {})  # type: ignore[no-any-return]
 
 
-def _kuberay(cluster: ClusterFile) -> list[Finding]:
-    """Find what is unsafe, contradictory or lost in a RayCluster or RayJob."""
-    prefix = prefix_of(cluster.written)
-    groups = groups_of(cluster.config, prefix)
-    by_operator = (cluster.config.get("authOptions") or {}).get("mode") == "token"
-    starts = {
-        f"{field}.{ENV}": _container_environment(group, by_operator)
-        for field, group in groups.items()
+def environment_findings(
+    starts: Mapping[str, Mapping[str, str]], own_disk: re.Pattern[str] = _OWN_DISK
+) -> Iterator[Finding]:
+    """Find unsafe and contradictory environments where Ray starts.
+
+    `starts` has them by field, the head's first.
+
+    `own_disk` matches directories that each node has for itself.
+    """
+    storage = next(iter(starts.values())).get("PACELINE_STORAGE")
+    for field, environment in starts.items():
+        mode = environment.get("RAY_AUTH_MODE")
+        if mode != "token":
+            value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
+            rule = (
+                "must turn token authentication on, or whoever reaches a port runs code"
+            )
+            yield error(field, value, rule, "set RAY_AUTH_MODE=token where Ray starts")
+        token = environment.get("RAY_AUTH_TOKEN", "$")
+        if not token.startswith("$"):
+            rule = "must not hold RAY_AUTH_TOKEN: it is a secret"
+            fix = "bring it in a file (`ray get-auth-token --generate` makes one), or from a Secret"
+            yield error(field, MISSING, rule, fix)
+        own = environment.get("PACELINE_STORAGE")
+        if not own:
+            rule = "must set PACELINE_STORAGE, or checkpoints stay on one node and die with it"
+            yield warning(
+                field,
+                MISSING,
+                rule,
+                "name a bucket or a shared directory, such as s3://BUCKET/PREFIX",
+            )
+        elif storage and own != storage:
+            yield error(
+                field,
+                f"PACELINE_STORAGE={own}",
+                f"differs from the head's, {storage}",
+                "write one place",
+            )
+    if storage and own_disk.match(storage):
+        rule = "is on each node's own disk, where no other node finds a checkpoint"
+        fix = "name a bucket, or a directory that all nodes share"
+        yield error(next(iter(starts)), f"PACELINE_STORAGE={storage}", rule, fix)
+
+
+def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Judge how fast the head notices a dead node, and how long a stopped job may take."""
+    checks = {
+        name: _number(environment.get(f"RAY_health_check_{name}"), default)
+        for name, default in _HEALTH_CHECK.items()
     }
-    found = [*_document(cluster, prefix), *common.environment_findings(starts)]
-    for field, group in groups.items():
-        found += common.image_finding(
-            f"{field}.template.spec.containers.0.image",
-            container_of(group).get("image"),
-        )
-    head, *workers = groups.items()
-    found += _kuberay_head(*head)
-    for field, group in workers:
-        found += _kuberay_worker(field, group)
-    return [*found, *common.reaction_findings(*next(iter(starts.items())))]
-
-
-def _container_environment(
-    group: Mapping[str, Any], by_operator: bool
-) -> dict[str, str]:
-    """Return the variables of a group's Ray container; `$NAME` for a Secret's value."""
-    found = {"RAY_AUTH_MODE": "token"} if by_operator else {}
-    for entry in container_of(group).get("env") or ():
-        value = entry.get("value")
-        found[entry["name"]] = f"${entry['name']}" if value is None else str(value)
-    return found
-
-
-def _document(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
-    spec = cluster.written["spec"]
-    config = cluster.config
-    queue = (cluster.written["metadata"].get("labels") or {}).get(_QUEUE)
-    if cluster.written["kind"] == "RayJob" and not spec.get("shutdownAfterJobFinishes"):
-        rule = "must be true, or the cluster and its GPUs are paid for after the job"
+    slowest_s = (
+        checks["failure_threshold"]
+        * (checks["period_ms"] + checks["timeout_ms"])
+        / 1000
+    )
+    if slowest_s > _NOTICED_WITHIN_S:
+        rule = f"should let a dead node be noticed within {_NOTICED_WITHIN_S:g} s, not {slowest_s:g}"
+        names = ("period_ms=1000", "timeout_ms=1000", "failure_threshold=3")
         yield warning(
-            "spec.shutdownAfterJobFinishes",
+            field,
             MISSING,
             rule,
-            "write `shutdownAfterJobFinishes: true`",
+            f"set {', '.join(f'RAY_health_check_{name}' for name in names)}",
         )
-    if spec.get("suspend") and queue is None:
-        rule = "waits for ever: without a queue nobody sets it to false"
+    wait_s = _number(environment.get("RAY_JOB_STOP_WAIT_TIME_S"), _RAYS_STOP_WAIT_S)
+    if wait_s < _STOP_WAIT_S:
+        rule = f"should leave a stopped job {_STOP_WAIT_S:g} s or more for its last checkpoint, not {wait_s:g}"
+        yield warning(field, MISSING, rule, "set RAY_JOB_STOP_WAIT_TIME_S=120")
+
+
+def key_findings(written: object) -> Iterator[Finding]:
+    """Find a long-lived key or a password in what a file says."""
+    if _KEYS.search(str(written)):
+        rule = "must not stand in the file: it is a long-lived key, and is copied to every node"
+        fix = "give the nodes a role (instance profile, service account, managed identity)"
+        yield error("a cloud key", MISSING, rule, fix)
+
+
+def version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
+    """Compare what a file installs with what Paceline has here.
+
+    `version` is "" where it is not pinned.
+    """
+    right = expected_versions().get(package)
+    fix = f"write {package}=={right}"
+    if not version:
         yield warning(
-            "spec.suspend",
-            True,
-            rule,
-            f"add the label `{_QUEUE}`, or remove it where there is no Kueue",
+            field, package, "must be pinned, or nodes that start later differ", fix
         )
-    version = config.get("rayVersion")
+    elif (
+        right is not None and version.split("+")[0] != right.split("+")[0]
+    ):  # but for the build: 2.15.0+cu130
+        # Ray's client and cluster must be the same version; others merely should be.
+        level = error if package == "ray" else warning
+        yield level(
+            field,
+            f"{package}=={version}",
+            f"differs from {right}, which Paceline has here",
+            fix,
+        )
+
+
+def image_finding(field: str, image: str | None) -> Iterator[Finding]:
+    """Find an image that is not pinned, or that is named after another Ray."""
+    name, _, digest = (image or "").partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2]
+    if not (tag or digest) or tag.startswith("latest"):
+        rule = "must be pinned by a tag, or nodes that start later differ"
+        yield warning(
+            field, image or MISSING, rule, "write a tag that names the versions in it"
+        )
+        return
+    version = _RAY_IN_IMAGE.search(name)
     if version:
-        yield from common.version_finding(f"{prefix}.rayVersion", "ray", str(version))
-    else:
-        rule = "is required: without it KubeRay leaves out authentication and the autoscaler's version"
-        yield error(
-            f"{prefix}.rayVersion",
-            MISSING,
-            rule,
-            f"write {common.expected_versions().get('ray')}",
-        )
-    if (
-        not config.get("enableInTreeAutoscaling") and queue is None
-    ):  # Kueue admits a size
-        rule = "must be true, or the number of pods stays as it is: none is started for a waiting trial"
-        fix = "write `enableInTreeAutoscaling: true`"
-        yield warning(f"{prefix}.enableInTreeAutoscaling", MISSING, rule, fix)
+        yield from version_finding(field, "ray", version[1])
 
 
-def _kuberay_head(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
-    fix = "write `serviceType: ClusterIP`, no ingress, and use `kubectl port-forward`"
-    kind = group.get("serviceType")
-    if kind in ("LoadBalancer", "NodePort"):
-        yield error(f"{field}.serviceType", kind, common.OPEN_PORT, fix)
-    if group.get("enableIngress"):
-        yield error(f"{field}.enableIngress", True, common.OPEN_PORT, fix)
-    told_cpus, _ = resources_of(group, "CPU", "cpu")
-    told_gpus, gpus = resources_of(group, "GPU", GPU)
-    if told_cpus != 0 or (gpus if told_gpus is None else told_gpus):
-        start = dict(group.get("rayStartParams") or {})
-        yield warning(
-            f"{field}.rayStartParams",
-            start,
-            common.HEAD_WORKS,
-            'write `num-cpus: "0"` and `num-gpus: "0"`',
-        )
+def pip_arguments(command: str) -> list[str]:
+    """Return what each `pip install` of a shell command is told."""
+    return re.findall(r"\bpip3?\s+install\b([^;&|\n]*)", command)
 
 
-def _kuberay_worker(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
-    told, limit = resources_of(group, "GPU", GPU)
-    if told is not None and told != limit:
-        rule = f"must be the container's limit of {GPU}, {limit:g}"
-        yield error(
-            f"{field}.rayStartParams.num-gpus", told, rule, f'write "{limit:g}"'
-        )
-    tolerated = {entry.get("key") for entry in pod_of(group).get("tolerations") or ()}
-    # A toleration without a key tolerates everything.
-    if limit and not tolerated & {GPU, None}:
-        rule = f"must tolerate {GPU}, the taint of GPU nodes, or no pod is ever placed"
-        fix = f"add `{{key: {GPU}, operator: Exists, effect: NoSchedule}}`"
-        yield warning(f"{field}.template.spec.tolerations", MISSING, rule, fix)
+def constraint_files(arguments: str) -> list[str]:
+    """Return the files and addresses that `-c` and `-r` name."""
+    return re.findall(r"(?:-c|-r|--constraint|--requirement)[\s=]+(\S+)", arguments)
+
+
+def installs(arguments: str) -> list[tuple[str, str]]:
+    """Return (package, version) of each package whose version matters.
+
+    The version is "" where it is not pinned at all.
+    """
+    found = re.findall(
+        r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments
+    )
+    is_constrained = bool(constraint_files(arguments))
+    return [
+        (package, version)
+        for package, version in found
+        if version or not is_constrained
+    ]
+
+
+def assignments(text: str) -> dict[str, str]:
+    """Return the variables that shell commands set, without quotes; the last of each."""
+    return {name: value.strip("'\"") for name, value in _ASSIGNMENT.findall(text)}
+
+
+@functools.cache
+def expected_versions() -> dict[str, str]:
+    """Return the versions for every node: of constraints.txt, else as installed here."""
+    text = _CONSTRAINTS.read_text(encoding="utf-8") if _CONSTRAINTS.is_file() else ""
+    return package_versions("ray", "torch") | dict(
+        re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE)
+    )
+
+
+def _number(text: Any, default: float) -> float:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return default
+    return value if math.isfinite(value) else default

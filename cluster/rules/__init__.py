@@ -1,4 +1,0 @@
-"""What makes a cluster file unsafe, slow or unable to start.
-
-The doors are `findings` (clusters.py) and `slurm_findings` (slurm.py).
-"""
