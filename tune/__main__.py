@@ -2,7 +2,7 @@
 
 Keys of the run are `--train.dotted.key value`.
 
-On a cluster of several nodes a sweep looks at their versions, clocks and storage first
+On a cluster of several nodes a sweep looks at their versions and storage first
 (`python -m cluster check`).
 
 Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are not in

@@ -109,8 +109,8 @@ def slow(nodes: Sequence[Node]) -> list[NodeFinding]:
     groups: dict[str, list[tuple[Node, str]]] = {}
     for node in nodes:
         for name in node.rates:
-            group = name if name == NETWORK else node.device
-            groups.setdefault(group, []).append((node, name))
+            kind = name if name == NETWORK else node.device
+            groups.setdefault(kind, []).append((node, name))
     found: list[NodeFinding] = []
     for group in groups.values():
         rates = [node.rates[name] for node, name in group]
@@ -165,7 +165,9 @@ def print_report(
             file=out, width=1000, markup=False, emoji=False, highlight=False
         )
         console.print(table)
-        print(*(" ".join(pair) for pair in nodes[0].versions.items()), sep=", ", file=out)
+        print(
+            *(" ".join(pair) for pair in nodes[0].versions.items()), sep=", ", file=out
+        )
         for each in found:
             print(f"{each.level}: {each}", file=out)
         good = len(nodes) - len(bad - {""})

@@ -1,6 +1,6 @@
 """Read and write YAML of plain data, within limits, whoever wrote it.
 
-1.2 for our own files, 1.1 for those of Ray and Kubernetes.
+1.2 for our own files, 1.1 for those of Ray.
 
 PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word, and follows every
 alias.
@@ -202,7 +202,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def parse_documents(text: str, source: str) -> list[Any]:
-    """Read all YAML 1.1 documents of a text, as Ray and Kubernetes do.
+    """Read all YAML 1.1 documents of a text, as Ray does.
 
     ConfigError as in parse_yaml.
     """

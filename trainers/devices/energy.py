@@ -32,6 +32,7 @@ def counts_energy(device_type: str) -> bool:
     if device_type != "cuda":
         return False
     with opened_nvml() as nvml, contextlib.suppress(Exception):  # as in GpuReadings
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
-        return bool(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        if nvml is not None:
+            handle = nvml.nvmlDeviceGetHandleByIndex(0)
+            return bool(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
     return False
