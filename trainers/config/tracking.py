@@ -14,9 +14,7 @@ from trainers.errors import ConfigError, did_you_mean
 PACKAGES: Mapping[str, str | None] = {
     "mlflow": "mlflow",
     "wandb": "wandb",
-    "trackio": "trackio",
     "tensorboard": None,
-    "csv": None,
 }
 """Every tracker by its name, and the package that it needs."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -26,13 +24,11 @@ class TrackerConfig(Settings):
     """One experiment tracker."""
 
     tracker: str = Field(max_length=256, examples=["mlflow"])
-    """mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as
-    `module:Class`.
-    """
+    """mlflow, wandb, tensorboard, or a sink of your own as `module:Class`."""
     project: str | None = Field(
         default=None, min_length=1, max_length=128, examples=["digits"]
     )
-    """The project (W&B, trackio) or experiment (MLflow) that runs go to."""
+    """The project (W&B) or experiment (MLflow) that runs go to."""
 
 
 def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:

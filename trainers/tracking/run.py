@@ -38,7 +38,7 @@ def send_run(location: str) -> bool:
         for tracker in config.trackers:
             delivery = Delivery(tracker, path, fenced(storage, MARK, token), RunHistory)
             delivery.end("done" if storage.exists("result.json") else KILLED)
-            with contextlib.redirect_stdout(io.StringIO()):  # trackio says much
+            with contextlib.redirect_stdout(io.StringIO()):  # clients print
                 delivery.follow()
             if delivery.is_over:
                 logger.info("tracking: %s has everything", tracker.tracker)
