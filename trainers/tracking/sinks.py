@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.config.tracking import PACKAGES, TrackerConfig
+from trainers.config.tracking import TrackerConfig
 from trainers.errors import ConfigError
 from trainers.launch.find_task import add_to_path, load_named
 from trainers.measure.run_log import encode_events, events_name
@@ -209,13 +209,13 @@ def check_trackers(
     `path` has the directories of the user's modules.
     """
     for tracker in trackers:
-        package = PACKAGES.get(tracker.tracker)
-        if tracker.tracker not in PACKAGES:
-            _own_sink(tracker.tracker, path, source)
-        elif package and importlib.util.find_spec(package) is None:
-            rule = f"needs the package {package}, which is not here"
-            fix = f"`pip install 'paceline[{tracker.tracker}]'`"
-            raise ConfigError("tracking", tracker.tracker, rule, fix, source)
+        name = tracker.tracker
+        if name not in _SINKS:
+            _own_sink(name, path, source)
+        elif name != "tensorboard" and importlib.util.find_spec(name) is None:
+            rule = f"needs the package {name}, which is not here"
+            fix = f"`pip install 'paceline[{name}]'`"
+            raise ConfigError("tracking", name, rule, fix, source)
 
 
 def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> Sink:
