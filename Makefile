@@ -13,8 +13,6 @@ install: .venv/installed
 	  || { rm -rf .venv; echo "no virtual environment could be made: apt-get install python3-venv"; exit 2; }
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[examples,test]'
-	@# Its range of Pillow ends before the version that the rest is tested with.
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps trackio
 	@touch $@
 
 sweep: install

@@ -61,7 +61,6 @@ PARTS = [
     Part("starts", ("benchmarks.starts",), 2),
     Part("sweep", ("benchmarks.starts", "--sweep"), 3),
     Part("ladder", ("benchmarks.ladder", "--seconds", "5", "--minutes", "4.5"), 5),
-    Part("forecast", ("benchmarks.memory", "--minutes", "3.5"), 4),
     Part("failed_capture", (*_TESTS, _SPOILS), 1),
 ]
 """Most telling first."""

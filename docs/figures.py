@@ -34,8 +34,6 @@ LEFT_OUT = ("rounds", "train_loss")
 """What a table is made of, not what it says."""
 UNIT_SUFFIXES = ("s", "ms", "mb")
 _NAME = re.compile(r"(?P<kind>[a-z-]+)-\d{4}-\d\d-\d\d-(?P<device>\w+)\.json")
-LONGEST = 24
-"""Rows of a table; of longer ones the ratios are summed up by their first column."""
 _STATISTICS = {
     "median": "median",
     "min": "smallest",
@@ -120,7 +118,7 @@ def _tables(work: dict[str, Any], unit: str) -> Iterator[str]:
             )
     for value in work.values():
         if isinstance(value, list) and all(isinstance(row, dict) for row in value):
-            yield _table(_records(value))
+            yield _table(map(_plain, value))
 
 
 def _is_table(tree: dict[str, Any]) -> bool:
@@ -158,20 +156,6 @@ def _plain(tree: dict[str, Any]) -> Row:
         for key, value in tree.items()
         if not isinstance(value, dict | list)
     }
-
-
-def _records(rows: list[dict[str, Any]]) -> Iterator[Row]:
-    if len(rows) <= LONGEST or not all("ratio" in row for row in rows):
-        yield from map(_plain, rows)
-        return
-    first = next(iter(rows[0]))
-    for name in dict.fromkeys(row[first] for row in rows):
-        ratios = [row["ratio"] for row in rows if row[first] == name]
-        yield {
-            first: name,
-            "smallest ratio": f"{min(ratios):.3f} x",
-            "largest ratio": f"{max(ratios):.3f} x",
-        } | {"n": str(len(ratios))}
 
 
 def _table(rows: Iterable[Row]) -> str:

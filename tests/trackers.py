@@ -3,17 +3,11 @@ formats.
 """
 
 import json
-import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(
-    prefix="trackio-"
-)  # in the session's own directory
 
 Curves = dict[str, list[tuple[int, float]]]
 """For each metric its values by step, in the order in which the tracker has them."""
@@ -120,22 +114,4 @@ def wandb_runs(directory: Path) -> dict[str, Kept]:
                 for name, value in row.items():
                     if not name.startswith("_"):
                         kept.curves.setdefault(name, []).append((row["_step"], value))
-    return runs
-
-
-def trackio_runs(project: str) -> dict[str, Kept]:
-    """Runs of a project by name, from trackio's database, whose place trackio reads
-    when it is imported.
-    """
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
-
-    runs = {}
-    for run in trackio.Api().runs(project):
-        config = dict(run.config or {})
-        kept = runs[run.name] = Kept(run.id, params=config, parent=config.get("_Group"))
-        for row in SQLiteStorage.get_logs(project, run_id=run.id):
-            for name, value in row.items():
-                if name not in ("step", "timestamp"):
-                    kept.curves.setdefault(name, []).append((row["step"], value))
     return runs

@@ -20,18 +20,14 @@ from pydantic import Field
 
 from trainers.command_line import leave, run
 from trainers.config import TrainConfig
-from trainers.config.overrides import override
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import (
     FunctionSpec,
     check_precision,
-    make_spec,
-    read_file,
     read_run,
     torchrun_world_size,
 )
 from trainers.output import Output
-from trainers.redaction import redact
 from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
@@ -132,34 +128,6 @@ def track(run: _Run) -> int:
     return 0 if send_run(run) else 1
 
 
-def memory(
-    location: Annotated[
-        str, Field(title="CONFIG.yaml", description="a file, or a URI")
-    ],
-    overrides: dict[str, Any],
-    *,
-    gpu: Annotated[
-        str | None,
-        Field(
-            title="NAME",
-            description='with its memory, as "H100 80GB"; default: what is here',
-        ),
-    ] = None,
-) -> int:
-    """Predict the memory of training steps, and the largest microbatch; trains nothing."""
-    from trainers.launch.log import setup_logging
-    from trainers.launch.memory_forecast import memory_page
-
-    tree, directory = read_file(location)
-    spec = make_spec(
-        override(TrainConfig, tree, overrides), location, directory, own_workers=False
-    )
-    setup_logging(0)
-    for line in memory_page(spec, gpu):
-        print(redact(line), flush=True)
-    return 0
-
-
 def explain(
     run: Annotated[
         str,
@@ -216,7 +184,6 @@ def main(argv: list[str] | None = None) -> int:
         "predict": predict,
         "export": export,
         "track": track,
-        "memory": memory,
         "explain": explain,
     }
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)

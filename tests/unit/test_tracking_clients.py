@@ -3,9 +3,6 @@ runs and sweeps.
 """
 
 import contextlib
-import csv
-import importlib.util
-import io
 import json
 import os
 import signal
@@ -18,7 +15,7 @@ import pytest
 from pyarrow import BufferReader, parquet
 
 from tests.specs import BASE, REPOSITORY, tree
-from tests.trackers import mlflow_runs, trackio_runs, wandb_runs
+from tests.trackers import mlflow_runs, wandb_runs
 from tests.waits import until, when
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log, scalars
@@ -32,7 +29,6 @@ from tune.trials.record import TrialRecord, trial_id
 pytestmark = pytest.mark.full
 pytest.importorskip("mlflow")
 pytest.importorskip("wandb")
-TRACKIO = importlib.util.find_spec("trackio") is not None
 
 
 def store(tmp_path, kind="sqlite"):
@@ -49,14 +45,12 @@ def everywhere(tmp_path, kind="sqlite"):
     directory.
     """
     project = tmp_path.name
-    names = ("mlflow", "wandb", *(["trackio"] if TRACKIO else []))
-    tracking = [*({"tracker": name, "project": project} for name in names), "csv"]
+    tracking = [{"tracker": name, "project": project} for name in ("mlflow", "wandb")]
     environment = {
         "MLFLOW_TRACKING_URI": store(tmp_path, kind),
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(tmp_path),
-        "TRACKIO_DIR": os.environ["TRACKIO_DIR"],
         "PYTHONPATH": str(REPOSITORY),
     }
     return tracking, environment
@@ -65,13 +59,7 @@ def everywhere(tmp_path, kind="sqlite"):
 def found(tmp_path, kind="sqlite"):
     """By tracker the runs of a test, by name."""
     in_mlflow = mlflow_runs(store(tmp_path, kind), tmp_path.name, tmp_path)
-    runs = {"mlflow": in_mlflow, "wandb": wandb_runs(tmp_path / "wandb")}
-    if TRACKIO:
-        runs["trackio"] = {
-            name.rpartition("-")[0]: kept
-            for name, kept in trackio_runs(tmp_path.name).items()
-        }
-    return runs
+    return {"mlflow": in_mlflow, "wandb": wandb_runs(tmp_path / "wandb")}
 
 
 def curves_of_log(run):
@@ -80,10 +68,6 @@ def curves_of_log(run):
         for name, value in scalars(line).items():
             curves.setdefault(name, []).append((line["step"], value))
     return curves
-
-
-def table(storage):
-    return list(csv.DictReader(io.StringIO(storage.read("metrics.csv").decode())))
 
 
 def is_sent_from(directory):
@@ -161,10 +145,6 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     )
     assert {"paceline.torch", "paceline.uri"} <= in_mlflow.tags.keys()
     assert json.loads(in_mlflow.files["result.json"]) == result
-    rows = table(run)
-    assert [(int(row["step"]), float(row["train_loss"])) for row in rows] == log[
-        "train_loss"
-    ]
     assert len(list((tmp_path / "runs" / "run" / "tensorboard").iterdir())) == 3
     again = command(
         *start,
@@ -272,11 +252,7 @@ def assert_is_sweep(tmp_path, spec, records):
         for record in records:
             values = [(int(row["step"]), row["val_loss"]) for row in record.curve]
             assert of_id[record.id].curves.get("val_loss", []) == values, name
-        group = {
-            "mlflow": {parent.id},
-            "wandb": {parent.parent},
-            "trackio": {parent.parent},
-        }[name]
+        group = {"mlflow": {parent.id}, "wandb": {parent.parent}}[name]
         assert {kept.parent for kept in runs.values()} == group
         assert parent.curves["trials"][-1][1] == len(records)
     in_mlflow = mlflow_runs(store(tmp_path, "files"), tmp_path.name, tmp_path)["sweep"]
@@ -287,10 +263,6 @@ def assert_is_sweep(tmp_path, spec, records):
         name.endswith("report.html")
         for name in wandb_runs(tmp_path / "wandb")["sweep"].files
     )
-    assert {row["run"] for row in table(spec.storage)} == {
-        "",
-        *(record.id for record in records),
-    }
     events = {path.name for path in Path(spec.storage.path, "tensorboard").iterdir()}
     assert events == {"sweep", *(record.id for record in records)}
 

@@ -48,7 +48,7 @@ _NAMES = {
     "ema.decay": "ema_decay model_ema model_ema_decay use_ema moving_average swa",
     "ddp.sync_batchnorm": "sync_bn sync_batchnorm syncbn use_sync_bn",
     "failure.error": "max_failures max_retries max_restarts retries",
-    "tracking": "report_to log_with trackers tracker loggers use_wandb wandb mlflow trackio tensorboard",
+    "tracking": "report_to log_with trackers tracker loggers use_wandb wandb mlflow tensorboard",
 }
 
 

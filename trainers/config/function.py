@@ -100,8 +100,8 @@ class FunctionConfig(Settings):
     """Restarts."""
 
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Trackers that get a run, or a sweep with its trials: mlflow, wandb, trackio,
-    tensorboard, csv, or your sink as `module:Class`.
+    """Trackers that get a run, or a sweep with its trials: mlflow, wandb,
+    tensorboard, or your sink as `module:Class`.
 
     `{tracker: mlflow, project: digits}` names the project. Their own environment
     variables say where they are (MLFLOW_TRACKING_URI).

@@ -229,7 +229,11 @@ def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
 
 
 def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
-    """Return the task's model, with the shapes of its lazy layers."""
+    """Return the task's model.
+
+    Lazy layers (nn.LazyLinear) get their shapes by a first sample, before an optimizer
+    has their parameters.
+    """
     enter("model")
     made: Any = task.model()
     if not isinstance(made, nn.Module):
@@ -240,7 +244,10 @@ def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
             rule,
             "return it alone",
         )
-    materialise(task, made, train)
+    if any(map(is_lazy, (*made.parameters(), *made.buffers()))):
+        with torch.no_grad(), evaluating(made):
+            batch = fetch(train, [0], task.collate)
+            task.forward(made, task.transform(batch, True))
     return made
 
 
@@ -310,18 +317,6 @@ def make_trained(
     )
     forward = ForwardPass(model, task, spec, group.device)
     return Trained(forward, optimizer, ema, AsMade(model), beside, frozen)
-
-
-def materialise(task: Task, model: nn.Module, dataset: Dataset[Any]) -> None:
-    """Give lazy layers (nn.LazyLinear) their shapes by a first sample.
-
-    It comes before an optimizer has their parameters.
-    """
-    if not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        return
-    with torch.no_grad(), evaluating(model):
-        batch = fetch(dataset, [0], task.collate)
-        task.forward(model, task.transform(batch, True))
 
 
 def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:

@@ -20,20 +20,19 @@ from trainers.model.sharding import shard_units
 from trainers.model.strategy import BATCHNORMS
 
 _KEPT_PRODUCTS = frozenset(
-    overload
+    getattr(torch.ops.aten, name).default
     for name in (
-        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"),
-        *(
-            "_scaled_dot_product_flash_attention",
-            "_scaled_dot_product_efficient_attention",
-        ),
-        *(
-            "_scaled_dot_product_cudnn_attention",
-            "_scaled_dot_product_flash_attention_for_cpu",
-        ),
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
     )
-    if (packet := getattr(torch.ops.aten, name, None)) is not None
-    for overload in [getattr(packet, "default")]  # noqa: B009 (a packet has attributes of its own making)
 )
 _kept_whole = False
 

@@ -49,14 +49,10 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     """
     if strategy != "fsdp" or group.world_size == 1:
         return model.to(group.device)
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import init_device_mesh  # 0.4 s, for fsdp alone
     from torch.distributed.fsdp import fully_shard
 
-    with (
-        unset_fake_temporarily()
-    ):  # a mesh has values, also around a model that has none
-        mesh = init_device_mesh(group.device.type, (group.world_size,))
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
     for (
         parameter
     ) in model.parameters():  # FSDP2 wants them so; batches may still be channels last

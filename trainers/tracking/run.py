@@ -6,8 +6,6 @@ starts.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 
 from trainers.launch.run_directory import open_run
@@ -38,8 +36,7 @@ def send_run(location: str) -> bool:
         for tracker in config.trackers:
             delivery = Delivery(tracker, path, fenced(storage, MARK, token), RunHistory)
             delivery.end("done" if storage.exists("result.json") else KILLED)
-            with contextlib.redirect_stdout(io.StringIO()):  # trackio says much
-                delivery.follow()
+            delivery.follow()
             if delivery.is_over:
                 logger.info("tracking: %s has everything", tracker.tracker)
             has_all = has_all and delivery.is_over

@@ -7,10 +7,8 @@ MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import importlib.util
-import io
 import logging
 import os
 import re
@@ -19,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.config.tracking import PACKAGES, TrackerConfig
+from trainers.config.tracking import TrackerConfig
 from trainers.errors import ConfigError
 from trainers.launch.find_task import add_to_path, load_named
 from trainers.measure.run_log import encode_events, events_name
@@ -181,89 +179,6 @@ class WandbSink(Sink):
         self._wandb.teardown()
 
 
-class TrackioSink(Sink):
-    """Trials are in one group with their sweep.
-
-    trackio knows a run by its name, which so ends with part of the id.
-    """
-
-    def __init__(self, project: str | None, storage: Storage) -> None:
-        super().__init__(project, storage)
-        self._trackio = _client("trackio")
-        self._runs: dict[str, TrackedRun] = {}
-
-    def start(self, run: TrackedRun) -> str:
-        """It is there with its first row."""
-        name = f"{run.name}-{run.id[:8]}"
-        self._runs[name] = run
-        return name
-
-    def _open(self, name: str) -> Any:
-        run = self._runs[name]
-        about = {f"paceline.{key}": value for key, value in run.tags.items()}
-        return self._trackio.init(
-            project=self.project or "paceline",
-            name=name,
-            group={"trial": run.parent, "sweep": name}.get(run.kind),
-            config={**run.params, **about},
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-
-    def log(self, run: str, rows: Sequence[Row]) -> None:
-        """Log a row for each step; `finish` returns when they are stored or buffered."""
-        opened = self._open(run)
-        for row in rows:
-            opened.log(row.values, step=row.step)
-        self._trackio.finish()
-
-    def artifact(self, run: str, file: Path) -> None:
-        """An artifact, whose versions trackio keeps."""
-        self._open(run).log_artifact(file, name=f"{run}-{file.name}", type="paceline")
-        self._trackio.finish()
-
-
-class CsvSink(Sink):
-    """`metrics.csv`: a row for each step of each run, a column for each metric.
-
-    The run's name is empty for a run itself.
-    """
-
-    def __init__(self, project: str | None, storage: Storage) -> None:
-        super().__init__(project, storage)
-        self._rows: dict[tuple[str, int], dict[str, str]] = {}
-        if storage.exists("metrics.csv"):
-            for row in csv.DictReader(
-                io.StringIO(storage.read("metrics.csv").decode())
-            ):
-                self._rows[row["run"], int(row["step"])] = {
-                    name: text for name, text in row.items() if text
-                }
-
-    def start(self, run: TrackedRun) -> str:
-        """Rows have the trial's id."""
-        return run.key
-
-    def log(self, run: str, rows: Sequence[Row]) -> None:
-        """Write the file anew: object stores have no append."""
-        for row in rows:
-            place = {"run": run, "step": str(row.step), "time": f"{row.time_s:.3f}"}
-            known = self._rows.setdefault((run, row.step), place)
-            known |= {name: repr(value) for name, value in row.values.items()}
-        names = dict.fromkeys(
-            name
-            for known in self._rows.values()
-            for name in ("run", "step", "time", *known)
-        )
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(names), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self._rows.values())
-        self.storage.write("metrics.csv", text.getvalue().encode())
-
-
 class EventsSink(Sink):
     """`tensorboard/<trial>/` of a sweep: a directory for each trial."""
 
@@ -282,9 +197,7 @@ class EventsSink(Sink):
 _SINKS: Mapping[str, type[Sink]] = {
     "mlflow": MlflowSink,
     "wandb": WandbSink,
-    "trackio": TrackioSink,
     "tensorboard": EventsSink,
-    "csv": CsvSink,
 }
 
 
@@ -296,13 +209,13 @@ def check_trackers(
     `path` has the directories of the user's modules.
     """
     for tracker in trackers:
-        package = PACKAGES.get(tracker.tracker)
-        if tracker.tracker not in PACKAGES:
-            _own_sink(tracker.tracker, path, source)
-        elif package and importlib.util.find_spec(package) is None:
-            rule = f"needs the package {package}, which is not here"
-            fix = f"`pip install 'paceline[{tracker.tracker}]'`"
-            raise ConfigError("tracking", tracker.tracker, rule, fix, source)
+        name = tracker.tracker
+        if name not in _SINKS:
+            _own_sink(name, path, source)
+        elif name != "tensorboard" and importlib.util.find_spec(name) is None:
+            rule = f"needs the package {name}, which is not here"
+            fix = f"`pip install 'paceline[{name}]'`"
+            raise ConfigError("tracking", name, rule, fix, source)
 
 
 def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> Sink:
