@@ -1,21 +1,23 @@
 """Is the memory that `python -m trainers memory` predicts what steps take?
 
 Run as: python -m benchmarks.memory [--works cnn,resnet50,bert-base,gpt] [--strategies
-                                    none,ddp,fsdp] [--full] [--minutes 60] [--keep]
+                                    none,ddp,fsdp] [--full | --small] [--minutes 60]
+                                    [--keep]
 Each model in three microbatches, fp32 and bf16, with and without activation
 checkpointing, under AdamW; `none` is one rank, ddp and fsdp are two (on a CPU, in
 fp32). Two steps of the product's own are taken: on a CPU below torch's own trackers
 (torch.distributed._tools), which count the same tensors by other means; on a GPU the
 peak is its allocator's. A CPU without bf16 takes minutes for a step in it: there the
 large models have fake tensors below the tracker. `ratio` is predicted over measured.
-Without CUDA the models are miniatures; `--full` takes the large ones there, for an
-hour.
+Without CUDA, or with `--small`, the models are miniatures; `--full` takes the large ones
+there, for an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,8 +33,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.spawn import start_processes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from benchmarks.measure import save
-from benchmarks.runs import Work, example
+from benchmarks.measure import failed, save, verdict
+from benchmarks.runs import Work, example, release
 from trainers.config import TrainConfig
 from trainers.data.batch import map_tensors
 from trainers.devices.group import Group
@@ -76,6 +78,8 @@ SMALL: dict[str, tuple[Work, tuple[int, ...]]] = {
 }
 # fmt: on
 _STEPS = 2
+_OFF = 0.1
+"""By how much of what was measured a prediction may be wrong."""
 _PORT_FILE = "rendezvous"
 
 
@@ -197,11 +201,13 @@ def main() -> None:
     parser.add_argument(
         "--full", action="store_true", help="large models without CUDA, too"
     )
+    parser.add_argument("--small", action="store_true", help="miniatures, as on a CPU")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    works = WORKS if given.full or device.type == "cuda" else SMALL
+    is_large = given.full or (device.type == "cuda" and not given.small)
+    works = WORKS if is_large else SMALL
     ends = time.monotonic() + given.minutes * 60
     rows: list[dict[str, Any]] = []
     print(f"{'':44}{'predicted':>14}{'measured':>14}  ratio", flush=True)
@@ -221,16 +227,15 @@ def main() -> None:
                     if time.monotonic() > ends:
                         break
                     slow = works is WORKS and name != "cnn" and device.type == "cpu"
-                    row = one(
-                        work,
-                        changes,
-                        size,
-                        world,
-                        device,
-                        fake=slow and changes["precision"] == "bf16",
-                    )
-                    rows.append({"work": name, "ranks": world, **changes, **row})
                     words = f"{name} {strategy} {size} {changes['precision']} {changes['activation_checkpointing']}"
+                    fake = slow and changes["precision"] == "bf16"
+                    try:
+                        row = one(work, changes, size, world, device, fake)
+                    except Exception as error:
+                        failed(words, error)
+                        release()
+                        continue
+                    rows.append({"work": name, "ranks": world, **changes, **row})
                     sizes_mib = (
                         f"{row[key] / 2**20:>10,.1f} MiB"
                         for key in ("predicted", "measured")
@@ -239,8 +244,11 @@ def main() -> None:
                         f"{words:44}{''.join(sizes_mib)}  {row['ratio']:.3f}  {row['tensors']}",
                         flush=True,
                     )
-    worst = max(rows, key=lambda row: abs(row["ratio"] - 1))
-    print(f"{len(rows)} rows; furthest from 1: {worst['ratio']:.3f}")
+                    off = abs(row["ratio"] - 1)
+                    verdict(f"{words}: off by", off, most=_OFF, small=not is_large)
+    ratios = [row["ratio"] for row in rows]
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1), default=math.nan)
+    print(f"{len(rows)} rows; furthest from 1: {worst:.3f}")
     save("memory", {"rows": rows}, given.keep)
 
 
