@@ -318,9 +318,9 @@ def measure(
         word = "seen"
         if device.type == "cuda" and row.status != "dropped":
             word = "held" if row.status == "done" else "MISSED"
+        spent = f"{budget.spent_s():.0f} s"
         print(
-            f"{word}: {name} {rung.name}: {row.status} {row.message}"
-            f" ({budget.spent_s():.0f} s)",
+            f"{word}: {name} {rung.name}, at {spent}: {row.status} {row.message}",
             flush=True,
         )
     tflops = {name: rate / 1e12 for name, rate in matmuls.items()}
