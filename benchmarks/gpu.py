@@ -1,19 +1,22 @@
 """Show what a GPU can, in parts that go on where they stopped.
 
-Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--keep]
+Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--small] [--keep]
 
 A call runs the parts that have no result for this card and this commit yet, as many as
 its minutes hold. After each it writes one page: which tests and thresholds held, which
 did not with the line to look at, and what was not seen; with `--keep` it lies in
-benchmarks/results. Without a GPU it is the same page, in miniature. docs/gpu.md says
-what it needs.
+benchmarks/results. Without a GPU, or with `--small`, it is the same page, in miniature.
+docs/gpu.md says what it needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -26,13 +29,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import KEPT
+from tests import fake_cuda
 from trainers.devices.device import environment
 
 REPOSITORY = Path(__file__).parents[1]
 STATE = REPOSITORY / "build" / "gpu"
 _TAIL = 40  # lines of a benchmark's output that the page shows
+_GRACE_S = 30.0
+"""How long a part that is over its limit may take to write what it has, and to end."""
 _VERDICT = re.compile(r"^(held|MISSED): (.+)$", re.MULTILINE)
 """As `benchmarks.measure.verdict` prints it."""
+_PASSED = re.compile(r"PASSED (\S+::\S+)|(\S+::\S+) PASSED")
+"""As pytest says it, with xdist and without."""
 _LOOK_AT = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
 
 
@@ -51,7 +59,7 @@ class Part:
         return self.arguments[0] == "pytest"
 
 
-_TESTS = ("pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+_TESTS = ("pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
 _SPOILS = "tests/gpu/test_failed_capture_gpu.py"
 """It may spoil its process, and those beside it."""
 
@@ -101,7 +109,7 @@ def read_junit(text: str, seconds: float) -> Outcome:
     return outcome
 
 
-def execute(part: Part, directory: Path) -> Outcome:
+def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
     """Run a part to its end, or until its minutes are over."""
     junit = directory / f"{part.name}.xml"
     junit.unlink(missing_ok=True)
@@ -109,45 +117,65 @@ def execute(part: Part, directory: Path) -> Outcome:
         sys.executable,
         "-m",
         *part.arguments,
-        *([f"--junitxml={junit}"] if part.is_test else []),
+        *([f"--junitxml={junit}"] if part.is_test else ["--small"] * small),
     ]
     print(f"\n== {' '.join(command[1:])}", flush=True)
     began = time.monotonic()
     log = directory / f"{part.name}.log"
     with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            ended = subprocess.run(
-                command,
-                cwd=REPOSITORY,
-                check=False,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=part.minutes * 60,
-            )
-            how = (
-                f"it ended with exit code {ended.returncode}"
-                if ended.returncode
-                else ""
-            )
+            code: int | None = process.wait(part.minutes * 60)
         except subprocess.TimeoutExpired:
-            how = f"it did not end within {part.minutes:g} minutes"
+            code = None
+        finally:
+            text = log.read_text(errors="replace")
+            _end(process)
     seconds = time.monotonic() - began
     where = str(log.relative_to(REPOSITORY))
-    text = log.read_text(errors="replace")
     output = "\n".join(text.splitlines()[-_TAIL:])
     outcome = Outcome(seconds)
     if junit.exists():
         outcome = read_junit(junit.read_text(), seconds)
+    if code is None:
+        # Of a test that was interrupted pytest writes what it does of one that passed.
+        passed = {"".join(names) for names in _PASSED.findall(text)}
+        outcome.held = [name for name in outcome.held if name in passed]
     for word, words in _VERDICT.findall(text):
         if word == "held":
             outcome.held.append(words)
         else:
             outcome.broken.append((part.name, words, where))
-    if how and not outcome.broken:
+    how = ""
+    if code is None:
+        how = f"it did not end within {part.minutes:g} minutes"
+    elif code and not (part.is_test and outcome.broken):
+        how = f"it ended with exit code {code}"
+    if how:
         last = (output.splitlines() or ["it said nothing"])[-1]
         outcome.broken.append((part.name, f"{how}: {last}", where))
     outcome.output = "" if part.is_test and not outcome.broken else output
     return outcome
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part, where it has not, with all that it has started.
+
+    It is interrupted first, upon which pytest writes what it knows.
+    """
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def page(
@@ -203,12 +231,18 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         choices=[part.name for part in parts],
     )
     parser.add_argument(
+        "--small", action="store_true", help="benchmarks in miniature, as on a CPU"
+    )
+    parser.add_argument(
         "--keep", action="store_true", help="write the page to benchmarks/results"
     )
     given = parser.parse_args(argv)
     began = time.monotonic()
     about = _about()
     card = re.sub(r"\W+", "-", about.get("gpu", "cpu")).lower()
+    if given.small:
+        card += "-small"
+        about["size"] = "in miniature"
     directory = STATE / f"{card}-{about.get('git_commit', 'no-commit')[:12]}"
     directory.mkdir(parents=True, exist_ok=True)
     found = {
@@ -227,7 +261,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
         if time.monotonic() - began + part.minutes * 60 > given.minutes * 60:
             late.append(part.name)
             continue
-        found[part.name] = execute(part, directory)
+        found[part.name] = execute(part, directory, given.small)
         (directory / f"{part.name}.json").write_text(
             json.dumps(asdict(found[part.name]), indent=2) + "\n"
         )
@@ -246,7 +280,9 @@ def _about() -> dict[str, str]:
     """The machine and the versions."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = environment(device)
-    if device.type == "cuda":
+    if fake_cuda.IS_ON:
+        about["gpu"] = "the fake CUDA"
+    elif device.type == "cuda":
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
             about["driver"] = subprocess.run(

@@ -314,8 +314,13 @@ def measure(
                 f"the budget is {budget.minutes:g} minutes",
             )
         found[name][rung.name] = row
+        # A CPU has not all of them; on a GPU a rung that fails breaks the ladder.
+        word = "seen"
+        if device.type == "cuda" and row.status != "dropped":
+            word = "held" if row.status == "done" else "MISSED"
+        spent = f"{budget.spent_s():.0f} s"
         print(
-            f"  {budget.spent_s():5.0f} s  {name} {rung.name}: {row.status} {row.message}",
+            f"{word}: {name} {rung.name}, at {spent}: {row.status} {row.message}",
             flush=True,
         )
     tflops = {name: rate / 1e12 for name, rate in matmuls.items()}

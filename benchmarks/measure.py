@@ -6,7 +6,9 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from trainers.devices.device import environment
+from trainers.errors import first_line
 
 KEPT = Path(__file__).parent / "results"
 """Figures that documents quote: committed, and checked against the README."""
@@ -144,6 +147,12 @@ def verdict(
     rule = f"at least {least:g}" if most == math.inf else f"at most {most:g}"
     word = "held" if least <= found <= most else "MISSED"
     print(f"{'seen' if small else word}: {name}: {found:.3g} ({rule})", flush=True)
+
+
+def failed(name: str, error: Exception) -> None:
+    """Print that a figure could not be measured; the others go on."""
+    traceback.print_exception(error, file=sys.stdout)
+    print(f"MISSED: {name}: {type(error).__name__}: {first_line(error)}", flush=True)
 
 
 def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.measure import interleave, save, show, summarize, verdict
+from benchmarks.measure import failed, interleave, save, show, summarize, verdict
 from benchmarks.runs import (
     Budget,
     Runs,
@@ -195,6 +195,16 @@ def lightning(runs: Runs, config: TrainConfig) -> Rate:
         def training_step(self, batch: Batch, index: int) -> Tensor:
             return parts.loss(self.model, batch)
 
+        def configure_gradient_clipping(
+            self,
+            optimizer: Any,
+            gradient_clip_val: Any = None,
+            gradient_clip_algorithm: Any = None,
+        ) -> None:
+            # Lightning's own refuses every fused optimizer, with bf16, too.
+            if gradient_clip_val is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), gradient_clip_val)
+
     trainer = Trainer(
         accelerator="cpu" if parts.device.type == "cpu" else "gpu",
         devices=1,
@@ -296,7 +306,11 @@ def main() -> None:
                 continue
             began = budget.spent_s()
             work = (SMALL if small else WORKS)[name]
-            results[name] = measure(work, device, given.rounds, given.steps)
+            try:
+                results[name] = measure(work, device, given.rounds, given.steps)
+            except Exception as error:
+                failed(name, error)
+                continue
             title = f"{name}, batch {work.batch}, {given.steps} steps"
             show(title, "samples/s", results[name])
             if not small:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from pyarrow import parquet
 
-from benchmarks.measure import verdict
+from benchmarks.measure import failed, verdict
 from benchmarks.runs import Work, arguments, device_and_size, example, quiet_and_cold
 from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext
@@ -66,21 +66,33 @@ def _run(work: Work, changes: dict[str, Any]) -> dict[str, float]:
 
 def runs(work: Work, device: torch.device, steps: int, small: bool) -> None:
     """Time a run's start and end, eager and compiled."""
-    changes: dict[str, Any] = {"device": device.type, "max_steps": steps}
-    found = {}
-    for mode in ("off", "default"):
-        changes["compile"] = mode
+    changes = {"device": device.type, "max_steps": steps}
+    eager = _forked(work, {**changes, "compile": "off"})
+    if eager is not None:
+        first_s = eager["first_look_s"]
+        name = "seconds from the fork to the tenth step"
+        verdict(name, first_s, most=2, small=small)
+        name = "seconds from the last step to the result"
+        verdict(name, eager["end_s"], most=0.5, small=small)
+        name = "phases over the run's time"
+        verdict(name, eager["phases"], least=0.95, small=small)
+    compiled = _forked(work, {**changes, "compile": "default"})
+    if compiled is not None:
+        first_s = compiled["first_step_s"]
+        verdict("seconds of a compiled first step", first_s, most=60, small=small)
+
+
+def _forked(work: Work, changes: dict[str, Any]) -> dict[str, float] | None:
+    """Run in a fork; None where that fails, which is said."""
+    name = f"compile {changes['compile']}"
+    try:
         with multiprocessing.get_context("fork").Pool(1) as pool:
-            found[mode] = pool.apply(_run, (work, changes))
-        print(f"compile {mode}: {json.dumps(found[mode])}", flush=True)
-    eager = found["off"]
-    first_s = eager["first_look_s"]
-    verdict("seconds from the fork to the tenth step", first_s, most=2, small=small)
-    end_s = eager["end_s"]
-    verdict("seconds from the last step to the result", end_s, most=0.5, small=small)
-    verdict("phases over the run's time", eager["phases"], least=0.95, small=small)
-    compiled_s = found["default"]["first_step_s"]
-    verdict("seconds of a compiled first step", compiled_s, most=60, small=small)
+            found = pool.apply(_run, (work, changes))
+    except Exception as error:
+        failed(name, error)
+        return None
+    print(f"{name}: {json.dumps(found)}", flush=True)
+    return found
 
 
 def sweep(samples: int, epochs: int, small: bool) -> None:

@@ -202,7 +202,7 @@ class SweepConfig(Settings):
     with other seeds; auto: up to 8.
 
     Repeats take at most half of the search's time, or 15 s, and end once one is clearly
-    first.
+    first, or with the budget.
     """
     budget: Budget = Field(default_factory=Budget)
     """Limits of the sweep."""

@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from subprocess import DEVNULL, Popen
@@ -25,6 +26,7 @@ from cluster.files.ray_up import load_cluster
 from trainers.command_line import Command
 from trainers.config.model import build
 from trainers.errors import MISSING, POLICIES, ConfigError, PacelineError, first_line
+from trainers.lease import LEASE
 from trainers.output import as_data
 from trainers.storage import storage_uri
 from tune.report.answer import answer
@@ -46,6 +48,8 @@ model trains best. Call `validate` and `plan`, then `start`, then `watch` until 
 has ended, then `answer`. Report the answer with its interval and what is not known."""
 _ONE_RUN = "how far another run of the best would differ: finalists or seeds settle it"
 _TO_COME = "what the trials that have not ended come to"
+
+_LOOK_S = 0.1
 
 _Sweep = Annotated[str, Field(description="a sweep's file or URI")]
 _Cluster = Annotated[str, Field(description="a cluster's file")]
@@ -131,6 +135,9 @@ class Tools:
         spec = read_saved(directory, settings)
         self._refuse_over_limits(spec)
         order_extension(directory, settings)
+        # A process looks for extensions until it has given the lease back.
+        while self._is_running(spec.uri) and not spec.storage.exists(LEASE):
+            time.sleep(_LOOK_S)
         return self._run(spec, directory, {})
 
     def watch(self, directory: _Directory) -> Result:

@@ -4,13 +4,16 @@ becomes on it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 
+import psutil
 import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import PARTS, Part, main, page, read_junit
 from benchmarks.measure import verdict
+from tests.waits import until
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.gpu.test_step_gpu" name="test_one[cuda]" time="0.1" />
@@ -104,6 +107,62 @@ def test_a_part_that_fails_or_does_not_end_is_on_the_page(directory, capfd):
         out,
     )
     assert "- `hangs`: it did not end within 0.02 minutes: so far" in out
+
+
+def is_running(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_part_that_is_late_is_heard_and_ends_with_all_that_it_has_started(
+    directory, capfd
+):
+    """Each of these writes at once, and then waits for longer than it has."""
+    (directory / "test_slow.py").write_text(
+        "import pathlib, time\n"
+        "def test_first(): pass\n"
+        "def test_second(): pathlib.Path('begun').touch(); time.sleep(600)\n"
+    )
+    text = (
+        "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    )
+    text += "print('held: the first of two', flush=True); import time; time.sleep(600)"
+    pytest_own = ("pytest", "-v", "-p", "no:cacheprovider", "test_slow.py")
+    tests = Part("tests", pytest_own, 0.15)
+    starter = script(directory, "starter", text, minutes=0.05)
+    assert main([], [tests, starter]) == 1
+    page = capfd.readouterr().out
+    assert "- `starter`: it did not end within 0.05 minutes" in page
+    assert "- `tests`: it did not end within 0.15 minutes" in page
+    assert "| starter | 1 | 1 | 0 |" in page
+    if (directory / "begun").exists():  # else this machine was too busy
+        assert "| tests | 1 | 1 | 0 |" in page
+    [log] = (directory / "state").glob("*/starter.log")
+    child = int(log.read_text().split()[0])
+    until(lambda: not is_running(child), "the end of what the part had started")
+
+
+def test_a_crash_after_a_verdict_is_on_the_page(directory, capfd):
+    parts = [
+        script(
+            directory,
+            "peers",
+            "print('MISSED: slow: 1 (at least 2)', flush=True); 1 / 0",
+        )
+    ]
+    assert main([], parts) == 1
+    page = capfd.readouterr().out
+    assert "- `peers`: slow: 1 (at least 2)" in page
+    assert "- `peers`: it ended with exit code 1: ZeroDivisionError" in page
+
+
+def test_miniatures_have_a_page_of_their_own(directory, capfd):
+    parts = [script(directory, "peers", "import sys; print(sys.argv[1:])")]
+    assert main([], parts) == 0
+    assert "\n[]\n" in capfd.readouterr().out
+    assert main(["--small"], parts) == 0
+    assert "\n['--small']\n" in capfd.readouterr().out
 
 
 def test_a_threshold_that_is_missed_is_on_the_page(directory, capfd):

@@ -9,6 +9,14 @@ import pytest
 pytestmark = pytest.mark.ray
 
 
+def jobs_of(cluster, directory):
+    """The jobs whose metadata names a sweep, as `ray job list` has them."""
+    from ray.job_submission import JobSubmissionClient
+
+    found = JobSubmissionClient(cluster.dashboard).list_jobs()
+    return [job for job in found if (job.metadata or {}).get("sweep") == str(directory)]
+
+
 @pytest.mark.full
 def test_as_a_ray_job(cluster, tmp_path, command):
     # fmt: off
@@ -26,6 +34,11 @@ def test_as_a_ray_job(cluster, tmp_path, command):
     assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())["best"][
         "id"
     ]
+
+    [job] = jobs_of(cluster, tmp_path / "digits-sweep")
+    assert job.type == "SUBMISSION"
+    assert job.metadata["trials"] == "2/2"
+    assert job.metadata["best"].startswith("time_to_target ")
 
     packages = list(
         cluster.directory.glob(

@@ -10,10 +10,11 @@ import pytest
 from mcp import Client, StdioServerParameters
 
 from tests.conftest import REPOSITORY
+from tests.on_ray.test_job import jobs_of
 from trainers.config.yaml import dump_yaml
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
-LIMITS = "--allow-run --max-trials 3 --max-usd 1 --usd-per-hour 0.5"
+LIMITS = "--allow-run --max-trials 4 --max-usd 1 --usd-per-hour 0.5"
 SIZES = "space.global_batch_size"
 
 
@@ -35,8 +36,11 @@ class Agent:
         return result.content[0].text
 
     async def end_of(self, directory):
+        return await self.until(lambda seen: "process" in seen, directory)
+
+    async def until(self, is_so, directory):
         with anyio.fail_after(200):
-            while "process" not in (seen := await self("watch", directory=directory)):
+            while not is_so(seen := await self("watch", directory=directory)):
                 await anyio.sleep(0.3)
         return seen
 
@@ -73,25 +77,32 @@ def test_an_agent_drives_a_sweep_and_extends_it(tmp_path, cluster):
             assert checked["trials"] == 2
             await agent("start", **start)
             assert "runs already" in await agent.refused("start", **start)
+            # While it writes its report, or ends.
+            await agent.until(lambda seen: seen["trials"] == {"done": 2}, **directory)
+            before = trials(tmp_path)
+            more = {SIZES: [64, 128, 256], "budget.usd": 0.25}
+            await agent("extend", **directory, settings=more)
             seen = await agent.end_of(**directory)
             assert seen["process"]["exit_code"] == 0, seen["process"]
-            assert (seen["state"], seen["trials"]) == ("ended", {"done": 2})
+            assert (seen["state"], seen["trials"]) == ("ended", {"done": 3})
+            assert before.items() <= trials(tmp_path).items(), "none ran again"
+            assert jobs_of(cluster, tmp_path / "small")
             found = await agent("answer", **directory)
             low, high = found["time_to_target_s"]
             assert low <= found["best"]["value"] <= high
 
             before = trials(tmp_path)
-            more = {SIZES: [64, 128, 256], "budget.usd": 0.25}
-            four = {SIZES: [64, 128, 256, 512], "budget.usd": 0.25}
-            said = await agent.refused("extend", **directory, settings=four)
-            assert said.startswith("`budget.trials` is 4, but must be at most 3")
+            more = {SIZES: [64, 128, 256, 512], "budget.usd": 0.25}
+            five = {SIZES: [32, 64, 128, 256, 512], "budget.usd": 0.25}
+            said = await agent.refused("extend", **directory, settings=five)
+            assert said.startswith("`budget.trials` is 5, but must be at most 4")
             await agent("extend", **directory, settings=more)
             seen = await agent.end_of(**directory)
-            assert (seen["state"], seen["trials"]) == ("ended", {"done": 3})
+            assert (seen["state"], seen["trials"]) == ("ended", {"done": 4})
             assert before.items() <= trials(tmp_path).items(), "none ran again"
             dear = {"budget.usd": 0.75}
             said = await agent.refused("extend", **directory, settings=dear)
-            assert said.startswith("`budget.usd` is 0.75, but must be at most 0.5")
+            assert said.startswith("`budget.usd` is 0.75, but must be at most 0.25")
             [trial, *_] = trials(tmp_path)
             explained = await agent("explain", **directory, trial=trial)
             assert explained["trial"]["status"] == "done"

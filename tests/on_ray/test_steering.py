@@ -2,18 +2,22 @@
 trained twice.
 """
 
+import contextlib
 import logging
+from dataclasses import replace
 
 import pytest
 
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.on_ray.test_sweep_faults import kill
 from tests.specs import evaluations, make
+from tests.unit.test_extension import record as ended
 from tests.waits import until, when
 from trainers.errors import PacelineError
 from trainers.launch.local import run_local
 from tune import steer
 from tune.sweeps.extension import apply_extension, order_extension
+from tune.sweeps.spec import is_complete, prepare
 from tune.sweeps.sweep import run_to_answer
 from tune.trials.journal import Journal
 from tune.trials.record import BY_HAND, trial_id
@@ -90,6 +94,58 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
     assert "val_accuracy 0.5" in result.answer.text
 
 
+@contextlib.contextmanager
+def heard(caplog):
+    """What the driver says, whatever becomes of the log of those above it."""
+    said = logging.getLogger("tune.sweeps.progress")
+    said.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        said.removeHandler(caplog.handler)
+
+
+def has_said(caplog, words):
+    return any(message.startswith(words) for message in caplog.messages)
+
+
+def test_repeats_end_with_the_budget_and_another_start_goes_on_with_them(
+    tmp_path, driver, caplog
+):
+    steps = tmp_path / "steps"
+    gate = tmp_path / "gate"
+    target = {"metric": "time_to_target", "target": {"val_accuracy": 0.5}}
+    spec = sweep(
+        tmp_path,
+        {"optimizer.lr": [0.1, 0.2]},
+        train(steps, gate),
+        objective=target,
+        finalists=2,
+        budget={"time_s": 20},
+    )
+    prepare(spec, fresh=False)
+    for rate in (0.1, 0.2):
+        config = {"optimizer.lr": rate}
+        found = ended(config, [0.5, 0.7])
+        Journal(spec.storage).append(replace(found, time_to_target_s=1.0))
+
+    def is_over():
+        return has_said(caplog, "repeats end here") or gate.exists()
+
+    # The first repeat waits at the gate for as long as it may.
+    thread = when(is_over, lambda: gate.mkdir(exist_ok=True))
+    with heard(caplog):
+        assert {found.purpose for found in run(spec)} == {"trial"}
+    assert not is_complete(spec)
+    gate.mkdir(exist_ok=True)
+    thread.join()
+    budget = spec.config.budget.model_copy(update={"time_s": None})
+    config = spec.config.model_copy(update={"budget": budget})
+    purposes = [found.purpose for found in run(replace(spec, config=config))]
+    assert purposes.count("repeat") >= 4
+    assert is_complete(spec)
+
+
 def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
     steps = tmp_path / "steps"
     gate = tmp_path / "gate"
@@ -102,24 +158,15 @@ def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
             steer(spec.uri, "stop", ids[seed][:8])
         steer(spec.uri, "first", ids[4])
         order_extension(spec.uri, {"train.max_steps": 30})
-        until(
-            lambda: any(
-                message.startswith("extended by") for message in caplog.messages
-            ),
-            "the driver's word",
-        )
+        until(lambda: has_said(caplog, "extended by"), "the driver's word")
         gate.mkdir()
         until(lambda: Journal(spec.storage).find(ids[1]), "the end of the first")
         steer(spec.uri, "clone", ids[1])
         steer(spec.uri, "go-on")
 
     thread = when(lambda: count(steps) >= 3, use)
-    said = logging.getLogger("tune.sweeps.progress")
-    said.addHandler(caplog.handler)  # whatever becomes of the log of those above it
-    try:
+    with heard(caplog):
         result = run_to_answer(spec, False, False)
-    finally:
-        said.removeHandler(caplog.handler)
     thread.join()
     by_id = {record.id: record for record in result.records}
     first, never, third, fourth = (by_id[ids[seed]] for seed in (1, 2, 3, 4))

@@ -19,9 +19,11 @@ from tune.sweeps.spec import (
     is_complete,
     num_missing,
     prepare,
+    read_kept,
     read_saved,
     read_sweep,
 )
+from tune.sweeps.sweep import run_to_answer
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 
@@ -254,6 +256,18 @@ def test_extensions_add_up_whoever_applies_them(tmp_path):
     apply_extension(read_saved(spec.uri))
     again = read_saved(spec.uri)
     assert (again.train["epochs"], again.config.objective.metric) == (8, "val_accuracy")
+
+
+def test_what_is_added_after_the_last_look_is_done_too(tmp_path):
+    """Its command found the directory in use, as while the report was written."""
+    spec = begin(tmp_path)
+    for size, curve in ((8, NEVER), (16, REACHED)):
+        Journal(spec.storage).append(record({"global_batch_size": size}, curve))
+    order_extension(spec.uri, {"objective.metric": "val_accuracy"})
+    result = run_to_answer(spec, fresh=False, checked=False)
+    assert result.best.config == {"global_batch_size": 16}
+    assert result.spec.config.objective.metric == "val_accuracy"
+    assert read_kept(spec.uri).config.objective.metric == "val_accuracy"
 
 
 def test_the_command_extends_a_sweep_and_answers(tmp_path, capsys):

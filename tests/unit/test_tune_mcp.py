@@ -15,7 +15,9 @@ from tests.unit.report_records import config, done, failed
 from trainers.config.yaml import dump_yaml
 from trainers.storage import Storage
 from tune.__main__ import main
-from tune.mcp import make_server
+from tune.mcp import Limits, make_server
+from tune.sweeps.extension import order_extension
+from tune.sweeps.spec import prepare, read_sweep
 from tune.trials.journal import Journal
 
 SWEEP = str(REPOSITORY / "examples/digits/sweep.yaml")
@@ -154,6 +156,25 @@ def test_without_leave_nothing_is_run(tool, given, call):
     is_error, said = call(tool, **given)
     assert is_error
     assert said.startswith("`--allow-run` was not given to this server")
+
+
+def test_a_sweep_that_was_extended_is_not_started_as_it_was(tmp_path):
+    """The extension is to come, with what it was granted."""
+    settings = {"storage_path": str(tmp_path), "budget.usd": 0.5, "usd_per_hour": 0.5}
+    spec = read_sweep(SWEEP, settings)
+    prepare(spec, fresh=False)
+    order_extension(spec.uri, {"train.epochs": 99})
+
+    async def ask():
+        async with Client(make_server(Limits(99, 1.0, 0.5))) as client:
+            given = {"sweep": SWEEP, "settings": settings}
+            return await client.call_tool("start", given)
+
+    result = anyio.run(ask)
+    assert result.is_error
+    said = result.content[0].text
+    assert "was extended" in said
+    assert f"call `extend` with {spec.uri}" in said
 
 
 def test_limits_and_the_leave_to_run_come_together(

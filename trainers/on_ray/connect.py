@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import AuthenticationError
+from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config import TrainConfig
@@ -51,10 +52,12 @@ _put_back = contextlib.ExitStack()
 """What an embedded cluster has changed in this process, put back when it ends."""
 
 
-def connect(show_workers: bool = True) -> None:
+def connect(show_workers: bool = True, metadata: dict[str, str] | None = None) -> None:
     """Join the cluster that RAY_ADDRESS names, or start an embedded one.
 
-    `show_workers`: what workers print comes to this terminal.
+    Args:
+        show_workers: What workers print comes to this terminal.
+        metadata: What `ray job list` says of this process, where it joins.
     """
     if ray.is_initialized():
         return
@@ -62,14 +65,15 @@ def connect(show_workers: bool = True) -> None:
     if address == "local":
         _start_embedded(show_workers)
     else:
-        _join(address, show_workers)
+        _join(address, show_workers, JobConfig(metadata=metadata))
 
 
-def _join(address: str, show_workers: bool) -> None:
+def _join(address: str, show_workers: bool, job: JobConfig) -> None:
     try:
         with _keeping_sigterm(), run_environment():
             context = ray.init(
                 address=address,
+                job_config=job,
                 log_to_driver=show_workers,
                 logging_level=logging.WARNING,
             )

@@ -9,7 +9,9 @@ and the autoscaler are imported in functions: the watchers of a node need neithe
 
 import importlib
 import inspect
+import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,8 @@ from ray.experimental.internal_kv import _internal_kv_put as kv_put
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.callback import ControllerCallback
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     # hears of the controller's start and states; the public UserCallback of reports and
@@ -264,6 +268,24 @@ def run_register() -> Any:
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
     return get_state_actor()
+
+
+def tell_of_job(words: Mapping[str, str]) -> None:
+    """Add to the metadata of the submitted job that this process belongs to.
+
+    `ray job list` and the dashboard's page of the job show them. Outside such a job, or
+    where this Ray keeps it elsewhere, nothing happens.
+
+    Public: at its submission only.
+    """
+    try:
+        given = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
+        key = f"_ray_internal_job_info_{given['job_submission_id']}".encode()
+        job = json.loads(kv_get(key, namespace=b"job"))
+        job["metadata"] = {**(job["metadata"] or {}), **words}
+        kv_put(key, json.dumps(job).encode(), namespace=b"job")
+    except Exception:  # it ends no sweep, whatever it met
+        logger.debug("the job's metadata stays as it is", exc_info=True)
 
 
 # Loggers, each named by its module. One that has another name in some Ray says more

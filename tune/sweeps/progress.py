@@ -23,6 +23,7 @@ from rich.text import Text
 
 from trainers.errors import STATUSES, PacelineError
 from trainers.launch.signals import StopSignals
+from trainers.on_ray.internals import tell_of_job
 from trainers.output import Output
 from trainers.redaction import redact
 from trainers.terminal import TerminalConsole, live
@@ -82,10 +83,7 @@ def render(view: View) -> RenderableType:
         head += f": {', '.join(counts)}"
     lines = []
     if view.best is not None:
-        value, record = view.best
-        lines.append(
-            f"best so far   {config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
-        )
+        lines.append(f"best so far   {_best_so_far(config, view.best)}")
     for label, (low, high) in view.state["boundary"].items():
         known = []
         if low is not None:
@@ -96,6 +94,14 @@ def render(view: View) -> RenderableType:
     lines.append(_spent(view))
     shown = [Text(redact(line)) for line in lines]
     return Group(Text(head, style="bold"), _running(view), *shown)
+
+
+def _best_so_far(config: SweepConfig, best: tuple[float, TrialRecord] | None) -> str:
+    """Say what is best; empty where nothing is."""
+    if best is None:
+        return ""
+    value, record = best
+    return f"{config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
 
 
 def _running(view: View) -> Table:
@@ -444,10 +450,18 @@ class Progress(tune.Callback):
         value = value_of(self._config.objective.metric, record)
         if value is not None and self._is_best(value):
             self._best = (value, record)
+        ended = self._statuses.total()
+        tell_of_job(
+            {
+                "sweep": redact(self._storage.uri),
+                "trials": f"{ended}/{self._total}",
+                "best": redact(_best_so_far(self._config, self._best)),
+            }
+        )
         if was_known:
             return
         parts = [
-            f"trial {self._statuses.total()}/{self._total}",
+            f"trial {ended}/{self._total}",
             in_a_line(record.config),
             record.status,
         ]

@@ -106,6 +106,8 @@ class _Run:
         records = Journal(spec.storage).records()
         # Trials without a record, or the repeats of finalists.
         self._num_to_run = max(1, num_missing(spec.config, records))
+        self._deadline = math.inf
+        """When the budget is used up, by this machine's clock."""
         # A grid and a random search come to their old trials again; optuna goes on
         # from them.
         self._before: list[TrialRecord] = []
@@ -183,15 +185,16 @@ class _Run:
         )
         self._steered.look()
         self._lanes.grow(num_lanes)
-        deadline = time.monotonic() + (self._spec.config.time_budget_s or math.inf)
+        budget_s = self._spec.config.time_budget_s or math.inf
+        self._deadline = time.monotonic() + budget_s
         with sweep_environment(), without_tags():
             self._tuner().fit()
         self._pace.over()
         while True:
-            while self._steered.has_clones and time.monotonic() < deadline:
+            while self._steered.has_clones and not self._is_over_budget:
                 self._progress.tick()
                 time.sleep(_LOOK_S)
-            is_over_budget = time.monotonic() >= deadline
+            is_over_budget = self._is_over_budget
             self._progress.record_rest(is_over_budget)
             if is_over_budget or self._steered.is_extended:
                 return
@@ -199,6 +202,10 @@ class _Run:
                 self._run_repeats()
             if not self._steered.has_clones:
                 return
+
+    @property
+    def _is_over_budget(self) -> bool:
+        return time.monotonic() >= self._deadline
 
     def _grow(self) -> None:
         """Start further lanes where the cluster has grown."""
@@ -284,8 +291,8 @@ class _Run:
     def _run_repeats(self) -> None:
         """Run the repeats of finalists that have no record yet.
 
-        They end when the order of the first is decided, cannot be, or their time is
-        used up.
+        They end when the order of the first is decided, cannot be, or their time or the
+        sweep's budget is used up.
         """
         spec = self._spec
         journal = Journal(spec.storage)
@@ -300,6 +307,9 @@ class _Run:
         while wanted:
             finalist, seed = wanted[0]
             record = self._repeat(finalist, seed)
+            if record is None:
+                self._progress.terminal.say("repeats end here: the budget is used up")
+                return
             journal.append(record)
             records.append(record)
             self._progress.records[record.id] = record
@@ -339,8 +349,8 @@ class _Run:
             time.sleep(_LOOK_S)
             waited_s = time.monotonic() - began
 
-    def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord:
-        """Have a lane run one repeat to its end."""
+    def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord | None:
+        """Have a lane run one repeat to its end; None where the budget ends first."""
         trial = trial_id(finalist.config, "repeat", seed)
         tree = override(
             TrainConfig, self._spec.train, {**finalist.config, "seed": seed}
@@ -356,10 +366,13 @@ class _Run:
         )
         ticket = ray.get(self._mailbox.submit.remote(repeat))
         curve: list[dict[str, float]] = []
-        event = self._next_event(ticket, 0)
-        while event.outcome is None:
-            curve.append(event.row)
+        while True:
             event = self._next_event(ticket, len(curve))
+            if event is None:
+                return None
+            if event.outcome is not None:
+                break
+            curve.append(event.row)
         self._mailbox.forget.remote(ticket)
         return make_record(
             finalist.config,
@@ -372,9 +385,12 @@ class _Run:
             seed,
         )
 
-    def _next_event(self, ticket: str, index: int) -> Event:
+    def _next_event(self, ticket: str, index: int) -> Event | None:
+        """Wait for what a repeat reports; None where the budget ends first."""
         reference = self._mailbox.next_event.remote(ticket, index)
         while not ray.wait([reference], timeout=_LOOK_S)[0]:
+            if self._is_over_budget:
+                return None
             self._progress.tick()
         event: Event = ray.get(reference)
         return event

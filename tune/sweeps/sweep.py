@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainers.errors import counted
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
-from trainers.lease import held
+from trainers.lease import InUseError, held
 from trainers.output import Output
 from trainers.redaction import redact
 from trainers.tracking.process import followed
@@ -192,7 +192,7 @@ def run_to_answer(
     is_command: bool = False,
     output: Output | None = None,
 ) -> SweepResult:
-    """Run what has no record yet, and write the report.
+    """Run what has no record yet, and write the report; then what is added meanwhile.
 
     Args:
         spec: The sweep; where it was read from its directory, it is to be extended.
@@ -202,9 +202,23 @@ def run_to_answer(
             its log and its garbage collection stay as they are.
         output: What the command's user wants to be told.
     """
+    output = output or Output()
+    result = _run_held(spec, fresh, checked, is_command, output)
+    # Whoever has added something since the last look has found the lease held.
+    while (extended := pending_extension(result.spec)) is not None:
+        try:
+            result = _run_held(extended, False, checked, is_command, output)
+        except InUseError:  # by a start that goes on with it
+            break
+    return result
+
+
+def _run_held(
+    spec: SweepSpec, fresh: bool, checked: bool, is_command: bool, output: Output
+) -> SweepResult:
+    """Run and report, with the lease of the sweep's directory."""
     from trainers.launch.log import shown_log
 
-    output = output or Output()
     check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
@@ -258,7 +272,7 @@ def _run_to_end(
             imported = beside.submit(import_module, "tune.sweeps.run")
             beside.submit(import_module, "tune.lanes.trainer")
             with without_collection(own_process=is_command):
-                connect(show_workers=False)
+                connect(False, {"sweep": redact(spec.uri)})
                 imported.result()
                 from tune.sweeps.run import environment, run_sweep
             records = run_sweep(spec, checked, facts, output, zygote)
