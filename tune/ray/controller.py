@@ -26,7 +26,6 @@ import ray.train
 import ray.train.collective
 from ray.util.queue import Empty
 
-from trainers.causes import classify
 from trainers.on_ray.gpus import own_gpu
 from trainers.on_ray.internals import accepted, actor_record
 from trainers.on_ray.process_group import listen
@@ -420,19 +419,6 @@ class LaneController(TrainController):
                 group.abort()
             raise
         return self.get_result()
-
-
-def ran_out_of_memory(error: Exception | None) -> bool:
-    """Whether a rank's failure, in Ray's error of a run, was memory of its device."""
-    failures = (
-        error.worker_failures.values()
-        if isinstance(error, ray.train.WorkerGroupError)
-        else ()
-    )
-    return any(
-        classify(getattr(failure, "_base_exc", failure)) == "out_of_memory"
-        for failure in failures
-    )
 
 
 def is_stopped() -> bool:

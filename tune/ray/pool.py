@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from tune.ray.controller import is_dead, make_barrier
 from tune.ray.lane import Lane, Loan, Wish, most_lanes, reserve, start_workers
-from tune.ray.misfits import Sized
 from tune.ray.shape import Shape
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class Pool:
         self._count = 0
         self._waiting: list[Wish] = []
         self._watching = False
-        self._misfits: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
         self._start_s = 0.0
@@ -110,15 +108,6 @@ class Pool:
     async def answer(self, number: int, question: int, answer: Any) -> None:
         """Answer a question."""
         self._lanes[number].answers.pop(question).set_result(answer)
-
-    async def misfit(self, sized: Sized) -> int | None:
-        """Return the smallest batch that ran out of memory, all else being equal."""
-        return self._misfits.get(sized.rest)
-
-    async def note_misfit(self, sized: Sized) -> None:
-        """Note that a size of a batch ran out of memory."""
-        known = self._misfits.get(sized.rest, sized.size)
-        self._misfits[sized.rest] = min(sized.size, known)
 
     async def enter(self, actor: str) -> None:
         """Note that the actor with an id runs a trial's driver."""

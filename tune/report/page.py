@@ -23,6 +23,7 @@ from tune.report.figures import figures
 from tune.report.table import Column, best_first, columns, constant
 from tune.report.words import amount, duration
 from tune.search.finalists import Final
+from tune.search.space import trial_tree
 from tune.trials.record import Spent, TrialRecord
 
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
@@ -56,16 +57,16 @@ def best_command(sweep: Storage) -> str:
 def contents(
     sweep: Storage,
     config: SweepConfig,
-    resolved: Mapping[str, Any],
+    train: dict[str, Any],
     records: list[TrialRecord],
     environment: Mapping[str, str],
     found: Answer,
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
-    `resolved` is the run of the best trial, or where there is none the run that is
-    varied.
+    `train` is the run that is varied.
     """
+    tree = train if found.best is None else trial_tree(train, found.best.config)
     shown = columns(config, records)
     same = constant(config, records, shown)
     table = [column for column in shown if column not in same]
@@ -95,7 +96,7 @@ def contents(
         "summary": whole,
         "tiles": _tiles(config, shown, found),
         "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
-        "train": redact(dump_yaml(dict(resolved))),
+        "train": redact(dump_yaml(tree)),
         "live": None,
         "duration": duration,
         "breaks": _breaks,

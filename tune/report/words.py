@@ -85,6 +85,17 @@ def in_a_line(config: Mapping[str, Any]) -> str:
     )
 
 
+def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
+    """Return the step of a running trial's newest evaluation, and its figures."""
+    figures = [
+        f"{key} {value:.4g}"
+        for key, value in metrics.items()
+        if key.startswith(("val_", "train_l"))
+    ]
+    step = f"{metrics['step']:.0f}" if "step" in metrics else ""
+    return step, "  ".join(figures)
+
+
 def shown(value: Any) -> str:
     """Return a value as YAML has it in one line, numbers to four digits."""
     if isinstance(value, bool) or value is None:

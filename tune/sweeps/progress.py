@@ -29,7 +29,7 @@ from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
 from tune.lanes.messages import Event
 from tune.report.table import as_html
-from tune.report.words import duration, in_a_line
+from tune.report.words import duration, in_a_line, newest
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
@@ -108,17 +108,10 @@ def _running(view: View) -> Table:
     table.add_column("newest")
     table.add_column("for", justify="right")
     for lane, trial in sorted(running.items()):
-        metrics = trial["metrics"]
-        newest = [
-            f"{key} {value:.4g}"
-            for key, value in metrics.items()
-            if key.startswith(("val_", "train_l"))
-        ]
         cells = (
             str(lane),
             in_a_line(view.configs.get(trial["trial"], {})),
-            str(metrics.get("step", "")),
-            "  ".join(newest),
+            *newest(trial["metrics"]),
             duration(time.time() - trial["started"]),
         )
         table.add_row(*(Text(redact(cell)) for cell in cells))
@@ -283,6 +276,8 @@ class Progress(tune.Callback):
         trial for it.
         """
         self.seen: dict[str, dict[str, Any]] = {}
+        self.repeats: dict[str, dict[str, Any]] = {}
+        """Configurations of finalists' repeats, with their seeds."""
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
         self.steer: Callable[[], None] | None = None
@@ -377,7 +372,7 @@ class Progress(tune.Callback):
                 self._total,
                 self._statuses,
                 state,
-                self.seen,
+                self.seen | self.repeats,
                 self._best,
                 spent_s,
             )
@@ -401,7 +396,7 @@ class Progress(tune.Callback):
         running = []
         for lane, trial in sorted(state["running"].items()):
             name = trial["trial"]
-            config = dict(self.seen.get(name, {}))
+            config = (self.seen | self.repeats).get(name, {})
             row = Event(trial["metrics"]).row
             running.append(Running(name, lane, trial["started"], config, row))
         shown = Live("running", self._total, len(state["lanes"]), running)

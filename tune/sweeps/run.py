@@ -342,9 +342,9 @@ class _Run:
     def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord:
         """Have a lane run one repeat to its end."""
         trial = trial_id(finalist.config, "repeat", seed)
-        tree = override(
-            TrainConfig, self._spec.train, {**finalist.config, "seed": seed}
-        )
+        config = {**finalist.config, "seed": seed}
+        self._progress.repeats[trial] = config
+        tree = override(TrainConfig, self._spec.train, config)
         objective = self._spec.config.objective
         started = time.time()
         repeat = Assignment(
