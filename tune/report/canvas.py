@@ -91,16 +91,13 @@ def styled() -> Iterator[None]:
 class Canvas:
     """One set of axes, and the hover text of its marks."""
 
-    def __init__(
-        self, name: str, height_in: float = _SIZE_IN[1], title: str = ""
-    ) -> None:
+    def __init__(self, name: str) -> None:
         from matplotlib.figure import Figure as Sheet
 
         self.name = name
-        self.sheet = Sheet(figsize=(_SIZE_IN[0], height_in), layout="constrained")
+        self.sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
-        self.axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
         self.axes.locator_params(
             axis="x", nbins=5
         )  # as many as have room for six digits each

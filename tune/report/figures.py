@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from tune.search.finalists import finals
 from tune.trials.record import TrialRecord, value_of
 
 _MARKERS = "os^Dv*"
-_ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
+_ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
 _TICK_CHARS = 56  # as many as fit side by side below the axes
 _MOST_KEYS = 12
 
@@ -182,11 +181,8 @@ def throughput(data: FigureData) -> Figure | None:
     canvas.axes.set(ylim=(0, None), ylabel="samples/s")
     canvas.legend()
     best = " The largest mark is the best trial." if data.best else ""
-    boundary = " Beyond a dotted line memory runs out." if data.out_of_memory else ""
-    return canvas.figure(
-        "Throughput",
-        f"After warm-up, evaluation left out{data.each()}.{best}{boundary}",
-    )
+    caption = f"After warm-up, evaluation left out{data.each()}.{best}"
+    return canvas.figure("Throughput", caption)
 
 
 def memory(data: FigureData) -> Figure | None:
@@ -204,14 +200,13 @@ def memory(data: FigureData) -> Figure | None:
         if record.id in peaks:
             peak = peaks[record.id] / size
             marks.append((record, peak, f"{peak:.4g} {unit}"))
-    rows = sorted({data.series(record) for record in data.out_of_memory})
     canvas = Canvas("memory")
-    _against_x(data, canvas, marks, rows)
+    _against_x(data, canvas, marks)
     cross: dict[str, Any] = {"marker": "X", "markersize": 8}
     for record in data.out_of_memory:
         canvas.mark(
             data.x.position(record),
-            0.96 - _ROW * rows.index(data.series(record)),
+            0.96 - _ROW * data.series(record),
             data.tip(record, "out of memory"),
             data.color(record),
             transform=canvas.axes.get_xaxis_transform(),
@@ -220,9 +215,9 @@ def memory(data: FigureData) -> Figure | None:
     caption = f"Largest over the workers{data.each()}."
     if data.out_of_memory:
         canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
-        caption += " Trials that ran out of memory are on top, beyond the dotted line of their colour."
-    height = most / size * 1.08 / (0.96 - _ROW * len(rows))
-    canvas.axes.set(ylim=(0, height or 1), ylabel=f"peak memory, {unit}")
+        caption += " Trials that ran out of memory are on top."
+        most = most / (0.96 - _ROW * len(data.names))
+    canvas.axes.set(ylim=(0, most / size * 1.08 or 1), ylabel=f"peak memory, {unit}")
     canvas.axes.yaxis.set_visible(bool(peaks))
     canvas.legend()
     return canvas.figure("Peak memory", caption)
@@ -310,20 +305,12 @@ def _against_x(
     data: FigureData,
     canvas: Canvas,
     marks: list[tuple[TrialRecord, float, str]],
-    also: Collection[int] = (),
 ) -> None:
-    """Draw a mark a trial, and on a grid a line a series through medians at each x.
-
-    The legend has the series with marks and those in `also`. A dotted line for each
-    series lies between the largest value that fitted and the smallest that ran out of
-    memory.
-    """
+    """Draw a mark a trial, and on a grid a line a series through medians at each x."""
     line = "-" if data.config.search == "grid" else "none"
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     for at, name in enumerate(data.names):
         own = [mark for mark in marks if data.series(mark[0]) == at]
-        if not own and at not in also:
-            continue
         found: dict[float, list[float]] = {}
         for record, y, _ in own:
             found.setdefault(data.x.position(record), []).append(y)
@@ -350,26 +337,6 @@ def _against_x(
                 zorder=3,
             )
     _set_axis(data.x, canvas)
-    if data.x.is_numeric:
-        for at in range(len(data.names)):
-            _draw_boundary(data, canvas, at)
-
-
-def _draw_boundary(data: FigureData, canvas: Canvas, at: int) -> None:
-    """Draw where memory runs out for a series: between what fitted and what did not."""
-    failed = _positions(data, data.out_of_memory, at)
-    below = [
-        x for x in _positions(data, data.finished, at) if x < min(failed, default=0)
-    ]
-    if below and max(below) > 0:
-        x = math.sqrt(max(below) * min(failed))
-        look: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (2, 2)), "zorder": 1}
-        canvas.axes.axvline(x, color=SERIES[at], **look)
-
-
-def _positions(data: FigureData, records: list[TrialRecord], at: int) -> list[float]:
-    own = [record for record in records if data.series(record) == at]
-    return [data.x.position(record) for record in own]
 
 
 def _points(record: TrialRecord, metric: str) -> Points:

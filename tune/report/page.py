@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import math
-import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,15 +19,12 @@ from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer
 from tune.report.figures import figures
-from tune.report.table import Column, best_first, columns, constant
-from tune.report.words import amount, duration
+from tune.report.table import best_first, columns, constant
+from tune.report.words import duration
 from tune.search.finalists import Final
 from tune.search.space import trial_tree
 from tune.trials.record import Spent, TrialRecord
 
-_STACKED = ((10, "700"), (13, "900"), (16, "1200"))
-"""A table of so many columns becomes a list on a page of less than so many pixels."""
-_LONGEST_WORD = 12
 _MOST_DRAWN = 300
 
 
@@ -69,7 +65,6 @@ def contents(
     tree = train if found.best is None else trial_tree(train, found.best.config)
     shown = columns(config, records)
     same = constant(config, records, shown)
-    table = [column for column in shown if column not in same]
     whole = summary(config, records, environment, found)
     beaten = {record.id for record in found.ranking[_MOST_DRAWN:]}
     drawn = [record for record in records if record.id not in beaten]
@@ -82,7 +77,7 @@ def contents(
         "best": found.best,
         "script": source("table.js"),
         "script_hash": _hash(source("table.js")),
-        "columns": table,
+        "columns": [column for column in shown if column not in same],
         "command": best_command(sweep),
         "figures": figures(config, drawn, found.best),
         "left_out": len(records) - len(drawn),
@@ -90,16 +85,11 @@ def contents(
         "records": best_first(config, records, found),
         "same": ", ".join(said),
         "spent": spent_in_all(records),
-        "stacked": next(
-            (width for most, width in _STACKED if len(table) + 1 <= most), "always"
-        ),
         "summary": whole,
-        "tiles": _tiles(config, shown, found),
         "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
         "train": redact(dump_yaml(tree)),
         "live": None,
         "duration": duration,
-        "breaks": _breaks,
     }
 
 
@@ -107,28 +97,6 @@ def _hash(script: str) -> str:
     """Return a script's name in a Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-def _tiles(
-    config: SweepConfig, shown: Sequence[Column], found: Answer
-) -> list[tuple[str, str]]:
-    """Return the best trial's figures; its objective is the answer's."""
-    if found.best is None or found.value is None:
-        return []
-    metric = config.objective.metric
-    cells = {
-        column.header: column.cells[found.best.id]
-        for column in shown
-        if column.is_figure
-    }
-    headers = {"time_to_target": "time to target", "samples_per_s": "samples/s"}
-    if len(found.finals) > 1 or "seed" in config.space:
-        cells[headers.get(metric, metric)] = amount(metric, found.value)
-    return [
-        (header, cell)
-        for header, cell in cells.items()
-        if cell != "-" and header not in ("starting", "training")
-    ]
 
 
 def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
@@ -142,12 +110,6 @@ def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
         sum(spent.training_s for spent in found),
         sum(spent.total_s for spent in found),
     )
-
-
-def _breaks(text: str) -> str:
-    """Return the class of a cell whose words are too long for a column: they may break."""
-    words = re.split(r"[\s_.]", text)
-    return "long" if max(map(len, words)) > _LONGEST_WORD else ""
 
 
 def summary(
