@@ -45,7 +45,7 @@ from tune.report.words import duration, in_a_line, newest
 from tune.report.write import read_environment
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
-from tune.trials.journal import Journal
+from tune.trials.journal import Journal, in_order
 from tune.trials.live import Live, Running, read_live
 from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
@@ -275,20 +275,14 @@ class Follow:
             self._lease_at = now
         live = read_live(storage)
         self._read_records()
-        records = sorted(
-            self._records.values(), key=lambda record: (record.start_time, record.id)
-        )
+        records = in_order(self._records.values())
         idle_s = now - self._lease_at
         return Seen(storage.uri, bool(saved), holder, idle_s, live, records)
 
     def _read_records(self) -> None:
         """Read the new records, each once, and note which are damaged."""
-        names = {
-            name.removesuffix(".json")
-            for name in self.storage.names("trials")
-            if name.endswith(".json")
-        }
         journal = Journal(self.storage)
+        names = journal.names()
         self._records = {
             name: record for name, record in self._records.items() if name in names
         }

@@ -550,7 +550,7 @@ class Progress(tune.Callback):
 
     def restore_records(self) -> None:
         """Write again what has vanished from storage since; raises StorageError."""
-        there = {record.id for record in self._journal.records()}
+        there = self._journal.names()
         gone = [record for name, record in self.records.items() if name not in there]
         for record in gone:
             self._journal.append(record)
