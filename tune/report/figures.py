@@ -77,7 +77,7 @@ def objective(data: FigureData) -> Figure | None:
         title = "Time to target"
         size, unit = time_unit(max(mark.value for mark in marks))
         label = f"time to target, {unit}"
-    panels = []
+    panels: list[Figure] = []
     for axis in [data.x, *(axis for axis in data.varied if axis != data.x)]:
         canvas = Canvas(f"objective{len(panels) or ''}")
         _draw(data, axis, canvas, marks, size)

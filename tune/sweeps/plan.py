@@ -168,8 +168,8 @@ def size_of(
         usd_per_hour[name] = price.usd_per_hour
         if price.spot_usd_per_hour is not None:
             spot_usd_per_hour[name] = price.spot_usd_per_hour
-    price = cost(types, counts, usd_per_hour, spot_usd_per_hour)
-    return Size(counts, nodes, worker_slots(nodes, cpus, gpus), price)
+    held = cost(types, counts, usd_per_hour, spot_usd_per_hour)
+    return Size(counts, nodes, worker_slots(nodes, cpus, gpus), held)
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,6 @@ def render(view: View) -> RenderableType:
         lines.append(
             f"best so far   {config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
         )
-    for label, (low, high) in view.state["boundary"].items():
-        known = []
-        if low is not None:
-            known.append(f"{low} fits")
-        if high is not None:
-            known.append(f"{high} does not")
-        lines.append(f"microbatch    {label}: {', '.join(known)}")
     lines.append(_spent(view))
     shown = [Text(redact(line)) for line in lines]
     return Group(Text(head, style="bold"), _running(view), *shown)
@@ -431,19 +424,27 @@ class Progress(tune.Callback):
         self._pace.trial_ended(was_known)
         if record is None:
             return
-        self._say_end(record, was_known)
+        self._count(record)
+        if not was_known:
+            self.say_end(record)
 
-    def _say_end(self, record: TrialRecord, was_known: bool = False) -> None:
-        """Count a trial that has ended, and say how, unless an earlier start has."""
+    def _count(self, record: TrialRecord) -> None:
+        """Count a trial that has ended."""
         self._statuses[record.status] += 1
         value = value_of(self._config.objective.metric, record)
         if value is not None and self._is_best(value):
             self._best = (value, record)
-        if was_known:
-            return
+
+    def say_end(self, record: TrialRecord) -> None:
+        """Say how a trial, or a finalist's repeat, has ended."""
+        first = f"trial {self._statuses.total()}/{self._total}"
+        config = record.config
+        if record.purpose == "repeat":
+            first = "repeat"
+            config = self.repeats[record.id]
         parts = [
-            f"trial {self._statuses.total()}/{self._total}",
-            in_a_line(record.config),
+            first,
+            in_a_line(config),
             record.status,
         ]
         if record.samples_per_s:
@@ -495,7 +496,8 @@ class Progress(tune.Callback):
             self._record(name, BY_HAND, "clone")
         record = self.records.get(name)
         if record is not None:
-            self._say_end(record)
+            self._count(record)
+            self.say_end(record)
 
     def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
         """Note a trial's record; write it where storage was gone, or it was stopped.

@@ -38,7 +38,7 @@ from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.lanes.messages import Event, new_ticket
 from tune.ray_internals import without_tags
-from tune.report.words import duration, in_words, labels
+from tune.report.words import duration
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
@@ -63,7 +63,6 @@ _LEAST_ROOM_BYTES = 2**20
 def run_sweep(
     spec: SweepSpec,
     checked: bool = True,
-    facts: dict[str, str] | None = None,
     output: Output | None = None,
     zygote: Zygote | None = None,
 ) -> list[TrialRecord]:
@@ -72,7 +71,6 @@ def run_sweep(
     Args:
         spec: The sweep, whose directory is ready.
         checked: Look at the nodes first.
-        facts: Is given what the report must say of the sweep itself.
         output: What the user wants to be told.
         zygote: The sweep's, where it has been started already.
 
@@ -89,9 +87,7 @@ def run_sweep(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     with contextlib.closing(zygote or spec.zygote()) as own:
         run = _Run(spec, _plan(spec, checked, own), own, output or Output())
-        restarts = run.to_end()
-    if restarts and facts is not None:
-        facts["lane_restarts"] = restarts
+        run.to_end()
     return run.records()
 
 
@@ -137,10 +133,10 @@ class _Run:
         names = dict.fromkeys([*self._progress.seen, *known])
         return [known[name] for name in names if name in known]
 
-    def to_end(self) -> str:
-        """Run the search, then clones and repeats; return why lanes were restarted."""
+    def to_end(self) -> None:
+        """Run the search, then clones and repeats."""
         try:
-            restarts = self._with_signals()
+            self._with_signals()
             self._lanes.close()
             # Tune's copy of its handle would keep it as long as this process lives.
             ray.kill(self._mailbox)
@@ -150,9 +146,8 @@ class _Run:
             if reason is error:
                 raise
             raise reason from error
-        return restarts
 
-    def _with_signals(self) -> str:
+    def _with_signals(self) -> None:
         ending = ending_with_cluster(
             _goes_on(self._spec), self._progress.terminal.close
         )
@@ -169,7 +164,6 @@ class _Run:
             restarts = _restarts(ray.get(self._mailbox.restarts.remote()))
             if restarts:
                 self._progress.terminal.say(f"lanes started again: {restarts}")
-        return restarts
 
     def _run_search(self) -> None:
         num_lanes = min(self._plan.num_lanes, self._num_to_run)
@@ -303,19 +297,9 @@ class _Run:
             journal.append(record)
             records.append(record)
             self._progress.records[record.id] = record
-            self._say_repeat(record, records)
+            self._progress.say_end(record)
             self._progress.tell(record)
             wanted = repeats_to_run(spec.config, spec.train, records)
-
-    def _say_repeat(self, record: TrialRecord, records: Sequence[TrialRecord]) -> None:
-        number = sum(other.purpose == "repeat" for other in records)
-        who = in_words(labels(self._spec.config, records), record)
-        reached = "not reached"
-        if record.time_to_target_s is not None:
-            reached = f"reached in {record.time_to_target_s:.3g} s"
-        self._progress.terminal.say(
-            f"repeat {number}  {who}  seed {record.seed}  {record.status}  {reached}"
-        )
 
     def _await_quiet(self) -> None:
         """Wait, for a minute at most, until no lane works or starts.

@@ -44,8 +44,8 @@ class SweepHistory:
             self._spec = read_saved(self._sweep.uri)
         spec = self._spec
         names = self._journal.names() - self._read
-        self._read |= names
         found = [self._journal.find(name) for name in names]
+        self._read |= names
         trials = in_order(filter(None, found))
         self._end = max([self._end, *(record.end_time for record in trials)])
         return [

@@ -136,17 +136,13 @@ class LaneTrial(Trainable):
         return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> dict[str, Any]:
-        speeds = {
-            "samples_per_s": record.samples_per_s or 0.0,
-            "step_time_s": record.step_time_s or 0.0,
-        }
         said = {
             "objective": reward(self._objective, record),
             "trial": record.id,
             "status": record.status,
             "done": True,
         }
-        return {**record.metrics, **speeds, **said}
+        return {**record.metrics, **said}
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped; the driver records it."""

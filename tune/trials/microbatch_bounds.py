@@ -15,8 +15,7 @@ returns each contradiction as a sentence.
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -101,24 +100,6 @@ def fixed_size(tree: Mapping[str, Any]) -> int | None:
     return min(
         config.microbatch_size, -(-config.batch_size // config.scaling.min_workers)
     )
-
-
-def bisection_order(sizes: Iterable[int]) -> list[int]:
-    """Return the sizes, each once: the middle first, then the middles of both halves.
-
-    n fixed sizes that are tried in this order, those left out that are known not to
-    fit, run out of memory at most ceil(log2(n + 1)) times. (In rising order it is once,
-    but the boundary is known last; in falling order up to n.)
-    """
-    ordered: list[int] = []
-    spans = deque([sorted(set(sizes))])
-    while spans:
-        span = spans.popleft()
-        if span:
-            middle = len(span) // 2
-            ordered.append(span[middle])
-            spans += [span[:middle], span[middle + 1 :]]
-    return ordered
 
 
 @dataclass(frozen=True)

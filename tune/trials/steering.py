@@ -42,6 +42,10 @@ class Action:
     """
     time: UnixTime = field(default_factory=time.time)
 
+    def __str__(self) -> str:
+        keys = f" {self.keys}" if self.keys else ""
+        return f"{self.kind} {self.trial}".rstrip() + keys
+
 
 @dataclass(frozen=True)
 class Clone:
@@ -100,6 +104,7 @@ class Actions:
     def __init__(self, sweep: Storage) -> None:
         self._storage = sweep.child("steering")
         self._known: dict[str, Action | None] = {}
+        self._news: list[Action] = []
 
     def add(self, action: Action) -> None:
         """Write an action; return when it is durable."""
@@ -110,10 +115,18 @@ class Actions:
         """Return what the actions come to; a damaged file is left out."""
         for name in self._storage.names():
             if name.endswith(".json") and name not in self._known:
-                self._known[name] = self._read(name)
+                action = self._known[name] = self._read(name)
+                if action is not None:
+                    self._news.append(action)
         return steered(
             action for _, action in sorted(self._known.items()) if action is not None
         )
+
+    def news(self) -> list[Action]:
+        """Return the actions that were read since the last call."""
+        news = self._news
+        self._news = []
+        return news
 
     def _read(self, name: str) -> Action | None:
         try:
