@@ -15,8 +15,6 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.health.check import require_sound
-from trainers.config import TrainConfig
-from trainers.config.overrides import override
 from trainers.errors import (
     ConfigError,
     LeaseError,
@@ -33,10 +31,9 @@ from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
-from tune.forks.assignment import Assignment
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.lanes.messages import Event, new_ticket
+from tune.lanes.messages import Event
 from tune.ray_internals import without_tags
 from tune.report.words import duration
 from tune.search import ray_search
@@ -45,9 +42,9 @@ from tune.sweeps.plan import SweepPlan
 from tune.sweeps.progress import Pace, Progress
 from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
 from tune.sweeps.steered import Steered
-from tune.sweeps.trial import LaneTrial
+from tune.sweeps.trial import LaneTrial, assignment_of
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord, make_record, trial_id
+from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 
@@ -325,19 +322,12 @@ class _Run:
 
     def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord:
         """Have a lane run one repeat to its end."""
-        trial = trial_id(finalist.config, "repeat", seed)
-        config = {**finalist.config, "seed": seed}
-        self._progress.repeats[trial] = config
-        tree = override(TrainConfig, self._spec.train, config)
         objective = self._spec.config.objective
-        started = time.time()
-        repeat = Assignment(
-            new_ticket(trial),
-            trial,
-            tree,
-            target=objective.goal,
-            watches=objective.watched,
+        repeat = assignment_of(
+            finalist.config, self._spec.train, objective, "repeat", seed
         )
+        self._progress.repeats[repeat.trial] = {**finalist.config, "seed": seed}
+        started = time.time()
         ticket = ray.get(self._mailbox.submit.remote(repeat))
         curve: list[dict[str, float]] = []
         event = self._next_event(ticket, 0)

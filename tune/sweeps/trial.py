@@ -32,14 +32,16 @@ def assignment_of(
     train: dict[str, Any],
     objective: Objective,
     purpose: Purpose = "trial",
+    seed: int | None = None,
 ) -> Assignment:
-    """Return what a lane is given of a trial that the search proposes, or a user."""
-    name = trial_id(trial, purpose)
+    """Return what a lane is given of a trial; a repeat has a seed of its own."""
+    name = trial_id(trial, purpose, seed)
+    values = trial if seed is None else {**trial, "seed": seed}
     target = objective.goal if objective.ends_at_target else None
     return Assignment(
         new_ticket(name),
         name,
-        trial_tree(train, trial),
+        trial_tree(train, values),
         target=target,
         watches=objective.watched,
     )
