@@ -82,7 +82,7 @@ def contents(
         "figures": figures(config, drawn, found.best),
         "left_out": len(records) - len(drawn),
         "answer": found,
-        "records": best_first(config, records, found),
+        "records": best_first(records, found),
         "same": ", ".join(said),
         "spent": spent_in_all(records),
         "summary": whole,
