@@ -131,6 +131,8 @@ class Canvas:
         if names:
             widths = [len(name) + 6 for name in names]
             columns = max(1, _LEGEND_CHARS // max(widths))
+            if sum(widths) <= _LEGEND_CHARS:
+                columns = len(names)
             self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:

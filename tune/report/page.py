@@ -5,7 +5,7 @@ import hashlib
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -23,7 +23,7 @@ from tune.report.table import best_first, columns, constant
 from tune.report.words import duration
 from tune.search.finalists import Final
 from tune.search.space import trial_tree
-from tune.trials.record import Spent, TrialRecord
+from tune.trials.record import TrialRecord
 
 _MOST_DRAWN = 300
 
@@ -84,9 +84,7 @@ def contents(
         "answer": found,
         "records": best_first(records, found),
         "same": ", ".join(said),
-        "spent": spent_in_all(records),
         "summary": whole,
-        "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
         "train": redact(dump_yaml(tree)),
         "live": None,
         "duration": duration,
@@ -99,19 +97,6 @@ def _hash(script: str) -> str:
     return f"sha256-{base64.b64encode(digest).decode()}"
 
 
-def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
-    """Sum up where the time of trials on lanes went; None where no record tells."""
-    found = [record.spent for record in records if record.spent is not None]
-    if not found:
-        return None
-    return Spent(
-        min(spent.began for spent in found),
-        sum(spent.starting_s for spent in found),
-        sum(spent.training_s for spent in found),
-        sum(spent.total_s for spent in found),
-    )
-
-
 def summary(
     config: SweepConfig,
     records: list[TrialRecord],
@@ -121,7 +106,9 @@ def summary(
     """Return what summary.json holds, with numbers that may not be finite."""
     counts = Counter(record.status for record in records)
     objective = config.objective.model_dump(exclude_none=True)
-    spent = spent_in_all(records)
+    spent = [record.spent for record in records if record.spent is not None]
+    starting_s = sum(each.starting_s for each in spent)
+    training_s = sum(each.training_s for each in spent)
     starts = [record.start_time for record in records]
     ends = [record.end_time for record in records]
     best = None
@@ -143,8 +130,8 @@ def summary(
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(max(ends, default=0.0) - min(starts, default=0.0), 3),
         "trial_time_s": round(sum(ends) - sum(starts), 3),
-        "starting_s": round(spent.starting_s, 3) if spent else None,
-        "training_s": round(spent.training_s, 3) if spent else None,
+        "starting_s": round(starting_s, 3) if spent else None,
+        "training_s": round(training_s, 3) if spent else None,
         "environment": dict(environment),
     }
 

@@ -119,12 +119,7 @@ class Boundary:
         self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Take in that a microbatch of `size` did or did not fit; return a contradiction.
-
-        Raises ValueError for a size below 1.
-        """
-        if size < 1:
-            raise ValueError(f"size is {size}, but must be at least 1")
+        """Note that a microbatch of `size` did or did not fit; return a contradiction."""
         known = self._fits.setdefault(key, set())
         if fits:
             known.add(size)
