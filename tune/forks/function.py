@@ -174,11 +174,10 @@ def run_function(
     try:
         form_group(place, channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
-        call = (
-            cloudpickle.loads(function)
-            if isinstance(function, bytes)
-            else function.load()
-        )
+        if isinstance(function, bytes):
+            call = cloudpickle.loads(function)
+        else:
+            call = function.load()
         channel.call("begins")
         returned = call()
     except TrialStopped:

@@ -289,11 +289,9 @@ class Mailbox:
         self._running[lane] = trial
         trial.started = time.time()
         device = self._lanes.up.get(lane)
-        bounds = (
-            self._microbatches.bounds(trial, device)
-            if device
-            else trial.assignment.microbatch_bounds
-        )
+        bounds = trial.assignment.microbatch_bounds
+        if device:
+            bounds = self._microbatches.bounds(trial, device)
         trial.assignment = replace(
             trial.assignment,
             attempt=trial.losses + trial.failures,

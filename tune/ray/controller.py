@@ -194,11 +194,9 @@ def shape_of(
     scaling allows.
     """
     if num_workers is None:
-        num_workers = (
-            min(scaling.num_workers)
-            if isinstance(scaling.num_workers, tuple)
-            else scaling.num_workers
-        )
+        num_workers = scaling.num_workers
+    if isinstance(num_workers, tuple):
+        num_workers = min(num_workers)
     return Shape(
         int(num_workers),
         tuple(sorted(scaling._resources_per_worker_not_none.items())),

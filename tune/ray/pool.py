@@ -167,9 +167,10 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
     def _free(self, wish: Wish) -> Lane | None:
-        return next(
-            (lane for lane in self._all_free() if lane.shape == wish.shape), None
-        )
+        for lane in self._lanes.values():
+            if lane.is_up and lane.borrower is None and lane.shape == wish.shape:
+                return lane
+        return None
 
     def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
         """Whether a lane that nobody has takes the room of one that is waited for."""
@@ -181,13 +182,6 @@ class Pool:
                 wish.shape != other.shape for wish in self._waiting
             )
         return False
-
-    def _all_free(self) -> list[Lane]:
-        return [
-            lane
-            for lane in self._lanes.values()
-            if lane.is_up and lane.borrower is None
-        ]
 
     def _lend(self, lane: Lane, wish: Wish) -> Loan:
         self._first_lent = self._first_lent or time.monotonic()
@@ -203,12 +197,9 @@ class Pool:
             lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""
         ]
         for wish in self._waiting:
-            if (
-                lane := next(
-                    (lane for lane in settling if lane.shape == wish.shape), None
-                )
-            ) is not None:
-                settling.remove(lane)
+            fitting = [lane for lane in settling if lane.shape == wish.shape]
+            if fitting:
+                settling.remove(fitting[0])
             elif coming[wish.shape] > 0:
                 coming[wish.shape] -= 1
             else:
@@ -269,12 +260,10 @@ class Pool:
         while True:
             await asyncio.sleep(_WATCH_S)
             for lane in list(self._lanes.values()):
-                if not (borrower := lane.borrower):
+                borrower = lane.borrower
+                if not borrower or not await asyncio.to_thread(is_dead, borrower):
                     continue
-                if (
-                    await asyncio.to_thread(is_dead, borrower)
-                    and lane.borrower == borrower
-                ):
+                if lane.borrower == borrower:
                     self._take_back(lane, stop=True)
             for actor in list(self._inside):
                 if await asyncio.to_thread(is_dead, actor):

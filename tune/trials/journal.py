@@ -74,11 +74,9 @@ def in_order(records: Iterable[TrialRecord]) -> list[TrialRecord]:
 def read_boundary(sweep: Storage) -> Boundary:
     """Return what earlier starts learned of microbatches; nothing where it is damaged."""
     try:
-        return Boundary.from_plain(
-            sweep.read_json(_BOUNDARY, dict[str, Any])
-            if sweep.exists(_BOUNDARY)
-            else {}
-        )
+        if not sweep.exists(_BOUNDARY):
+            return Boundary()
+        return Boundary.from_plain(sweep.read_json(_BOUNDARY, dict[str, Any]))
     except CheckpointError as error:
         logger.warning(
             "%s is damaged (%s): which microbatches fit is learned anew",
