@@ -4,10 +4,10 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
 FG = "#0a0b01"
@@ -67,13 +67,6 @@ class Figure:
     Of small multiples, one for each panel.
     """
     num_panels: int = 1
-
-    @classmethod
-    def of_panels(cls, title: str, caption: str, panels: Sequence[Self]) -> Self:
-        """Return one figure of small multiples."""
-        return cls(
-            title, caption, "\n".join(panel.svg for panel in panels), len(panels)
-        )
 
 
 @contextmanager

@@ -84,7 +84,8 @@ def objective(data: FigureData) -> Figure | None:
         canvas.axes.set_ylabel(label)
         canvas.legend(data.legend(mark.record for mark in marks))
         panels.append(canvas.figure(axis.label, ""))
-    return Figure.of_panels(title, " ".join(notes), panels)
+    svg = "\n".join(panel.svg for panel in panels)
+    return Figure(title, " ".join(notes), svg, len(panels))
 
 
 def _marks(data: FigureData) -> list[Mark]:

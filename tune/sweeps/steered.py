@@ -15,7 +15,7 @@ from tune.sweeps.spec import SweepSpec
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal
 from tune.trials.record import trial_id
-from tune.trials.steering import Actions, Clone, Steering
+from tune.trials.steering import Action, Actions, Steering
 
 
 class Steered:
@@ -90,17 +90,17 @@ class Steered:
                 ray.get(self._mailbox.submit_ahead.remote(assignment))
         self.is_extended = self.is_extended or steering.extension != before.extension
 
-    def _begin(self, name: str, clone: Clone) -> None:
+    def _begin(self, name: str, clone: Action) -> None:
         """Submit a clone that has no record yet."""
         self._begun.add(name)
         if self._journal.find(name) is not None:
             return
-        self._progress.seen[name] = clone.config
+        self._progress.seen[name] = clone.keys
         assignment = assignment_of(
-            clone.config, self._spec.train, self._spec.config.objective, "clone"
+            clone.keys, self._spec.train, self._spec.config.objective, "clone"
         )
-        states = self._spec.storage.child("states", clone.of)
-        has_ended = self._journal.find(clone.of) is not None
+        states = self._spec.storage.child("states", clone.trial)
+        has_ended = self._journal.find(clone.trial) is not None
         if clone.goes_on and has_ended and states.exists():
             assignment = replace(assignment, source=states)
         ticket = ray.get(self._mailbox.submit.remote(assignment))

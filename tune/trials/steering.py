@@ -48,17 +48,6 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Clone:
-    """A trial again, maybe with other keys."""
-
-    of: str
-    """The trial that it was made from."""
-    config: dict[str, Any]
-    goes_on: bool
-    """Whether it may begin with the checkpoint of that."""
-
-
-@dataclass(frozen=True)
 class Steering:
     """What all actions come to."""
 
@@ -68,7 +57,7 @@ class Steering:
     """Trials that end at their next evaluation, or never start."""
     first: tuple[str, ...] = ()
     """Trials that start before the others, in this order."""
-    clones: dict[str, Clone] = field(default_factory=dict)
+    clones: dict[str, Action] = field(default_factory=dict)
     """By their own ids."""
     extension: dict[str, Any] = field(default_factory=dict)
     """Dotted keys of the sweep."""
@@ -79,7 +68,7 @@ def steered(actions: Iterable[Action]) -> Steering:
     paused = False
     stopped: set[str] = set()
     first: list[str] = []
-    clones: dict[str, Clone] = {}
+    clones: dict[str, Action] = {}
     extension: dict[str, Any] = {}
     for action in actions:
         if action.kind == "stop":
@@ -87,10 +76,7 @@ def steered(actions: Iterable[Action]) -> Steering:
         elif action.kind == "first":
             first = [action.trial, *(trial for trial in first if trial != action.trial)]
         elif action.kind == "clone":
-            clones.setdefault(
-                trial_id(action.keys, "clone"),
-                Clone(action.trial, action.keys, action.goes_on),
-            )
+            clones.setdefault(trial_id(action.keys, "clone"), action)
         elif action.kind == "extend":
             extension |= action.keys
         else:
