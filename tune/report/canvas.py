@@ -116,7 +116,7 @@ class Canvas:
         """Draw one point that shows `text` when the mouse is over it."""
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
-    def legend(self, series: Iterable[tuple[str, str]] = ()) -> None:
+    def legend(self, series: Iterable[tuple[str, str]]) -> None:
         """Write the names of what was drawn, and of further colours, above the axes."""
         for color, name in series:
             self.axes.plot([], [], color=color, linewidth=2.5, label=name)
