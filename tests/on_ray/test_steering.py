@@ -104,7 +104,7 @@ def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
         order_extension(spec.uri, {"train.max_steps": 30})
         until(
             lambda: any(
-                message.startswith("extended by") for message in caplog.messages
+                message.startswith("by hand: extend") for message in caplog.messages
             ),
             "the driver's word",
         )

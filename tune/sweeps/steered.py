@@ -59,10 +59,10 @@ class Steered:
         steering = self._steering
         with contextlib.suppress(StorageError):
             steering = self._actions.read()
-        for action in self._actions.news():
-            self._progress.terminal.say(f"by hand: {action}")
         if steering != self._steering:
             self._do(steering)
+        for action in self._actions.news():
+            self._progress.terminal.say(f"by hand: {action}")
         if not self._is_alone:
             for name in sorted(steering.clones.keys() - self._begun):
                 self._begin(name, steering.clones[name])
