@@ -162,12 +162,10 @@ def plan(
 
     spec = read_sweep(location, overrides, own_workers=False)
     forecast = make_plan(spec, load_cluster(cluster), minutes_per_trial)
-    lines = [*forecast.lines()]
-    figures = ("trials", "ended", "usd_per_hour", "trial_s", "time_s", "usd")
+    figures = asdict(forecast)
+    lines = figures.pop("lines")
     [short] = [line for line in lines if line.startswith("USD ")]
-    output.result(
-        "\n".join(lines), short, {name: getattr(forecast, name) for name in figures}
-    )
+    output.result("\n".join(lines), short, figures)
     return 0
 
 

@@ -107,7 +107,7 @@ class Tools:
         expected = {key: getattr(forecast, key) for key in ("trials", "time_s", "usd")}
         budget = spec.config.budget
         return {
-            "said": "\n".join(forecast.lines()),
+            "said": "\n".join(forecast.lines),
             "expected": expected,
             "at_most": budget.model_dump() | {"time_s": spec.config.time_budget_s},
             "not_known": [name for name, value in expected.items() if value is None],

@@ -60,26 +60,23 @@ class Objective(Settings):
         check_direction("mode", self.metric, self.mode)
         if self.metric in MEASURED and self.mode is not None:
             self._check_known_mode(self.mode)
-        values, modes = self._target_parts()
-        malformed = self.target is not None and (
-            len(values) != 1 or bool(modes.keys() - {"mode"})
-        )
-        self.refuse_if(
-            malformed,
-            "target",
-            "is not one metric and its value",
-            "write `target: {val_accuracy: 0.97}`",
-        )
-        for name in values:
-            mode = self._mode_of(name)
-            given = modes.get("mode")
-            check_direction("target.mode", name, given or mode)
-            contrary = name == self.metric and given not in (None, mode)
-            rule = f"contradicts the mode of objective.metric, which is the same metric and has {mode}"
-            self.refuse_if(
-                contrary, "target", rule, "leave out its mode, or set `objective.mode`"
-            )
+        if self.target is not None:
+            self._check_target(*self._target_parts())
         return self
+
+    def _check_target(self, values: dict[str, float], modes: dict[str, Mode]) -> None:
+        """Raise ConfigError where the target is not one metric and its value."""
+        fix = "write `target: {val_accuracy: 0.97}`"
+        malformed = len(values) != 1 or bool(modes.keys() - {"mode"})
+        self.refuse_if(malformed, "target", "is not one metric and its value", fix)
+        [name] = values
+        mode = self._mode_of(name)
+        given = modes.get("mode", mode)
+        check_direction("target.mode", name, given)
+        contrary = name == self.metric and given != mode
+        rule = f"contradicts the mode of objective.metric, which is the same metric and has {mode}"
+        fix = "leave out its mode, or set `objective.mode`"
+        self.refuse_if(contrary, "target", rule, fix)
 
     def _check_known_mode(self, mode: Mode) -> None:
         """Raise ConfigError where the mode of what is measured is turned round."""

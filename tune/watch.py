@@ -8,7 +8,7 @@ path means a file.
 
 The buttons do what `python -m tune steer` does; nothing else writes to the sweep's
 directory. Cookies are not enough for that: other pages' requests have them, too. A
-request to steer needs the second token, which stands in the page, in a header.
+request to steer needs the token in a header; the page has it.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-from trainers.config.function import build_run
+from pydantic import Field
+
 from trainers.errors import (
     CheckpointError,
     ConfigError,
@@ -35,41 +35,49 @@ from trainers.errors import (
     counted,
     first_line,
 )
+from trainers.json_data import validated
 from trainers.lease import LEASE, STALE_S, Holder
 from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 from tune.report.answer import answer
 from tune.report.page import contents, render, source
-from tune.report.words import duration, in_a_line, in_words, labels
-from tune.report.write import best_tree, read_environment
-from tune.search.finalists import repeats_to_run
+from tune.report.words import duration, in_a_line, newest
+from tune.report.write import read_environment
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
-from tune.trials.journal import Journal
+from tune.trials.journal import Journal, in_order
 from tune.trials.live import Live, Running, read_live
-from tune.trials.record import TrialRecord, trial_id
+from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = (LOOPBACK, "localhost", "[::1]")
-_POLICY = (
-    "default-src 'none'; script-src 'self'; connect-src 'self'; style-src 'unsafe-inline'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; connect-src 'self'; "
+        "style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 
 _MOST_CHOICES = 200
 """Trials that the page offers to steer."""
 _LONGEST = 4096
 """Bytes of a request to steer."""
+_Words = Annotated[list[str], Field(min_length=1)]
 _ELSEWHERE = "This page is served to 127.0.0.1 and localhost only."
+_NOT_OPENED = (
+    "Open the address that `python -m tune watch` has printed: it holds a token."
+)
 _LOOK_S = 1.0
 _SHARE = 0.1
 """Of its time that the process may spend on drawing the page."""
-_QUIET_S = 600.0
-_QUIET_TRIALS = 3.0
-"""Nothing new for this long, and for so many times the longest trial, is said."""
 
-Kind = Literal["waiting", "running", "quiet", "cut", "ended"]
+Kind = Literal["waiting", "running", "unread", "cut", "ended"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,6 @@ class Seen:
     """How long its lease has not moved while this process looked."""
     live: Live | None = None
     records: list[TrialRecord] = field(default_factory=list)
-    idle_s: float = 0.0
-    """How long no trial has brought anything new."""
 
     @property
     def is_alive(self) -> bool:
@@ -137,13 +143,6 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
         live = None
     if not seen.records and (live is None or not live.num_lanes):
         return "running", "Starting: no lane is up yet."
-    longest_s = max(
-        (record.end_time - record.start_time for record in seen.records), default=0.0
-    )
-    if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
-        quiet = f"Nothing new for {duration(seen.idle_s)}"
-        why = "its trials may hang, or wait for nodes"
-        return "quiet", f"{quiet}, though the sweep's process is alive: {why}."
     ended = f"{seen.num_trials}"
     lanes = ""
     if live is not None:
@@ -174,12 +173,13 @@ class Follow:
         self._page = ("", "")
         self._said = ""
         self.token = secrets.token_urlsafe(32)
-        """Of requests to steer."""
+        """Of the page, and of requests to steer."""
         self._forget()
 
     def _forget(self) -> None:
         """Forget the sweep: another one has taken its place."""
-        self._saved = b""
+        self._sweep = b"", ""
+        """Its file, and the token of its lease."""
         self._spec: SweepSpec | None = None
         self._records: dict[str, TrialRecord] = {}
         self._damaged: dict[str, str] = {}
@@ -188,8 +188,6 @@ class Follow:
         self._drawn: dict[str, Any] | None = None
         self._lease = b""
         self._lease_at = self._clock()
-        self._news: Any = None
-        self._news_at = self._clock()
 
     def page(self) -> tuple[str, str]:
         """Return the page and its version; a page that takes long to draw may be old."""
@@ -220,62 +218,32 @@ class Follow:
         return is_done, said
 
     def _look(self) -> str:
+        running: list[tuple[int, str, str, str, str]] = []
+        choices: list[tuple[str, str]] = []
         try:
             seen = self.see()
             kind, sentence = judge(seen)
-            live = seen.live if kind in ("running", "quiet") else None
-            takes_actions = kind in ("running", "quiet", "cut")
-            choices = self._choices(live) if takes_actions else []
-        except (PacelineError, OSError) as error:
-            shown = self._shown(
-                "waiting" if self._drawn is None else "quiet",
-                redact(f"{error}"),
-                [],
-                None,
-            )
-        else:
+            live = seen.live if kind == "running" else None
+            if live is not None:
+                known = self._records
+                running = [_row(run) for run in live.running if run.trial not in known]
+            if kind in ("running", "cut"):
+                choices = self._choices(live)
             self._draw(seen.records, kind == "ended")
-            notes = [*self._damaged.values(), *filter(None, [self._said])]
-            shown = self._shown(kind, redact(sentence), notes, live)
-            if takes_actions:
-                shown["token"] = self.token
-                shown["choices"] = choices
+        except (PacelineError, OSError) as error:
+            kind = "unread"
+            sentence = f"{error}"
+        shown = {
+            "kind": kind,
+            "sentence": redact(sentence),
+            "notes": list(filter(None, [*self._damaged.values(), self._said])),
+            "running": running,
+            "choices": choices,
+            "token": self.token,
+        }
         if self._drawn is None:
             return render("waiting.html", live=shown)
         return render("report.html", **{**self._drawn, "live": shown})
-
-    def _shown(
-        self, kind: Kind, sentence: str, notes: list[str], live: Live | None
-    ) -> dict[str, Any]:
-        """Return what live.html shows."""
-        running = live.running if live is not None else []
-        repeats = self._repeats() if running else {}
-        rows = []
-        for trial in running:
-            if trial.trial not in self._records:
-                rows.append(self._row(trial, *repeats.get(trial.trial, ())))
-        shown = {"kind": kind, "sentence": sentence, "notes": notes, "running": rows}
-        return shown | {"choices": []}
-
-    def _row(
-        self, trial: Running, config: dict[str, Any] | None = None, seed: int = 0
-    ) -> tuple[int, str, str, str, str]:
-        """Return the cells of a trial that runs; a repeat has a seed of its own."""
-        words = trial.trial
-        config = config or trial.config
-        if self._spec is not None and config:
-            known = TrialRecord(trial.trial, config, "done", 0.0, 0.0)
-            words = in_words(labels(self._spec.config, [known]), known)
-        if seed:
-            words += f", repeat, seed {seed}"
-        newest = [
-            f"{key} {value:.4g}"
-            for key, value in trial.metrics.items()
-            if key.startswith(("val_", "train_l"))
-        ]
-        step = f"{trial.metrics['step']:g}" if "step" in trial.metrics else ""
-        age = duration(max(0.0, time.time() - trial.started))
-        return trial.lane, words, step, "  ".join(newest), age
 
     def _choices(self, live: Live | None) -> list[tuple[str, str]]:
         """Return the trials that may be steered, those that run first: id and words."""
@@ -296,48 +264,25 @@ class Follow:
         now = self._clock()
         lease = storage.read(LEASE) if storage.exists(LEASE) else b""
         holder = Holder.read(lease) if lease else None
-        before = Holder.read(self._lease) if self._lease else None
         saved = storage.read(SAVED) if storage.exists(SAVED) else b""
-        is_another = (
-            holder is not None and before is not None and holder.token != before.token
-        )
-        if saved != self._saved or is_another:
+        sweep = saved, holder.token if holder else self._sweep[1]
+        if sweep != self._sweep:
             self._forget()
-            self._saved = saved
+            self._sweep = sweep
             self._spec = read_kept(storage.uri) if saved else None
         if lease != self._lease:
             self._lease = lease
             self._lease_at = now
         live = read_live(storage)
         self._read_records()
-        records = sorted(
-            self._records.values(), key=lambda record: (record.start_time, record.id)
-        )
-        news = (
-            len(records),
-            live and [(run.trial, run.metrics.get("step")) for run in live.running],
-        )
-        if news != self._news:
-            self._news = news
-            self._news_at = now
-        return Seen(
-            storage.uri,
-            bool(saved),
-            holder,
-            now - self._lease_at,
-            live,
-            records,
-            now - self._news_at,
-        )
+        records = in_order(self._records.values())
+        idle_s = now - self._lease_at
+        return Seen(storage.uri, bool(saved), holder, idle_s, live, records)
 
     def _read_records(self) -> None:
         """Read the new records, each once, and note which are damaged."""
-        names = {
-            name.removesuffix(".json")
-            for name in self.storage.names("trials")
-            if name.endswith(".json")
-        }
         journal = Journal(self.storage)
+        names = journal.names()
         self._records = {
             name: record for name, record in self._records.items() if name in names
         }
@@ -355,53 +300,38 @@ class Follow:
                 if record is not None:
                     self._records[name] = record
 
-    def _repeats(self) -> dict[str, tuple[dict[str, Any], int]]:
-        """Return configuration and seed of the repeats to come, by their ids."""
-        if self._spec is None:
-            return {}
-        wanted = repeats_to_run(
-            self._spec.config, self._spec.train, list(self._records.values())
-        )
-        return {
-            trial_id(finalist.config, "repeat", seed): (finalist.config, seed)
-            for finalist, seed in wanted
-        }
-
     def _draw(self, records: list[TrialRecord], has_ended: bool) -> None:
         """Draw the report anew if a record is new or the sweep has ended."""
         spec = self._spec
         what = [record.id for record in records], has_ended
         if spec is None or self._drawn_of == what:
             return
-        found = answer(spec.config, records)
-        tree = best_tree(spec.config, spec.train, found, spec.storage, None)
-        try:
-            resolved = (
-                build_run(tree, "best.yaml").tree() if tree is not None else spec.train
-            )
-        except ConfigError:  # of a version with other keys
-            resolved = tree or spec.train
-        args = (
+        self._drawn_of = what
+        self._drawn = contents(
             spec.storage,
             spec.config,
-            resolved,
+            spec.train,
             records,
             read_environment(spec.storage),
-            found,
+            answer(spec.config, records),
         )
-        self._drawn_of = what
-        self._drawn = contents(*args)
+
+
+def _row(trial: Running) -> tuple[int, str, str, str, str]:
+    """Return the cells of a trial that runs."""
+    words = redact(in_a_line(trial.config)) or trial.trial
+    age = duration(max(0.0, time.time() - trial.started))
+    return trial.lane, words, *newest(trial.metrics), age
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a sweep to who has `token`."""
+    """Serves the page of a sweep to who has its token."""
 
     daemon_threads = True
 
     def __init__(self, follow: Follow, port: int = 0) -> None:
         """`port` 0: any free one. Raises ConfigError where it is taken."""
         self.follow = follow
-        self.token = secrets.token_urlsafe(32)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -413,7 +343,7 @@ class PageServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         """The page's address, with the token."""
-        return f"http://{LOOPBACK}:{self.server_port}/?token={self.token}"
+        return f"http://{LOOPBACK}:{self.server_port}/?token={self.follow.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that went away."""
@@ -432,30 +362,18 @@ class _Handler(BaseHTTPRequestHandler):
         given = parse_qs(parts.query).get("token", [""])[0]
         if self._is_elsewhere():
             self._say(403, _ELSEWHERE)
-        elif parts.path == "/" and _is_same(given, self.server.token):
-            cookie = (
-                f"{self._cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Lax"
-            )
-            self._answer(303, b"", {"Location": "/", "Set-Cookie": cookie})
-        elif not self._may():
-            self._say(
-                401,
-                "Open the address that `python -m tune watch` has printed: it holds a token.",
-            )
+        elif parts.path == "/" and self._is_token(given):
+            cookie = f"{self._cookie}={given}; Path=/; HttpOnly; SameSite=Lax"
+            self._answer(303, "", "text/plain", Location="/", Set_Cookie=cookie)
+        elif not (self._has_cookie() or self._has_header()):
+            self._say(401, _NOT_OPENED)
         elif parts.path == "/":
             page, version = self.server.follow.page()
             is_known = self.headers.get("If-None-Match") == version
-            kind = {"ETag": version, "Content-Type": "text/html; charset=utf-8"}
-            if is_known:
-                self._answer(304, b"", kind)
-            else:
-                self._answer(200, page.encode(), kind)
+            status = 304 if is_known else 200
+            self._answer(status, "" if is_known else page, "text/html", ETag=version)
         elif parts.path in ("/table.js", "/watch.js"):
-            self._answer(
-                200,
-                source(parts.path[1:]).encode(),
-                {"Content-Type": "text/javascript; charset=utf-8"},
-            )
+            self._answer(200, source(parts.path[1:]), "text/javascript")
         else:
             self._say(404, "There is only one page here.")
 
@@ -465,15 +383,16 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if self._is_elsewhere():
             self._say(403, _ELSEWHERE)
-        elif not self._has_token(self.server.follow.token):
-            self._say(401, "Steering needs the token that stands in the page.")
+        elif not self._has_header():
+            self._say(401, "Steering needs the token in a header.")
         elif self.path != "/steer":
             self._say(404, "Only /steer takes requests.")
         elif not length.isdecimal() or int(length) > _LONGEST:
             self._say(400, f"A request has at most {_LONGEST} bytes.")
         else:
-            words = _words(self.rfile.read(int(length)))
-            if not words:
+            try:
+                words = validated(json.loads(self.rfile.read(int(length))), _Words)
+            except (ValueError, RecursionError, CheckpointError):
                 self._say(400, 'Write a list of words: ["stop", "3f2a"].')
                 return
             is_done, said = self.server.follow.steer(words)
@@ -491,57 +410,34 @@ class _Handler(BaseHTTPRequestHandler):
         # cookies are one host's, not one port's
         return f"paceline-watch-{self.server.server_port}"
 
-    def _may(self) -> bool:
-        """Whether the request has the token, in a header or in the cookie."""
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie)
-        except CookieError:
-            cookie = None
-        return self._has_token(self.server.token) or (
-            cookie is not None and _is_same(cookie.value, self.server.token)
-        )
+    def _has_cookie(self) -> bool:
+        cookies = self.headers.get("Cookie", "").split("; ")
+        given = [cookie.removeprefix(f"{self._cookie}=") for cookie in cookies]
+        return any(map(self._is_token, given))
 
-    def _has_token(self, token: str) -> bool:
-        """Whether the request has a token in its header."""
-        kind, _, given = self.headers.get("Authorization", "").partition(" ")
-        return kind.lower() == "bearer" and _is_same(given, token)
+    def _has_header(self) -> bool:
+        given = self.headers.get("Authorization", "")
+        return self._is_token(given.removeprefix("Bearer "))
+
+    def _is_token(self, given: str) -> bool:
+        token = self.server.follow.token
+        return hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
     def _say(self, status: int, words: str) -> None:
-        self._answer(
-            status, f"{words}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"}
-        )
+        self._answer(status, f"{words}\n", "text/plain")
 
-    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    def _answer(self, status: int, text: str, kind: str, **headers: str) -> None:
+        body = text.encode()
         self.send_response(status)
-        fixed = {
-            "Cache-Control": "no-store",
-            "Content-Length": str(len(body)),
-            "Content-Security-Policy": _POLICY,
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
-        for name, value in (fixed | headers).items():
-            self.send_header(name, value)
+        for name, value in (_HEADERS | headers).items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *args: Any) -> None:
         """Log no request: the first one's address holds the token."""
-
-
-def _is_same(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
-
-
-def _words(body: bytes) -> list[str]:
-    """Return the words of a request to steer; none where it is malformed."""
-    try:
-        words = json.loads(body)
-    except (ValueError, RecursionError):
-        return []
-    is_list = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    return words if is_list else []
 
 
 def serve(location: str, port: int) -> None:

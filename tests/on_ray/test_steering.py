@@ -158,7 +158,7 @@ def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
             steer(spec.uri, "stop", ids[seed][:8])
         steer(spec.uri, "first", ids[4])
         order_extension(spec.uri, {"train.max_steps": 30})
-        until(lambda: has_said(caplog, "extended by"), "the driver's word")
+        until(lambda: has_said(caplog, "by hand: extend"), "the driver's word")
         gate.mkdir()
         until(lambda: Journal(spec.storage).find(ids[1]), "the end of the first")
         steer(spec.uri, "clone", ids[1])

@@ -1,6 +1,5 @@
 """What is known of a user's training function before and between its trials."""
 
-import asyncio
 import functools
 import json
 import types
@@ -16,7 +15,6 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
-from tune.ray.misfits import sized
 from tune.ray.pool import Pool, most_lanes
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
 from tune.ray.trainer import with_own_name
@@ -146,59 +144,6 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself():
     for function in (plain, enclosing(plain), functools.partial(plain), len):
         assert not makes_trainer(function), function
     assert made == []
-
-
-@pytest.mark.parametrize(
-    ("config", "key", "size"),
-    [
-        ({"batch_size": 32, "lr": 0.1}, None, 32),
-        ({"loader": {"per_device_train_batch_size": 8}}, None, 8),
-        ({"rows": 8}, "rows", 8),
-        ({"a": {"b": {"rows": 8}}, "batch_size": 4}, "a.b.rows", 8),
-        ({"lr": 0.1}, None, None),
-        ({"batch_size": 4, "bs": 8}, None, None),  # which of them is it?
-        ({"batch_size": True}, None, None),
-        ({"batch_size": "auto"}, None, None),
-        ({"batch_size": 0}, None, None),
-    ],
-)
-def test_the_batch_is_found_by_its_key(config, key, size):
-    found = sized("train", config, key)
-    assert (found and found.size) == size
-
-
-def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are():
-    pool = Pool("", "")
-
-    def why_not(size, function="train", **others):
-        found = sized(
-            function,
-            {"batch_size": size, "precision": "fp32", "layers": 4, "lr": 0.1, **others},
-        )
-        return found.why_not(asyncio.run(pool.misfit(found)))
-
-    failed = sized(
-        "train", {"batch_size": 64, "precision": "fp32", "layers": 4, "lr": 0.1}
-    )
-    assert failed is not None
-    assert why_not(64) is None
-    asyncio.run(pool.note_misfit(failed))
-    assert (
-        why_not(64)
-        == "batch_size 64 is not tried: 64 ran out of memory with the same configuration"
-    )
-    assert why_not(128) is not None
-    assert why_not(128, lr=0.3) is not None  # a rate takes no memory
-    assert why_not(63) is None
-    others = [
-        {"precision": "bf16"},
-        {"layers": 2},
-        {"checkpointing": True},
-        {"function": "other"},
-        {"width_mult": 0.5},  # a number with a fraction may be a width
-    ]
-    for other in others:
-        assert why_not(128, **other) is None
 
 
 def test_a_cluster_holds_so_many_lanes():

@@ -232,23 +232,23 @@ SMALL = {(32, 0.5): 3.0, (32, 1.0): 2.0, (32, 2.0): 4.0}
     [
         (
             {(512, 0.5): 9.0, (512, 1.0): 6.0, (512, 2.0): 8.0},
-            "lost to itself, not to its rate: with its best, lr 0.004, it has a time to the target of 6 s.",
+            "lost to itself, not to its rate: with its best, lr 0.004, it needs 6 s.",
         ),
         (
             {(512, 0.5): None, (512, 1.0): None, (512, 2.0): None},
-            "lost to itself, not to its rate: with its best, lr 0.004, it has no time_to_target.",
+            "lost to itself, not to its rate: with its best, lr 0.004, it does not reach val_accuracy 0.97.",
         ),
         (
             {(512, 0.5): None, (512, 1.0): 6.0, (512, 2.0): 2.1, (512, 4.0): 3.0},
-            "and loses to its rate otherwise: with the rule's, 0.004, it has a time to the target of 6 s.",
+            "is as good as the best with its best, lr 0.008; the rule's is 0.004.",
         ),
         (
             {(512, 0.5): 3.0, (512, 1.0): 1.0, (512, 2.0): 3.0},
-            "did not lose: it is as good as the best with lr 0.004.",
+            "is as good as the best with its best, lr 0.004; the rule's is 0.004.",
         ),
         (
             {(512, 0.5): 9.0, (512, 1.0): 8.0, (512, 2.0): 6.0},
-            "lost to its rate or to itself is not known: beyond its best, lr 0.008, none was tried.",
+            "lost to its rate or to itself is not known: with its best, lr 0.008, none was tried beyond.",
         ),
     ],
 )

@@ -66,10 +66,10 @@ def test_the_terminals_table():
     times = [float(row[-2]) for row in rows if row[2] == "done" and row[-1] == "s"]
     assert times == sorted(times)
     assert [row[:2] for row in rows[-3:]] == [
-        ["256", "bf16"],
-        ["512", "fp32"],
         ["512", "bf16"],
-    ], "by the space"
+        ["512", "fp32"],
+        ["256", "bf16"],
+    ], "as the records stand"
     marked = [line for line in lines if line.startswith("* ")]
     assert [line.split()[1:3] for line in marked] == [["64", "bf16"]]
     for text in ("done", "8,240", "7.77", "297 MiB", "0.9819", "3.12 s"):

@@ -50,15 +50,6 @@ def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allo
     assert unwrap({"seed": 1}) == {"seed": 1}, "as Tune draws it, key by key"
 
 
-def test_fixed_microbatches_are_tried_from_the_middle():
-    ((key, values),) = tune_space(
-        make({"microbatch_size": [1, 2, 3, 4, 5, 6, 7]})
-    ).items()
-    assert [
-        unwrap({key: value})["microbatch_size"] for value in values["grid_search"]
-    ] == [4, 2, 6, 1, 3, 5, 7]
-
-
 def test_a_trial_is_the_run_with_its_values():
     config = run_of(
         {

@@ -35,10 +35,6 @@ def view(**changes):
         "state": {
             "lanes": [0, 1],
             "running": {1: trial},
-            "boundary": {
-                "fp32 on cpu, 8.0 GiB": (10, 12),
-                "bf16 on cpu, 8.0 GiB": (None, 25),
-            },
         },
         "configs": {"b": {"global_batch_size": 32, "precision": "bf16"}},
         "best": (0.123456, best),
@@ -57,13 +53,12 @@ def test_no_name_is_markup_or_moves_the_cursor():
     name = "val_[/red]\x1b[2J"
     trial = {"trial": "b", "started": time.time(), "metrics": {"step": 1, name: 0.25}}
     record = TrialRecord("a", {"task_args.[/b]\x1b": "[/red]\x1b[2J"}, "done", 0, 1)
-    state = {"lanes": [0], "running": {0: trial}, "boundary": {"[/i]\x1b[2J": (1, 2)}}
+    state = {"lanes": [0], "running": {0: trial}}
     shown = text(view(state=state, best=(1.0, record), configs={"b": record.config}))
     assert "\x1b" not in shown
     for words in (
         r"val_[/red]\x1b[2J 0.25",
         r"[/b]\x1b [/red]\x1b[2J",
-        r"[/i]\x1b[2J: 1 fits",
     ):
         assert words in shown, shown
 
@@ -76,8 +71,6 @@ def test_it_shows_all_that_there_is():
         "120",
         "val_loss 0.25",
         "best so far   val_loss 0.1235   global_batch_size 64  lr 0.1",
-        "fp32 on cpu, 8.0 GiB: 10 fits, 12 does not",
-        "bf16 on cpu, 8.0 GiB: 25 does not",
         "1 of 2 lanes busy, 1.50 USD; 8.5 min of the budget left",
     ):
         assert words in shown, shown

@@ -40,11 +40,9 @@ class NoOutcomeError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        return (
-            f"exit code {self.code}"
-            if self.code >= 0
-            else signal.Signals(-self.code).name
-        )
+        if self.code < 0:
+            return signal.Signals(-self.code).name
+        return f"exit code {self.code}"
 
 
 class Zygote:

@@ -73,49 +73,41 @@ class ForkContext(PublicContext):
         return self._storage
 
 
+def _asked(name: str) -> Any:
+    """Return a method that asks the worker's own implementation."""
+
+    def ask(self: ForkUtils, *args: Any, **given: Any) -> Any:
+        return self.channel.call(name, *args, **given)
+
+    return ask
+
+
 class ForkUtils(TrainFnUtils):
     """What the functions of `ray.train` call."""
 
     def __init__(self, channel: Channel, context: ForkContext) -> None:
-        self._channel = channel
+        self.channel = channel
         self._context = context
 
-    def report(self, *args: Any, **given: Any) -> None:
-        """As Ray\'s."""
-        self._channel.call("report", *args, **given)
-
-    def get_checkpoint(self) -> Any:
-        """As Ray\'s."""
-        return self._channel.call("get_checkpoint")
-
-    def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
-        """As Ray\'s."""
-        return self._channel.call("get_all_reported_checkpoints", *args, **given)
+    report = _asked("report")
+    get_checkpoint = _asked("get_checkpoint")
+    get_all_reported_checkpoints = _asked("get_all_reported_checkpoints")
+    get_preemption_info = _asked("get_preemption_info")
+    barrier = _asked("barrier")
+    broadcast_from_rank_zero = _asked("broadcast_from_rank_zero")
 
     def get_dataset_shard(self, *args: Any, **given: Any) -> Any:
         """As Ray\'s."""
         connect()  # it holds actors
-        return self._channel.call("get_dataset_shard", *args, **given)
+        return self.channel.call("get_dataset_shard", *args, **given)
 
     def get_context(self) -> PublicContext:
         """As Ray\'s."""
         return self._context
 
-    def get_preemption_info(self) -> Any:
-        """As Ray\'s."""
-        return self._channel.call("get_preemption_info")
-
     def is_distributed(self) -> bool:
         """As Ray\'s."""
         return True
-
-    def barrier(self) -> None:
-        """As Ray\'s."""
-        self._channel.call("barrier")
-
-    def broadcast_from_rank_zero(self, data: Any) -> Any:
-        """As Ray\'s."""
-        return self._channel.call("broadcast_from_rank_zero", data)
 
 
 class _TuneSession:
@@ -182,11 +174,10 @@ def run_function(
     try:
         form_group(place, channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
-        call = (
-            cloudpickle.loads(function)
-            if isinstance(function, bytes)
-            else function.load()
-        )
+        if isinstance(function, bytes):
+            call = cloudpickle.loads(function)
+        else:
+            call = function.load()
         channel.call("begins")
         returned = call()
     except TrialStopped:

@@ -155,11 +155,9 @@ def check(
 
 def device_label(channel: Channel, device_index: int) -> str:
     """Return what decides how much fits: the GPU's model and memory."""
-    device = (
-        torch.device("cuda", device_index)
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", device_index)
     return f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
 
 

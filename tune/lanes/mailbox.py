@@ -184,8 +184,8 @@ class Mailbox:
         """Return what the terminal and the metrics show.
 
         Returns:
-            The lanes that are up, their trials with their newest reports, what is known
-            of microbatches, and the notes from number `notes` on.
+            The lanes that are up, their trials with their newest reports, and the notes
+            from number `notes` on.
         """
         running = {
             lane: {
@@ -198,7 +198,6 @@ class Mailbox:
         return {
             "lanes": sorted(self._lanes.up),
             "running": running,
-            "boundary": self._microbatches.shown(),
             "notes": self._notes[notes:],
             "refusal": self._refusal,
         }
@@ -290,11 +289,9 @@ class Mailbox:
         self._running[lane] = trial
         trial.started = time.time()
         device = self._lanes.up.get(lane)
-        bounds = (
-            self._microbatches.bounds(trial, device)
-            if device
-            else trial.assignment.microbatch_bounds
-        )
+        bounds = trial.assignment.microbatch_bounds
+        if device:
+            bounds = self._microbatches.bounds(trial, device)
         trial.assignment = replace(
             trial.assignment,
             attempt=trial.losses + trial.failures,

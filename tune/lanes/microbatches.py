@@ -23,36 +23,18 @@ class Microbatches:
         """`sweep` None: nothing is kept."""
         self._sweep = sweep
         self._boundary = Boundary() if sweep is None else read_boundary(sweep)
-        self._labels: dict[str, str] = {}
         self._writing = asyncio.Lock()
 
     def bounds(self, trial: Submission, device: str) -> Bounds:
         """What is known of trials like one."""
-        return self._of(self._key(trial, device))
-
-    def _key(self, trial: Submission, device: str) -> str:
-        """Its key in the boundary."""
-        key = trial.key(device)
-        if key not in self._labels:
-            self._labels[key] = _label(trial, device)
-        return key
-
-    def shown(self) -> dict[str, Bounds]:
-        """All that is known, by precision and device in words."""
-        known = {
-            label: self._of(key)
-            for key, label in sorted(self._labels.items(), key=lambda item: item[1])
-        }
-        return {
-            label: bounds for label, bounds in known.items() if bounds != (None, None)
-        }
+        return self._of(trial.key(device))
 
     def why_not(self, trial: Submission, device: str) -> str | None:
         """Why a trial cannot fit on a device; None when it may."""
         if not device:
             return None
         size = trial.smallest
-        key = self._key(trial, device)
+        key = trial.key(device)
         if self._boundary.fits(key, size) is not False:
             return None
         failed = self._boundary.smallest_misfit(key)
@@ -66,10 +48,10 @@ class Microbatches:
 
         Returns whether that is news, and what it contradicts, in words.
         """
-        key = self._key(trial, device)
+        key = trial.key(device)
         is_news = self._boundary.fits(key, size) is not fits
         contradiction = self._boundary.observe(key, size, fits)
-        return is_news, contradiction and f"{self._labels[key]}: {contradiction}"
+        return is_news, contradiction and f"{_label(trial, device)}: {contradiction}"
 
     async def keep(self) -> str | None:
         """Write what is known; returns, in words, why it could not be."""

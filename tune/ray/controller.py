@@ -26,7 +26,6 @@ import ray.train
 import ray.train.collective
 from ray.util.queue import Empty
 
-from trainers.causes import classify
 from trainers.on_ray.gpus import own_gpu
 from trainers.on_ray.internals import accepted, actor_record
 from trainers.on_ray.process_group import listen
@@ -195,11 +194,9 @@ def shape_of(
     scaling allows.
     """
     if num_workers is None:
-        num_workers = (
-            min(scaling.num_workers)
-            if isinstance(scaling.num_workers, tuple)
-            else scaling.num_workers
-        )
+        num_workers = scaling.num_workers
+    if isinstance(num_workers, tuple):
+        num_workers = min(num_workers)
     return Shape(
         int(num_workers),
         tuple(sorted(scaling._resources_per_worker_not_none.items())),
@@ -420,19 +417,6 @@ class LaneController(TrainController):
                 group.abort()
             raise
         return self.get_result()
-
-
-def ran_out_of_memory(error: Exception | None) -> bool:
-    """Whether a rank's failure, in Ray's error of a run, was memory of its device."""
-    failures = (
-        error.worker_failures.values()
-        if isinstance(error, ray.train.WorkerGroupError)
-        else ()
-    )
-    return any(
-        classify(getattr(failure, "_base_exc", failure)) == "out_of_memory"
-        for failure in failures
-    )
 
 
 def is_stopped() -> bool:

@@ -20,12 +20,10 @@ from tune.ray.controller import (
     Answers,
     LaneController,
     own_place,
-    ran_out_of_memory,
     reports_of_trial,
     stops,
     without_helpers,
 )
-from tune.ray.misfits import sized
 from tune.ray_internals import DataParallelTrainer, get_session, set_session
 
 
@@ -37,8 +35,6 @@ class Run:
     """Pickled: the training function with its configuration, a callable without
     arguments.
     """
-    name: str
-    config: dict[str, Any]
     given: dict[str, Any]
     """The other arguments of the TorchTrainer."""
     backend: str
@@ -84,14 +80,18 @@ def run_driver(channel: Channel, driver: bytes, config: dict[str, Any]) -> Any:
 class Asked:
     """What a driver's process asks of its trial's actor."""
 
-    def __init__(self, pool: Any, zygote: str, batch_key: str | None) -> None:
+    def __init__(self, pool: Any, zygote: str) -> None:
         self._pool = pool
         self._zygote = zygote
-        self._batch_key = batch_key
 
     def fit(self, run: Run) -> Any:
         """Train in a lane."""
-        return _fit(run, self._pool, self._zygote, self._batch_key)
+        function = ForkedFunction(
+            run.function, self._zygote, run.backend, run.timeout_s
+        )
+        trainer = _InLane(function, backend_config=NoGroup(run.backend), **run.given)
+        trainer.pool = self._pool
+        return trainer.fit()
 
     def attribute(self, name: str) -> Any:
         """What Tune's session has by a name."""
@@ -119,24 +119,6 @@ class _InLane(DataParallelTrainer):
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
         return LaneController(self.pool, **given).fit()
-
-
-def _fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
-    """Train as the TorchTrainer of a trial's process would, with Ray's result or error."""
-    size = sized(f"{run.name} on {run.given['scaling_config']}", run.config, batch_key)
-    if size is not None:
-        why = size.why_not(ray.get(pool.misfit.remote(size)))
-        if why is not None:
-            raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
-    function = ForkedFunction(run.function, zygote, run.backend, run.timeout_s)
-    trainer = _InLane(function, backend_config=NoGroup(run.backend), **run.given)
-    trainer.pool = pool
-    try:
-        return trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        if size is not None and ran_out_of_memory(error):
-            ray.get(pool.note_misfit.remote(size))
-        raise
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from tune.ray.controller import is_dead, make_barrier
 from tune.ray.lane import Lane, Loan, Wish, most_lanes, reserve, start_workers
-from tune.ray.misfits import Sized
 from tune.ray.shape import Shape
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ class Pool:
         self._count = 0
         self._waiting: list[Wish] = []
         self._watching = False
-        self._misfits: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
         self._start_s = 0.0
@@ -111,15 +109,6 @@ class Pool:
         """Answer a question."""
         self._lanes[number].answers.pop(question).set_result(answer)
 
-    async def misfit(self, sized: Sized) -> int | None:
-        """Return the smallest batch that ran out of memory, all else being equal."""
-        return self._misfits.get(sized.rest)
-
-    async def note_misfit(self, sized: Sized) -> None:
-        """Note that a size of a batch ran out of memory."""
-        known = self._misfits.get(sized.rest, sized.size)
-        self._misfits[sized.rest] = min(sized.size, known)
-
     async def enter(self, actor: str) -> None:
         """Note that the actor with an id runs a trial's driver."""
         self._inside.add(actor)
@@ -178,9 +167,10 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
     def _free(self, wish: Wish) -> Lane | None:
-        return next(
-            (lane for lane in self._all_free() if lane.shape == wish.shape), None
-        )
+        for lane in self._lanes.values():
+            if lane.is_up and lane.borrower is None and lane.shape == wish.shape:
+                return lane
+        return None
 
     def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
         """Whether a lane that nobody has takes the room of one that is waited for."""
@@ -192,13 +182,6 @@ class Pool:
                 wish.shape != other.shape for wish in self._waiting
             )
         return False
-
-    def _all_free(self) -> list[Lane]:
-        return [
-            lane
-            for lane in self._lanes.values()
-            if lane.is_up and lane.borrower is None
-        ]
 
     def _lend(self, lane: Lane, wish: Wish) -> Loan:
         self._first_lent = self._first_lent or time.monotonic()
@@ -214,12 +197,9 @@ class Pool:
             lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""
         ]
         for wish in self._waiting:
-            if (
-                lane := next(
-                    (lane for lane in settling if lane.shape == wish.shape), None
-                )
-            ) is not None:
-                settling.remove(lane)
+            fitting = [lane for lane in settling if lane.shape == wish.shape]
+            if fitting:
+                settling.remove(fitting[0])
             elif coming[wish.shape] > 0:
                 coming[wish.shape] -= 1
             else:
@@ -280,12 +260,10 @@ class Pool:
         while True:
             await asyncio.sleep(_WATCH_S)
             for lane in list(self._lanes.values()):
-                if not (borrower := lane.borrower):
+                borrower = lane.borrower
+                if not borrower or not await asyncio.to_thread(is_dead, borrower):
                     continue
-                if (
-                    await asyncio.to_thread(is_dead, borrower)
-                    and lane.borrower == borrower
-                ):
+                if lane.borrower == borrower:
                     self._take_back(lane, stop=True)
             for actor in list(self._inside):
                 if await asyncio.to_thread(is_dead, actor):

@@ -95,11 +95,10 @@ def _arguments(call: ast.Call, names: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for keyword in call.keywords:
         try:
-            value = (
-                names[keyword.value.id]
-                if isinstance(keyword.value, ast.Name)
-                else ast.literal_eval(keyword.value)
-            )
+            if isinstance(keyword.value, ast.Name):
+                value = names[keyword.value.id]
+            else:
+                value = ast.literal_eval(keyword.value)
         except (KeyError, ValueError):
             return {}
         if keyword.arg is None:

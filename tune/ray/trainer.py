@@ -21,9 +21,7 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
     """Takes the place of `ray.train.torch.TorchTrainer`.
 
     Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on workers that
-    are up; anywhere else it is Ray's own. A batch size that ran out of memory in
-    another trial with the same configuration is not tried, nor is a larger one: `fit`
-    raises the error that Ray would, with the reason.
+    are up; anywhere else it is Ray's own.
     """
 
     def fit(self) -> Any:
@@ -35,8 +33,6 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 
     def _run(self) -> Run:
         own: Any = self
-        function = own.train_loop_per_worker
-        name = getattr(function, "__qualname__", type(function).__qualname__)
         given = {
             "scaling_config": own.scaling_config,
             "run_config": with_own_name(own.run_config),
@@ -48,8 +44,6 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         packed = cloudpickle.dumps(own._get_train_func())
         return Run(
             packed,
-            name,
-            own.train_loop_config or {},
             given,
             group.backend,
             group.timeout_s,

@@ -55,15 +55,12 @@ _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
 """What Tune reserves for a trial, which waits for its lane; it refuses nothing at all."""
 
 
-def in_lanes(
-    driver: Callable[[dict[str, Any]], Any], pool: str, batch_key: str | None
-) -> Any:
+def in_lanes(driver: Callable[[dict[str, Any]], Any], pool: str) -> Any:
     """Return what Tune runs for a trial: the driver in a fork, its trainers in lanes.
 
     Args:
         driver: The function that makes a trainer and calls `fit`.
         pool: The name of the pool of lanes, and of the zygotes.
-        batch_key: The name of the batch size in the configuration; None: looked for.
     """
     packed = cloudpickle.dumps(driver)
 
@@ -81,7 +78,7 @@ def in_lanes(
                 "tune.ray.driver:run_driver", packed, config
             )
             has_failed, returned = fork.serve(
-                Asked(lanes, pool, batch_key), lambda: not is_stopped(), look_s=0.1
+                Asked(lanes, pool), lambda: not is_stopped(), look_s=0.1
             )
         except (
             TrialStopped,
@@ -117,9 +114,7 @@ def _new_name() -> str:
 class Tuner(tune.Tuner):
     """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
-    `batch_key` names the batch size among the keys of `train_loop_config`, where none
-    of the usual names does: a size that ran out of memory is not tried again. A
-    function without a TorchTrainer runs as Ray runs it.
+    A function without a TorchTrainer runs as Ray runs it.
     """
 
     def __init__(
@@ -129,7 +124,6 @@ class Tuner(tune.Tuner):
         param_space: dict[str, Any] | None = None,
         tune_config: tune.TuneConfig | None = None,
         run_config: tune.RunConfig | None = None,
-        batch_key: str | None = None,
         **given: Any,
     ) -> None:
         self._driver: Any = None
@@ -141,7 +135,7 @@ class Tuner(tune.Tuner):
             tune_config.reuse_actors = True
             pool = _new_name()
             self._drive(trainable, pool, tune_config, run_config)
-            trainable = in_lanes(trainable, pool, batch_key)
+            trainable = in_lanes(trainable, pool)
         super().__init__(
             trainable,
             param_space=param_space,
@@ -160,14 +154,14 @@ class Tuner(tune.Tuner):
 
     @classmethod
     def restore(  # type: ignore[override]
-        cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any
+        cls, path: str, trainable: Any, **given: Any
     ) -> Self:
         """As Ray's: go on with the trials of a sweep that was cut off."""
         drives = makes_trainer(trainable)
         pool = _new_name()
         driver = trainable
         if drives:
-            trainable = in_lanes(driver, pool, batch_key)
+            trainable = in_lanes(driver, pool)
         internal: Any = tune.Tuner.restore(path, trainable, **given)._local_tuner
         restored = cls(_tuner_internal=internal)
         if drives:

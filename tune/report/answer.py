@@ -448,26 +448,11 @@ def largest_size(
     scores = scores_of(config.objective, tried)
     best = min(tried, key=lambda record: scores[record.id])
     rate = telling(config, records).get(config.around, config.around)
-    who = f"largest batch, {size},"
-    own = f"{rate} {shown(best.config[config.around])}"
+    own = f"with its best, {rate} {shown(best.config[config.around])}"
     if not is_inside(config, tried, best.config):
-        return f"Whether the {who} lost to its rate or to itself is not known: beyond its best, {own}, none was tried."
+        return f"Whether the largest batch, {size}, lost to its rate or to itself is not known: {own}, none was tried beyond."
     if best.id not in as_good:
-        return f"The {who} lost to itself, not to its rate: with its best, {own}, it has {_value(config, best)}."
-    start = sample_values(config.space[config.around])[0]
-    at_start = {**best.config, config.around: start}
-    by_rule = [record for record in tried if record.config == at_start]
-    if not by_rule or by_rule[0].id in as_good:
-        return f"The {who} did not lose: it is as good as the best with {own}."
-    at_rule = f"with the rule's, {shown(start)}, it has {_value(config, by_rule[0])}"
-    return f"The {who} is as good as the best with {own}, and loses to its rate otherwise: {at_rule}."
-
-
-def _value(config: SweepConfig, record: TrialRecord) -> str:
-    metric = config.objective.metric
-    value = value_of(metric, record)
-    if value is None:
-        return f"no {metric}"
-    if metric == "time_to_target":
-        return f"a time to the target of {span(record.missed_target_s, value)}"
-    return f"{metric} {amount(metric, value)}"
+        has = _needed(config.objective, best, [])
+        return f"The largest batch, {size}, lost to itself, not to its rate: {own}, it {has}."
+    start = shown(sample_values(config.space[config.around])[0])
+    return f"The largest batch, {size}, is as good as the best {own}; the rule's is {start}."

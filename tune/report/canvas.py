@@ -4,10 +4,10 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
 FG = "#0a0b01"
@@ -68,13 +68,6 @@ class Figure:
     """
     num_panels: int = 1
 
-    @classmethod
-    def of_panels(cls, title: str, caption: str, panels: Sequence[Self]) -> Self:
-        """Return one figure of small multiples."""
-        return cls(
-            title, caption, "\n".join(panel.svg for panel in panels), len(panels)
-        )
-
 
 @contextmanager
 def styled() -> Iterator[None]:
@@ -91,16 +84,13 @@ def styled() -> Iterator[None]:
 class Canvas:
     """One set of axes, and the hover text of its marks."""
 
-    def __init__(
-        self, name: str, height_in: float = _SIZE_IN[1], title: str = ""
-    ) -> None:
+    def __init__(self, name: str) -> None:
         from matplotlib.figure import Figure as Sheet
 
         self.name = name
-        self.sheet = Sheet(figsize=(_SIZE_IN[0], height_in), layout="constrained")
+        self.sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
-        self.axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
         self.axes.locator_params(
             axis="x", nbins=5
         )  # as many as have room for six digits each
@@ -126,7 +116,7 @@ class Canvas:
         """Draw one point that shows `text` when the mouse is over it."""
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
-    def legend(self, series: Iterable[tuple[str, str]] = ()) -> None:
+    def legend(self, series: Iterable[tuple[str, str]]) -> None:
         """Write the names of what was drawn, and of further colours, above the axes."""
         for color, name in series:
             self.axes.plot([], [], color=color, linewidth=2.5, label=name)

@@ -5,7 +5,6 @@ the first key of few values the colour.
 """
 
 import functools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ class Axis:
     key: str
     label: str
     values: list[Any]
-    """Rising where they are numbers, else in the order of the list."""
+    """Rising where they are numbers, else as they were tried."""
 
     @functools.cached_property
     def is_numeric(self) -> bool:
@@ -82,7 +81,7 @@ class FigureData:
         names = telling(config, records)
         self._words = {record.id: in_words(names, record) for record in records}
         axes = {
-            key: Axis(key, label, _tried(config, key, records))
+            key: Axis(key, label, _tried(key, records))
             for key, label in labels(config, records).items()
         }
         self.varied = [
@@ -96,12 +95,11 @@ class FigureData:
         # to compare.
         rest = [axis for axis in self.varied if axis != self.x]
         few = [axis for axis in rest if len(axis.values) <= len(SERIES)]
-        self.by = next(
-            (axis for axis in few if axis.key == "precision"), few[0] if few else None
-        )
-        self.names = (
-            [self.by.name(value) for value in self.by.values] if self.by else [""]
-        )
+        few.sort(key=lambda axis: axis.key != "precision")
+        self.by = few[0] if few else None
+        self.names = [""]
+        if self.by is not None:
+            self.names = [self.by.name(value) for value in self.by.values]
 
     def series(self, record: TrialRecord) -> int:
         """Return which series a trial belongs to."""
@@ -131,23 +129,14 @@ class FigureData:
         return f"{self._words[record.id]}: {text}"
 
 
-def _tried(config: SweepConfig, key: str, records: list[TrialRecord]) -> list[Any]:
+def _tried(key: str, records: list[TrialRecord]) -> list[Any]:
     """Return the values of a key that were tried."""
     tried: dict[str, Any] = {}
     for record in records:
         value = record.config.get(key)
         tried.setdefault(repr(value), value)
     values = list(tried.values())
-    if all(map(is_number, values)):
-        return sorted(values)
-    space = config.space.get(key)
-    listed = [repr(value) for value in space] if isinstance(space, list) else []
-
-    def place(value: Any) -> tuple[float, str]:
-        text = repr(value)
-        return listed.index(text) if text in listed else math.inf, str(value)
-
-    return sorted(values, key=place)
+    return sorted(values) if all(map(is_number, values)) else values
 
 
 def _choose_x(axes: list[Axis]) -> Axis:

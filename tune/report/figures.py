@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET
-from tune.report.canvas import BAD, FG, SERIES, Canvas, Figure, styled
+from tune.report.canvas import BAD, FG, Canvas, Figure, styled
 from tune.report.figure_data import Axis, FigureData, cut
 from tune.report.words import (
     amount,
@@ -24,10 +23,8 @@ from tune.report.words import (
 from tune.search.finalists import finals
 from tune.trials.record import TrialRecord, value_of
 
-_MARKERS = "os^Dv*"
-_ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
+_ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
 _TICK_CHARS = 56  # as many as fit side by side below the axes
-_MOST_KEYS = 12
 
 Points = list[
     tuple[float, float]
@@ -46,15 +43,16 @@ def figures(
 
 @dataclass(frozen=True)
 class Mark:
-    """A trial's objective, and what is known of how sure it is."""
+    """A trial's figure, and what is known of how sure it is."""
 
     record: TrialRecord
     value: float
     text: str
     between: tuple[float, float] | None = None
-    """The target was met at some time between two evaluations."""
-    repeated: tuple[float, float] | None = None
-    """The 95 % interval of its repeats."""
+    """The 95 % interval of its repeats, or the evaluations between which it met the
+    target.
+    """
+    is_repeated: bool = False
 
 
 def objective(data: FigureData) -> Figure | None:
@@ -64,9 +62,6 @@ def objective(data: FigureData) -> Figure | None:
     if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
         return None
     trials = [record for record in data.records if record.purpose != "repeat"]
-    axes = [data.x, *(axis for axis in data.varied if axis != data.x)]
-    drawn = axes[:_MOST_KEYS]
-    left_out = axes[_MOST_KEYS:]
     notes = ["A mark a trial."]
     if data.best:
         notes.append("The largest is the best.")
@@ -74,20 +69,27 @@ def objective(data: FigureData) -> Figure | None:
         notes.append(
             f"{len(trials) - len(marks)} of {len(trials)} did not reach the target."
         )
-    if any(mark.repeated for mark in marks):
+    if any(mark.is_repeated for mark in marks):
         notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
-    if left_out:
-        notes.append(f"Not drawn: {', '.join(axis.label for axis in left_out)}.")
-    panels = [
-        _against_key(data, axis, marks, f"objective{at or ''}")
-        for at, axis in enumerate(drawn)
-    ]
-    title = "Time to target" if metric == "time_to_target" else printable(metric)
-    return Figure.of_panels(title, " ".join(notes), panels)
+    title = label = printable(metric)
+    size = 1.0
+    if metric == "time_to_target":
+        title = "Time to target"
+        size, unit = time_unit(max(mark.value for mark in marks))
+        label = f"time to target, {unit}"
+    panels: list[Figure] = []
+    for axis in [data.x, *(axis for axis in data.varied if axis != data.x)]:
+        canvas = Canvas(f"objective{len(panels) or ''}")
+        _draw(data, axis, canvas, marks, size)
+        canvas.axes.set_ylabel(label)
+        canvas.legend(data.legend(mark.record for mark in marks))
+        panels.append(canvas.figure(axis.label, ""))
+    svg = "\n".join(panel.svg for panel in panels)
+    return Figure(title, " ".join(notes), svg, len(panels))
 
 
 def _marks(data: FigureData) -> list[Mark]:
-    """Return the trials with a value of the objective, best first."""
+    """Return the trials with a value of the objective."""
     metric = data.config.objective.metric
     marks = []
     finalists = finals(data.config, data.records) if metric == "time_to_target" else []
@@ -98,74 +100,15 @@ def _marks(data: FigureData) -> list[Mark]:
             continue
         if record.id in times:
             time_s = times[record.id]
-            interval = (
-                f"95 % interval {duration(time_s.low)} to {duration(time_s.high)}"
-            )
-            text = f"{duration(time_s.value)}, {interval}"
-            marks.append(
-                Mark(record, time_s.value, text, repeated=(time_s.low, time_s.high))
-            )
+            ends = time_s.low, time_s.high
+            text = f"{duration(time_s.value)}, 95 % interval {duration(ends[0])} to {duration(ends[1])}"
+            marks.append(Mark(record, time_s.value, text, ends, True))
         elif metric == "time_to_target" and record.missed_target_s is not None:
-            low_s = record.missed_target_s
-            marks.append(
-                Mark(record, value, span(low_s, value), between=(low_s, value))
-            )
+            ends = record.missed_target_s, value
+            marks.append(Mark(record, value, span(*ends), ends))
         else:
             marks.append(Mark(record, value, amount(metric, value)))
-    return sorted(
-        marks,
-        key=lambda mark: mark.value,
-        reverse=data.config.objective.direction == "max",
-    )
-
-
-def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> Figure:
-    """Draw one panel."""
-    metric = data.config.objective.metric
-    label = printable(metric)
-    size = 1.0
-    if metric == "time_to_target":
-        size, unit = time_unit(marks[-1].value)
-        label = f"time to target, {unit}"
-    canvas = Canvas(name)
-    for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
-        x = axis.position(mark.record)
-        color = data.color(mark.record)
-        before = len(canvas.axes.lines)
-        if mark.between:
-            canvas.axes.plot(
-                [x, x],
-                [end / size for end in mark.between],
-                color=color,
-                linewidth=1,
-                alpha=0.5,
-            )
-        if mark.repeated:
-            canvas.axes.plot(
-                [x, x],
-                [end / size for end in mark.repeated],
-                color=color,
-                linewidth=2.4,
-            )
-        large = 8.5 if data.is_best(mark.record) else 5
-        text = data.tip(mark.record, mark.text)
-        look: dict[str, Any] = {
-            "marker": "o",
-            "markersize": large,
-            "zorder": 3,
-            "linestyle": "none",
-        }
-        canvas.mark(x, mark.value / size, text, color, clip_on=False, **look)
-        if axis != data.by:
-            canvas.move(
-                canvas.axes.lines[before:],
-                data.series(mark.record) - (len(data.names) - 1) / 2,
-            )
-    _set_axis(axis, canvas)
-    canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
-    canvas.axes.set_ylabel(label)
-    canvas.legend(data.legend(mark.record for mark in marks))
-    return canvas.figure(axis.label, "")
+    return marks
 
 
 def throughput(data: FigureData) -> Figure | None:
@@ -174,44 +117,36 @@ def throughput(data: FigureData) -> Figure | None:
     for record in data.finished:
         rate = record.samples_per_s
         if rate and is_number(rate):
-            marks.append((record, rate, f"{rate:,.0f} samples/s"))
+            marks.append(Mark(record, rate, f"{rate:,.0f} samples/s"))
     if not marks:
         return None
     canvas = Canvas("throughput")
-    _against_x(data, canvas, marks)
+    _draw(data, data.x, canvas, marks, is_joined=True)
     canvas.axes.set(ylim=(0, None), ylabel="samples/s")
-    canvas.legend()
+    canvas.legend(data.legend(mark.record for mark in marks))
     best = " The largest mark is the best trial." if data.best else ""
-    boundary = " Beyond a dotted line memory runs out." if data.out_of_memory else ""
-    return canvas.figure(
-        "Throughput",
-        f"After warm-up, evaluation left out{data.each()}.{best}{boundary}",
-    )
+    caption = f"After warm-up, evaluation left out{data.each()}.{best}"
+    return canvas.figure("Throughput", caption)
 
 
 def memory(data: FigureData) -> Figure | None:
     """Draw peak memory against the batch size; a strip on top has trials out of memory."""
-    peaks = {}
-    for record in data.finished:
-        if record.peak_memory_bytes:
-            peaks[record.id] = record.peak_memory_bytes
-    if not peaks and not data.out_of_memory:
-        return None
-    most = max(peaks.values(), default=0)
-    size, unit = memory_unit(most)
     marks = []
     for record in data.finished:
-        if record.id in peaks:
-            peak = peaks[record.id] / size
-            marks.append((record, peak, f"{peak:.4g} {unit}"))
-    rows = sorted({data.series(record) for record in data.out_of_memory})
+        peak = record.peak_memory_bytes
+        if peak:
+            marks.append(Mark(record, peak, amount("peak_memory_bytes", peak)))
+    if not marks and not data.out_of_memory:
+        return None
+    most = max((mark.value for mark in marks), default=0.0)
+    size, unit = memory_unit(most)
     canvas = Canvas("memory")
-    _against_x(data, canvas, marks, rows)
+    _draw(data, data.x, canvas, marks, size, is_joined=True)
     cross: dict[str, Any] = {"marker": "X", "markersize": 8}
     for record in data.out_of_memory:
         canvas.mark(
             data.x.position(record),
-            0.96 - _ROW * rows.index(data.series(record)),
+            0.96 - _ROW * data.series(record),
             data.tip(record, "out of memory"),
             data.color(record),
             transform=canvas.axes.get_xaxis_transform(),
@@ -220,11 +155,12 @@ def memory(data: FigureData) -> Figure | None:
     caption = f"Largest over the workers{data.each()}."
     if data.out_of_memory:
         canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
-        caption += " Trials that ran out of memory are on top, beyond the dotted line of their colour."
-    height = most / size * 1.08 / (0.96 - _ROW * len(rows))
-    canvas.axes.set(ylim=(0, height or 1), ylabel=f"peak memory, {unit}")
-    canvas.axes.yaxis.set_visible(bool(peaks))
-    canvas.legend()
+        caption += " Trials that ran out of memory are on top."
+        most = most / (0.96 - _ROW * len(data.names))
+    canvas.axes.set(ylim=(0, most / size * 1.08 or 1), ylabel=f"peak memory, {unit}")
+    canvas.axes.yaxis.set_visible(bool(marks))
+    shown = [*(mark.record for mark in marks), *data.out_of_memory]
+    canvas.legend(data.legend(shown))
     return canvas.figure("Peak memory", caption)
 
 
@@ -306,70 +242,43 @@ def _lines(
             )
 
 
-def _against_x(
+def _draw(
     data: FigureData,
+    axis: Axis,
     canvas: Canvas,
-    marks: list[tuple[TrialRecord, float, str]],
-    also: Collection[int] = (),
+    marks: list[Mark],
+    size: float = 1.0,
+    is_joined: bool = False,
 ) -> None:
-    """Draw a mark a trial, and on a grid a line a series through medians at each x.
+    """Draw a mark a trial, the best on top; `size` is the unit of their values.
 
-    The legend has the series with marks and those in `also`. A dotted line for each
-    series lies between the largest value that fitted and the smallest that ran out of
-    memory.
+    If joined, a grid has a line a series through medians.
     """
-    line = "-" if data.config.search == "grid" else "none"
-    canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    for at, name in enumerate(data.names):
-        own = [mark for mark in marks if data.series(mark[0]) == at]
-        if not own and at not in also:
-            continue
-        found: dict[float, list[float]] = {}
-        for record, y, _ in own:
-            found.setdefault(data.x.position(record), []).append(y)
-        xs = sorted(found)
-        canvas.axes.plot(
-            xs,
-            [median(found[x]) for x in xs],
-            color=SERIES[at],
-            label=name,
-            linestyle=line,
-            linewidth=1.6,
-            marker=_MARKERS[at],
-            markevery=[],
-        )
-        for record, y, text in own:
-            canvas.mark(
-                data.x.position(record),
-                y,
-                data.tip(record, text),
-                data.color(record),
-                marker=_MARKERS[at],
-                markersize=8.5 if data.is_best(record) else 5.5,
-                clip_on=False,
-                zorder=3,
-            )
-    _set_axis(data.x, canvas)
-    if data.x.is_numeric:
-        for at in range(len(data.names)):
-            _draw_boundary(data, canvas, at)
-
-
-def _draw_boundary(data: FigureData, canvas: Canvas, at: int) -> None:
-    """Draw where memory runs out for a series: between what fitted and what did not."""
-    failed = _positions(data, data.out_of_memory, at)
-    below = [
-        x for x in _positions(data, data.finished, at) if x < min(failed, default=0)
-    ]
-    if below and max(below) > 0:
-        x = math.sqrt(max(below) * min(failed))
-        look: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, (2, 2)), "zorder": 1}
-        canvas.axes.axvline(x, color=SERIES[at], **look)
-
-
-def _positions(data: FigureData, records: list[TrialRecord], at: int) -> list[float]:
-    own = [record for record in records if data.series(record) == at]
-    return [data.x.position(record) for record in own]
+    found: dict[str, dict[float, list[float]]] = {}
+    for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
+        x = axis.position(mark.record)
+        y = mark.value / size
+        color = data.color(mark.record)
+        found.setdefault(color, {}).setdefault(x, []).append(y)
+        before = len(canvas.axes.lines)
+        if mark.between is not None:
+            ends = [end / size for end in mark.between]
+            width = 2.4 if mark.is_repeated else 1
+            canvas.axes.plot([x, x], ends, color=color, linewidth=width, alpha=0.7)
+        look: dict[str, Any] = {"linestyle": "none", "clip_on": False, "zorder": 3}
+        look["markersize"] = 8.5 if data.is_best(mark.record) else 5
+        text = data.tip(mark.record, mark.text)
+        canvas.mark(x, y, text, color, marker="o", **look)
+        if axis != data.by and not is_joined:
+            middle = (len(data.names) - 1) / 2
+            canvas.move(canvas.axes.lines[before:], data.series(mark.record) - middle)
+    if is_joined and data.config.search == "grid":
+        for color, values in found.items():
+            xs = sorted(values)
+            medians = [median(values[x]) for x in xs]
+            canvas.axes.plot(xs, medians, color=color, linewidth=1.6)
+    _set_axis(axis, canvas)
+    canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
 
 def _points(record: TrialRecord, metric: str) -> Points:

@@ -3,10 +3,9 @@
 import base64
 import hashlib
 import math
-import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -20,14 +19,12 @@ from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer
 from tune.report.figures import figures
-from tune.report.table import Column, best_first, columns, constant
-from tune.report.words import amount, duration
+from tune.report.table import best_first, columns, constant
+from tune.report.words import duration
 from tune.search.finalists import Final
-from tune.trials.record import Spent, TrialRecord
+from tune.search.space import trial_tree
+from tune.trials.record import TrialRecord
 
-_STACKED = ((10, "700"), (13, "900"), (16, "1200"))
-"""A table of so many columns becomes a list on a page of less than so many pixels."""
-_LONGEST_WORD = 12
 _MOST_DRAWN = 300
 
 
@@ -56,19 +53,18 @@ def best_command(sweep: Storage) -> str:
 def contents(
     sweep: Storage,
     config: SweepConfig,
-    resolved: Mapping[str, Any],
+    train: dict[str, Any],
     records: list[TrialRecord],
     environment: Mapping[str, str],
     found: Answer,
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
-    `resolved` is the run of the best trial, or where there is none the run that is
-    varied.
+    `train` is the run that is varied.
     """
+    tree = train if found.best is None else trial_tree(train, found.best.config)
     shown = columns(config, records)
     same = constant(config, records, shown)
-    table = [column for column in shown if column not in same]
     whole = summary(config, records, environment, found)
     beaten = {record.id for record in found.ranking[_MOST_DRAWN:]}
     drawn = [record for record in records if record.id not in beaten]
@@ -81,24 +77,17 @@ def contents(
         "best": found.best,
         "script": source("table.js"),
         "script_hash": _hash(source("table.js")),
-        "columns": table,
+        "columns": [column for column in shown if column not in same],
         "command": best_command(sweep),
         "figures": figures(config, drawn, found.best),
         "left_out": len(records) - len(drawn),
         "answer": found,
-        "records": best_first(config, records, found),
+        "records": best_first(records, found),
         "same": ", ".join(said),
-        "spent": spent_in_all(records),
-        "stacked": next(
-            (width for most, width in _STACKED if len(table) + 1 <= most), "always"
-        ),
         "summary": whole,
-        "tiles": _tiles(config, shown, found),
-        "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
-        "train": redact(dump_yaml(dict(resolved))),
+        "train": redact(dump_yaml(tree)),
         "live": None,
         "duration": duration,
-        "breaks": _breaks,
     }
 
 
@@ -106,47 +95,6 @@ def _hash(script: str) -> str:
     """Return a script's name in a Content-Security-Policy."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-def _tiles(
-    config: SweepConfig, shown: Sequence[Column], found: Answer
-) -> list[tuple[str, str]]:
-    """Return the best trial's figures; its objective is the answer's."""
-    if found.best is None or found.value is None:
-        return []
-    metric = config.objective.metric
-    cells = {
-        column.header: column.cells[found.best.id]
-        for column in shown
-        if column.is_figure
-    }
-    headers = {"time_to_target": "time to target", "samples_per_s": "samples/s"}
-    if len(found.finals) > 1 or "seed" in config.space:
-        cells[headers.get(metric, metric)] = amount(metric, found.value)
-    return [
-        (header, cell)
-        for header, cell in cells.items()
-        if cell != "-" and header not in ("starting", "training")
-    ]
-
-
-def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
-    """Sum up where the time of trials on lanes went; None where no record tells."""
-    found = [record.spent for record in records if record.spent is not None]
-    if not found:
-        return None
-    return Spent(
-        min(spent.began for spent in found),
-        sum(spent.starting_s for spent in found),
-        sum(spent.training_s for spent in found),
-        sum(spent.total_s for spent in found),
-    )
-
-
-def _breaks(text: str) -> str:
-    """Return the class of a cell whose words are too long for a column: they may break."""
-    words = re.split(r"[\s_.]", text)
-    return "long" if max(map(len, words)) > _LONGEST_WORD else ""
 
 
 def summary(
@@ -158,7 +106,9 @@ def summary(
     """Return what summary.json holds, with numbers that may not be finite."""
     counts = Counter(record.status for record in records)
     objective = config.objective.model_dump(exclude_none=True)
-    spent = spent_in_all(records)
+    spent = [record.spent for record in records if record.spent is not None]
+    starting_s = sum(each.starting_s for each in spent)
+    training_s = sum(each.training_s for each in spent)
     starts = [record.start_time for record in records]
     ends = [record.end_time for record in records]
     best = None
@@ -180,8 +130,8 @@ def summary(
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(max(ends, default=0.0) - min(starts, default=0.0), 3),
         "trial_time_s": round(sum(ends) - sum(starts), 3),
-        "starting_s": round(spent.starting_s, 3) if spent else None,
-        "training_s": round(spent.training_s, 3) if spent else None,
+        "starting_s": round(starting_s, 3) if spent else None,
+        "training_s": round(training_s, 3) if spent else None,
         "environment": dict(environment),
     }
 

@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
@@ -18,7 +17,6 @@ from tune.report.answer import Answer
 from tune.report.words import (
     amount,
     duration,
-    is_number,
     labels,
     metric_names,
     number,
@@ -82,7 +80,7 @@ def table(
     found = columns(config, rows)
     dispensable = _least_telling(config, found)
     hidden: list[str] = []
-    ordered = best_first(config, rows, answer)
+    ordered = best_first(rows, answer)
     while True:
         note = [f"not shown for want of room: {', '.join(hidden)}"] if hidden else []
         drawn = _draw(title, [*notes, *note], found, ordered, answer)
@@ -155,27 +153,10 @@ def as_html(*shown: RenderableType) -> str:
     return console.export_html(inline_styles=True, code_format=frame)
 
 
-def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecord]:
-    """Return the trials in the order of the space's lists, and rising in its ranges."""
-
-    def place(key: str, value: Any) -> tuple[float, str]:
-        space = config.space[key]
-        if isinstance(space, list) and value in space:
-            return space.index(value), ""
-        return value if is_number(value) else math.inf, shown(value)
-
-    return sorted(
-        records,
-        key=lambda record: [place(key, record.config.get(key)) for key in config.space],
-    )
-
-
-def best_first(
-    config: SweepConfig, records: list[TrialRecord], answer: Answer
-) -> list[TrialRecord]:
+def best_first(records: list[TrialRecord], answer: Answer) -> list[TrialRecord]:
     """Return the trials in the answer's order, each followed by its repeats.
 
-    Those without a value of the objective come last, in the order of the space.
+    Those without a value of the objective come last, in the order of the records.
     """
     places: dict[str, float] = {}
     by_config: dict[str, float] = {}
@@ -188,7 +169,7 @@ def best_first(
             return places.get(record.id, math.inf), False
         return by_config.get(trial_id(record.config), math.inf), True
 
-    return sorted(in_order(config, records), key=place)
+    return sorted(records, key=place)
 
 
 def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:

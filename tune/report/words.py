@@ -85,6 +85,17 @@ def in_a_line(config: Mapping[str, Any]) -> str:
     )
 
 
+def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
+    """Return the step of a running trial's newest evaluation, and its figures."""
+    figures = [
+        f"{key} {value:.4g}"
+        for key, value in metrics.items()
+        if key.startswith(("val_", "train_l"))
+    ]
+    step = f"{metrics['step']:.0f}" if "step" in metrics else ""
+    return step, "  ".join(figures)
+
+
 def shown(value: Any) -> str:
     """Return a value as YAML has it in one line, numbers to four digits."""
     if isinstance(value, bool) or value is None:
@@ -117,11 +128,8 @@ def number(value: float, digits: int) -> str:
 
 def duration(time_s: float) -> str:
     """Return seconds, minutes or hours, to three digits."""
-    if time_s < 120:
-        return f"{number(time_s, 3)} s"
-    if time_s < 7200:
-        return f"{number(time_s / 60, 3)} min"
-    return f"{number(time_s / 3600, 3)} h"
+    size_s, unit = time_unit(time_s)
+    return f"{number(time_s / size_s, 3)} {unit}"
 
 
 def span(low_s: float | None, high_s: float) -> str:
@@ -139,10 +147,10 @@ def span(low_s: float | None, high_s: float) -> str:
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return the unit that suits an axis up to `longest_s`: its seconds and name."""
-    if longest_s < 300:
+    """Return the unit that suits times up to `longest_s`: its seconds and name."""
+    if longest_s < 120:
         return 1.0, "s"
-    if longest_s < 3 * 3600:
+    if longest_s < 7200:
         return 60.0, "min"
     return 3600.0, "h"
 

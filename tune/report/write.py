@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from trainers.config.function import build_run
 from trainers.config.yaml import dump_yaml
 from trainers.errors import CheckpointError
 from trainers.json_data import validated
@@ -39,33 +38,20 @@ def write_report(
     """
     found = answer(config, records)
     sweep.write("results.parquet", to_parquet(config, records))
-    tree = best_tree(config, train, found, sweep, task_dir)
-    resolved = train if tree is None else build_run(tree, "best.yaml").tree()
-    if tree is not None:
+    if found.best is not None:
+        tree = trial_tree(train, found.best.config)
+        tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
+        if task_dir is not None:
+            tree["task_dir"] = task_dir
         header = _header(best_command(sweep), config, found)
         sweep.write("best.yaml", (header + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
-    shown = contents(sweep, config, resolved, records, environment, found)
+    shown = contents(sweep, config, train, records, environment, found)
     summary = json.dumps(strict(shown["summary"]), indent=2, allow_nan=False)
     sweep.write("summary.json", f"{summary}\n".encode())
     sweep.write("report.html", render("report.html", **shown).encode())
     return found
-
-
-def best_tree(
-    config: SweepConfig,
-    train: dict[str, Any],
-    found: Answer,
-    sweep: Storage,
-    task_dir: str | None,
-) -> dict[str, Any] | None:
-    """Return what best.yaml holds; None without a best trial."""
-    if found.best is None:
-        return None
-    tree = trial_tree(train, found.best.config)
-    tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
-    return tree | ({"task_dir": task_dir} if task_dir is not None else {})
 
 
 def read_environment(sweep: Storage) -> dict[str, str]:

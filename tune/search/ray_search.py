@@ -14,7 +14,7 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.objective import Objective
 from tune.search.around import NO_SCORE, Score, next_trials, score
-from tune.search.space import WHOLE, grid, in_probing_order
+from tune.search.space import WHOLE, grid
 from tune.trials.interval import FAR_APART
 from tune.trials.record import TrialRecord, value_of
 from tune.trials.record import trial_id as name_of
@@ -29,8 +29,7 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
         return {}
     if config.search != "grid":
         return {key: _domain(values) for key, values in config.space.items()}
-    trials = in_probing_order(grid(config)[: config.budget.trials])
-    return {WHOLE: tune.grid_search(trials)}
+    return {WHOLE: tune.grid_search(grid(config)[: config.budget.trials])}
 
 
 def _domain(values: list[Any] | Range) -> Any:

@@ -14,7 +14,6 @@ from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
 from tune.search.around import next_trials, scores_of
-from tune.trials.microbatch_bounds import bisection_order
 from tune.trials.record import TrialRecord, trial_id
 
 WHOLE = "whole_trial"
@@ -139,16 +138,6 @@ def planned_trials(config: SweepConfig) -> int:
     """Return how many trials the search makes."""
     budget = config.budget.trials
     return len(grid(config)[:budget]) if config.search == "grid" else budget or 0
-
-
-def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the trials so that the fewest fixed microbatches run out of memory."""
-    sizes = [trial.get("microbatch_size", "auto") for trial in trials]
-    order = bisection_order(size for size in sizes if type(size) is int)
-    place = {size: index for index, size in enumerate(order)}
-    return sorted(
-        trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1)
-    )
 
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ _FREE = {
 would make untrue.
 """
 _LENGTHS = ("epochs", "max_steps")
+_HOW = "from their checkpoints, unless none was kept or the learning rate goes by the number of steps"
 
 
 def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
@@ -102,43 +103,29 @@ def apply_extension(spec: SweepSpec) -> int:
     records = journal.records()
     lanes = max(1, len({record.lane for record in records}))
     lane_usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes
-    shorter = []
+    num_shorter = 0
     for record in records:
         carried = _carried(record, old, spec, lane_usd_per_hour)
         if carried is None:
-            shorter.append(record)
+            num_shorter += 1
         elif carried != record:
             journal.append(carried)
         if carried is None or carried.id != record.id:
             journal.set_aside(record)
     spec.storage.write(f"before/sweep-{time.time():.0f}.yaml", spec.storage.read(SAVED))
     spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
-    logger.info("%s is extended: %s", spec.uri, _words(spec, len(records), shorter))
-    return len(records) - len(shorter)
+    num_kept = len(records) - num_shorter
+    words = f"what is known of {counted(num_kept, 'trial')} stays"
+    if num_shorter:
+        words += f", {num_shorter} are to be longer: {_HOW}"
+    logger.info("%s is extended: %s", spec.uri, words)
+    return num_kept
 
 
 def content(spec: SweepSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what makes a sweep what it is, wherever its task lies."""
     train = {key: value for key, value in spec.train.items() if key != "task_dir"}
     return spec.config.model_dump(exclude={"train"}), train
-
-
-def _words(spec: SweepSpec, num_records: int, shorter: list[TrialRecord]) -> str:
-    """Say what becomes of the trials that are known."""
-    words = f"what is known of {counted(num_records - len(shorter), 'trial')} stays"
-    if not shorter:
-        return words
-    states = spec.storage.names("states")
-    going_on = sum(record.id in states for record in shorter)
-    why = "no checkpoints were kept, as with `train.checkpoint.every_epochs: 1`"
-    schedule = spec.train.get("lr_schedule", {})
-    is_constant = schedule.get("name", "constant") == "constant"
-    if not is_constant or isinstance(schedule.get("warmup"), float):
-        why = "the learning rate goes by the number of steps"
-        going_on = 0
-    anew = len(shorter) - going_on
-    words += f", {going_on} go on from their last checkpoint"
-    return f"{words}, and {anew} run anew, since {why}" if anew else words
 
 
 def _carried(

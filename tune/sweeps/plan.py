@@ -21,8 +21,16 @@ from cluster.files.capacity import (
     worker_slots,
 )
 from cluster.files.ray_up import ClusterFile
-from trainers.config.function import FunctionConfig, RunConfig, build_run
-from trainers.errors import MISSING, ConfigError, StorageError, first_line, printable
+from trainers.config import TrainConfig
+from trainers.config.function import RunConfig, build_run
+from trainers.errors import (
+    MISSING,
+    ConfigError,
+    StorageError,
+    counted,
+    first_line,
+    printable,
+)
 from tune.report.words import duration
 from tune.sweeps.spec import SweepSpec
 from tune.trials.interval import dollars
@@ -154,25 +162,12 @@ class Size:
         return f"{'at least ' if self.cost.missing else ''}{self.cost.usd_per_hour:.2f}"
 
 
-@dataclass(frozen=True)
-class WorkerShape:
-    """What one worker reserves."""
-
-    cpus: float
-    gpus: float
-
-    @property
-    def words(self) -> str:
-        """Its resources."""
-        return f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
-
-
 def size_of(
-    cluster: ClusterFile, worker: WorkerShape, num_workers: int | None = None
+    cluster: ClusterFile, cpus: float, gpus: float, num_workers: int | None = None
 ) -> Size:
     """Return the fewest nodes on which `num_workers` workers fit, or all there may be."""
     types = cluster.node_types
-    counts = grow(types, cluster.max_workers, worker.cpus, worker.gpus, num_workers)
+    counts = grow(types, cluster.max_workers, cpus, gpus, num_workers)
     nodes = nodes_of(types, counts)
     usd_per_hour: dict[str, float] = {}
     spot_usd_per_hour: dict[str, float] = {}
@@ -180,122 +175,32 @@ def size_of(
         usd_per_hour[name] = price.usd_per_hour
         if price.spot_usd_per_hour is not None:
             spot_usd_per_hour[name] = price.spot_usd_per_hour
-    slots = worker_slots(nodes, worker.cpus, worker.gpus)
-    return Size(
-        counts, nodes, slots, cost(types, counts, usd_per_hour, spot_usd_per_hour)
-    )
+    held = cost(types, counts, usd_per_hour, spot_usd_per_hour)
+    return Size(counts, nodes, worker_slots(nodes, cpus, gpus), held)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """A sweep on what a cluster file can grow to: what it holds, takes and costs."""
 
-    spec: SweepSpec
-    plan: SweepPlan
-    cluster: ClusterFile
-    worker: WorkerShape
+    lines: list[str]
+    """What the terminal shows."""
+    trials: int
+    """Trials to come."""
     ended: int
     """Trials that the sweep's directory holds already."""
-    trials: int
-    """Trials that are still to run."""
-    within: int
-    """Those of them that end within the budget."""
-    held: Size
-    """The nodes that the lanes need."""
-    most: Size
-    """All that the cluster may have."""
     usd_per_hour: float | None
     """Price of the nodes that are held, as given or by the price list; None where that
     of a node is not known.
     """
     trial_s: float | None
     """Duration of a trial; None when nothing is known of it."""
-    trial_source: str
     time_s: float | None
     """Wall time until the fullest lane has run its trials one after the other, or the
     budget is used up.
     """
     usd: float | None
     """Dollars of `time_s`."""
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines that the terminal shows."""
-        cluster = self.cluster
-        where = f"{cluster.provider}, {cluster.region or 'no region'}"
-        yield f"{self.spec.config.name} on {printable(cluster.name)} ({where})"
-        again = f" ({self.ended} more have ended already)" if self.ended else ""
-        rows = {
-            "trials": f"{'at least ' * (self.spec.config.around is not None)}{self.trials}{again}",
-            "lanes": self._lanes(),
-            "nodes": self.held.words,
-            "fully grown": f"{self.most.words}, {self.most.usd_per_hour} USD/hour",
-            "USD/hour": f"{_usd(self.usd_per_hour)} ({self._price_source()})",
-            "one trial": f"{'unknown' if self.trial_s is None else duration(self.trial_s)} ({self.trial_source})",
-            "time": self._time(),
-            "USD": _usd(self.usd),
-        }
-        if self.within < self.trials:
-            rows["budget"] = (
-                f"ends the sweep after about {self.within} of {self.trials} trials"
-            )
-        for label, words in rows.items():
-            yield f"{label:13}{words}"
-        if self.spec.config.usd_per_hour is None and not self.held.cost.missing:
-            yield from self._remarks()
-
-    def _lanes(self) -> str:
-        lanes = self.plan.num_lanes
-        most = self.plan.max_lanes
-        workers = self.plan.train.scaling.min_workers
-        rounds = math.ceil(self.trials / lanes)
-        of_most = f" of at most {most}" if most > lanes else ""
-        lane = f"{workers} worker{'s' * (workers > 1)} of {self.worker.words}"
-        return f"{lanes}{of_most}, each {lane}; {rounds} trial{'s' * (rounds != 1)} one after the other"
-
-    def _price_source(self) -> str:
-        found = self.held.cost
-        if self.spec.config.usd_per_hour is not None:
-            return "given: usd_per_hour"
-        if found.missing:
-            return f"no price of {', '.join(found.missing)}: give --usd_per_hour X for all nodes together"
-        if found.spot_usd_per_hour is None:
-            return "on-demand list prices"
-        return f"on-demand list prices; {_usd(found.spot_usd_per_hour)} with spot nodes at their spot prices"
-
-    def _time(self) -> str:
-        budget_s = self.spec.config.time_budget_s
-        if self.time_s is not None:
-            return f"{duration(self.time_s)} once the nodes are up"
-        if budget_s is None:
-            return "unknown"
-        return f"unknown, at most {duration(budget_s)} by the budget"
-
-    def _remarks(self) -> Iterator[str]:
-        """Say where the price of each node is from, and how old it is."""
-        cluster = self.cluster
-        today = dt.datetime.now(dt.UTC).date()
-        types = [
-            node_type
-            for node_type in cluster.node_types
-            if node_type.is_head or self.held.counts.get(node_type.name)
-        ]
-        prices = load_prices(cluster.provider, cluster.region)
-        for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
-            price = prices[name]
-            where = price.region
-            if where != cluster.region:
-                where += f", not of {cluster.region}"
-            spot = "none"
-            if price.spot_usd_per_hour is not None:
-                spot = f"{price.spot_usd_per_hour:g}"
-            figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
-            yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
-        if any(node_type.spot for node_type in types):
-            yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
-
-
-def _usd(amount: float | None) -> str:
-    return "unknown" if amount is None else f"{amount:.2f}"
 
 
 def make_plan(
@@ -310,69 +215,126 @@ def make_plan(
     _check_resources(cluster)
     train = build_run(spec.train, spec.source)
     scaling = train.scaling
-    use_gpu = _has_gpus(cluster) if scaling.use_gpu == "auto" else scaling.use_gpu
-    use_gpu = use_gpu and (
-        isinstance(train, FunctionConfig) or train.device in ("auto", "cuda")
-    )
-    worker = WorkerShape(
-        float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0
-    )
-    most = size_of(cluster, worker)
+    cpus = float(scaling.cpus_per_worker)
+    gpus = scaling.gpus_per_worker if _uses_gpu(train, cluster) else 0.0
+    worker = f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
+    most = size_of(cluster, cpus, gpus)
     if most.num_workers < scaling.min_workers:
-        rule = f"never fits: {cluster.source} can grow to {most.num_workers} workers of {worker.words}"
+        rule = f"never fits: {cluster.source} can grow to {most.num_workers} workers of {worker}"
         fix = "ask for fewer or smaller workers, or raise the cluster's max_workers"
         raise ConfigError(
             "train.scaling.num_workers", scaling.num_workers, rule, fix, spec.source
         )
-    plan = SweepPlan.make(spec, most.nodes, (), use_gpu)
-    try:
-        records = Journal(spec.storage).records()
-        note = ""
-    except StorageError as error:
-        records = []
-        note = f"; {spec.uri} cannot be read: {first_line(error)}"
-    trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
-    trials = max(0, plan.num_trials - len(records))
-    within = trials
-    held = size_of(cluster, worker, plan.num_lanes * scaling.min_workers)
-    usd_per_hour = spec.config.usd_per_hour or (
-        None if held.cost.missing else held.cost.usd_per_hour
-    )
-    budget_s = spec.config.time_budget_s
-    time_s = None
+    plan = SweepPlan.make(spec, most.nodes, (), gpus > 0)
+    lanes = plan.num_lanes
+    held = size_of(cluster, cpus, gpus, lanes * scaling.min_workers)
+    usd_per_hour = spec.config.usd_per_hour
+    if usd_per_hour is None and not held.cost.missing:
+        usd_per_hour = held.cost.usd_per_hour
+    num_ended, trial_s, trial_source = _trial_s(spec, minutes_per_trial)
+    trials = max(0, plan.num_trials - num_ended)
+    within, time_s = _time_s(spec, trials, lanes, trial_s)
+    if trials and within == 0:
+        raise _too_short(spec, lanes, trial_s or 0.0, usd_per_hour)
     usd = None
-    if trial_s is not None:
-        time_s = min(math.ceil(trials / plan.num_lanes) * trial_s, budget_s or math.inf)
-        if budget_s is not None:
-            within = min(trials, math.floor(budget_s / trial_s + 1e-9) * plan.num_lanes)
-        if usd_per_hour is not None:
-            usd = dollars(time_s, usd_per_hour)
-        if trials and within == 0:
-            raise _too_short(spec, plan, trial_s, usd_per_hour)
-    return Forecast(
-        spec=spec,
-        plan=plan,
-        cluster=cluster,
-        worker=worker,
-        ended=len(records),
-        trials=trials,
-        within=within,
-        held=held,
-        most=most,
-        usd_per_hour=usd_per_hour,
-        trial_s=trial_s,
-        trial_source=trial_source,
-        time_s=time_s,
-        usd=usd,
-    )
+    if time_s is not None and usd_per_hour is not None:
+        usd = dollars(time_s, usd_per_hour)
+    again = f" ({num_ended} more have ended already)" if num_ended else ""
+    of_most = f" of at most {plan.max_lanes}" if plan.max_lanes > lanes else ""
+    lane = f"{counted(scaling.min_workers, 'worker')} of {worker}"
+    rounds = counted(math.ceil(trials / lanes), "trial")
+    rows = {
+        "trials": f"{'at least ' * (spec.config.around is not None)}{trials}{again}",
+        "lanes": f"{lanes}{of_most}, each {lane}; {rounds} one after the other",
+        "nodes": held.words,
+        "fully grown": f"{most.words}, {most.usd_per_hour} USD/hour",
+        "USD/hour": f"{_usd(usd_per_hour)} ({_price_source(spec, held.cost)})",
+        "one trial": trial_source,
+        "time": _time(time_s, spec.config.time_budget_s),
+        "USD": _usd(usd),
+    }
+    if within < trials:
+        rows["budget"] = f"ends the sweep after about {within} of {trials} trials"
+    where = f"{cluster.provider}, {cluster.region or 'no region'}"
+    lines = [f"{spec.config.name} on {printable(cluster.name)} ({where})"]
+    lines += [f"{label:13}{words}" for label, words in rows.items()]
+    if spec.config.usd_per_hour is None and not held.cost.missing:
+        lines += _remarks(cluster, held)
+    return Forecast(lines, trials, num_ended, usd_per_hour, trial_s, time_s, usd)
+
+
+def _uses_gpu(train: RunConfig, cluster: ClusterFile) -> bool:
+    if isinstance(train, TrainConfig) and train.device not in ("auto", "cuda"):
+        return False
+    wanted = train.scaling.use_gpu
+    return _has_gpus(cluster) if wanted == "auto" else wanted
+
+
+def _time_s(
+    spec: SweepSpec, trials: int, lanes: int, trial_s: float | None
+) -> tuple[int, float | None]:
+    """Return how many trials end within the budget, and the sweep's wall time."""
+    if trial_s is None:
+        return trials, None
+    time_s = math.ceil(trials / lanes) * trial_s
+    budget_s = spec.config.time_budget_s
+    if budget_s is None:
+        return trials, time_s
+    within = math.floor(budget_s / trial_s + 1e-9) * lanes
+    return min(trials, within), min(time_s, budget_s)
+
+
+def _price_source(spec: SweepSpec, found: Cost) -> str:
+    if spec.config.usd_per_hour is not None:
+        return "given: usd_per_hour"
+    if found.missing:
+        return f"no price of {', '.join(found.missing)}: give --usd_per_hour X for all nodes together"
+    if found.spot_usd_per_hour is None:
+        return "on-demand list prices"
+    return f"on-demand list prices; {_usd(found.spot_usd_per_hour)} with spot nodes at their spot prices"
+
+
+def _time(time_s: float | None, budget_s: float | None) -> str:
+    if time_s is not None:
+        return f"{duration(time_s)} once the nodes are up"
+    if budget_s is None:
+        return "unknown"
+    return f"unknown, at most {duration(budget_s)} by the budget"
+
+
+def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
+    """Say where the price of each node is from, and how old it is."""
+    today = dt.datetime.now(dt.UTC).date()
+    prices = load_prices(cluster.provider, cluster.region)
+    types = [
+        node_type
+        for node_type in cluster.node_types
+        if node_type.is_head or held.counts.get(node_type.name)
+    ]
+    for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
+        price = prices[name]
+        where = price.region
+        if where != cluster.region:
+            where += f", not of {cluster.region}"
+        spot = "none"
+        if price.spot_usd_per_hour is not None:
+            spot = f"{price.spot_usd_per_hour:g}"
+        figures = f"{price.usd_per_hour:g} USD/hour in {where}, {spot} on spot"
+        yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
+    if any(node_type.spot for node_type in types):
+        yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
+
+
+def _usd(amount: float | None) -> str:
+    return "unknown" if amount is None else f"{amount:.2f}"
 
 
 def _too_short(
-    spec: SweepSpec, plan: SweepPlan, trial_s: float, usd_per_hour: float | None
+    spec: SweepSpec, lanes: int, trial_s: float, usd_per_hour: float | None
 ) -> ConfigError:
     budget = spec.config.budget
     key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
-    rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
+    rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {lanes} lanes"
     rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
     fix = "raise it, or lower `lanes` or the length of a trial"
     return ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
@@ -396,21 +358,25 @@ def _has_gpus(cluster: ClusterFile) -> bool:
     return any(node_type.resources.get("GPU") for node_type in cluster.node_types)
 
 
-def _trial_s(
-    records: Sequence[TrialRecord], minutes: float | None, note: str
-) -> tuple[float | None, str]:
-    """Return the duration of a trial, given or the mean of others, and its source."""
+def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None, str]:
+    """Return how many trials have ended, how long one takes, and how that is known."""
+    note = ""
+    records: list[TrialRecord] = []
+    try:
+        records = Journal(spec.storage).records()
+    except StorageError as error:
+        note = f"; {spec.uri} cannot be read: {first_line(error)}"
     if minutes is not None:
-        return minutes * 60, "given"
+        return len(records), minutes * 60, f"{duration(minutes * 60)} (given)"
     times = [
         record.end_time - record.start_time for record in records if record.finished
     ]
     if not times:
-        return (
-            None,
-            f"give --minutes_per_trial M: no trial of this sweep has ended yet{note}",
-        )
-    spread = (
-        f", {duration(min(times))} to {duration(max(times))}" if len(times) > 1 else ""
-    )
-    return statistics.fmean(times), f"mean of {len(times)} that ended{spread}"
+        why = "give --minutes_per_trial M: no trial of this sweep has ended yet"
+        return len(records), None, f"unknown ({why}{note})"
+    mean_s = statistics.fmean(times)
+    spread = ""
+    if len(times) > 1:
+        spread = f", {duration(min(times))} to {duration(max(times))}"
+    words = f"{duration(mean_s)} (mean of {len(times)} that ended{spread})"
+    return len(records), mean_s, words

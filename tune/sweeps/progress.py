@@ -30,7 +30,7 @@ from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
 from tune.lanes.messages import Event
 from tune.report.table import as_html
-from tune.report.words import duration, in_a_line
+from tune.report.words import duration, in_a_line, newest
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
@@ -84,13 +84,6 @@ def render(view: View) -> RenderableType:
     lines = []
     if view.best is not None:
         lines.append(f"best so far   {_best_so_far(config, view.best)}")
-    for label, (low, high) in view.state["boundary"].items():
-        known = []
-        if low is not None:
-            known.append(f"{low} fits")
-        if high is not None:
-            known.append(f"{high} does not")
-        lines.append(f"microbatch    {label}: {', '.join(known)}")
     lines.append(_spent(view))
     shown = [Text(redact(line)) for line in lines]
     return Group(Text(head, style="bold"), _running(view), *shown)
@@ -114,17 +107,10 @@ def _running(view: View) -> Table:
     table.add_column("newest")
     table.add_column("for", justify="right")
     for lane, trial in sorted(running.items()):
-        metrics = trial["metrics"]
-        newest = [
-            f"{key} {value:.4g}"
-            for key, value in metrics.items()
-            if key.startswith(("val_", "train_l"))
-        ]
         cells = (
             str(lane),
             in_a_line(view.configs.get(trial["trial"], {})),
-            str(metrics.get("step", "")),
-            "  ".join(newest),
+            *newest(trial["metrics"]),
             duration(time.time() - trial["started"]),
         )
         table.add_row(*(Text(redact(cell)) for cell in cells))
@@ -289,6 +275,8 @@ class Progress(tune.Callback):
         trial for it.
         """
         self.seen: dict[str, dict[str, Any]] = {}
+        self.repeats: dict[str, dict[str, Any]] = {}
+        """Configurations of finalists' repeats, with their seeds."""
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
         self.steer: Callable[[], None] | None = None
@@ -383,7 +371,7 @@ class Progress(tune.Callback):
                 self._total,
                 self._statuses,
                 state,
-                self.seen,
+                self.seen | self.repeats,
                 self._best,
                 spent_s,
             )
@@ -407,7 +395,7 @@ class Progress(tune.Callback):
         running = []
         for lane, trial in sorted(state["running"].items()):
             name = trial["trial"]
-            config = dict(self.seen.get(name, {}))
+            config = (self.seen | self.repeats).get(name, {})
             row = Event(trial["metrics"]).row
             running.append(Running(name, lane, trial["started"], config, row))
         shown = Live("running", self._total, len(state["lanes"]), running)
@@ -442,10 +430,12 @@ class Progress(tune.Callback):
         self._pace.trial_ended(was_known)
         if record is None:
             return
-        self._say_end(record, was_known)
+        self._count(record)
+        if not was_known:
+            self.say_end(record)
 
-    def _say_end(self, record: TrialRecord, was_known: bool = False) -> None:
-        """Count a trial that has ended, and say how, unless an earlier start has."""
+    def _count(self, record: TrialRecord) -> None:
+        """Count a trial that has ended."""
         self._statuses[record.status] += 1
         value = value_of(self._config.objective.metric, record)
         if value is not None and self._is_best(value):
@@ -458,11 +448,17 @@ class Progress(tune.Callback):
                 "best": redact(_best_so_far(self._config, self._best)),
             }
         )
-        if was_known:
-            return
+
+    def say_end(self, record: TrialRecord) -> None:
+        """Say how a trial, or a finalist's repeat, has ended."""
+        first = f"trial {self._statuses.total()}/{self._total}"
+        config = record.config
+        if record.purpose == "repeat":
+            first = "repeat"
+            config = self.repeats[record.id]
         parts = [
-            f"trial {ended}/{self._total}",
-            in_a_line(record.config),
+            first,
+            in_a_line(config),
             record.status,
         ]
         if record.samples_per_s:
@@ -514,7 +510,8 @@ class Progress(tune.Callback):
             self._record(name, BY_HAND, "clone")
         record = self.records.get(name)
         if record is not None:
-            self._say_end(record)
+            self._count(record)
+            self.say_end(record)
 
     def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
         """Note a trial's record; write it where storage was gone, or it was stopped.
@@ -569,7 +566,7 @@ class Progress(tune.Callback):
 
     def restore_records(self) -> None:
         """Write again what has vanished from storage since; raises StorageError."""
-        there = {record.id for record in self._journal.records()}
+        there = self._journal.names()
         gone = [record for name, record in self.records.items() if name not in there]
         for record in gone:
             self._journal.append(record)

@@ -15,8 +15,6 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.health.check import require_sound
-from trainers.config import TrainConfig
-from trainers.config.overrides import override
 from trainers.errors import (
     ConfigError,
     LeaseError,
@@ -33,21 +31,20 @@ from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
-from tune.forks.assignment import Assignment
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.lanes.messages import Event, new_ticket
+from tune.lanes.messages import Event
 from tune.ray_internals import without_tags
-from tune.report.words import duration, in_words, labels
+from tune.report.words import duration
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.progress import Pace, Progress
 from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
 from tune.sweeps.steered import Steered
-from tune.sweeps.trial import LaneTrial
+from tune.sweeps.trial import LaneTrial, assignment_of
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord, make_record, trial_id
+from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +60,6 @@ _LEAST_ROOM_BYTES = 2**20
 def run_sweep(
     spec: SweepSpec,
     checked: bool = True,
-    facts: dict[str, str] | None = None,
     output: Output | None = None,
     zygote: Zygote | None = None,
 ) -> list[TrialRecord]:
@@ -72,7 +68,6 @@ def run_sweep(
     Args:
         spec: The sweep, whose directory is ready.
         checked: Look at the nodes first.
-        facts: Is given what the report must say of the sweep itself.
         output: What the user wants to be told.
         zygote: The sweep's, where it has been started already.
 
@@ -89,9 +84,7 @@ def run_sweep(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     with contextlib.closing(zygote or spec.zygote()) as own:
         run = _Run(spec, _plan(spec, checked, own), own, output or Output())
-        restarts = run.to_end()
-    if restarts and facts is not None:
-        facts["lane_restarts"] = restarts
+        run.to_end()
     return run.records()
 
 
@@ -139,10 +132,10 @@ class _Run:
         names = dict.fromkeys([*self._progress.seen, *known])
         return [known[name] for name in names if name in known]
 
-    def to_end(self) -> str:
-        """Run the search, then clones and repeats; return why lanes were restarted."""
+    def to_end(self) -> None:
+        """Run the search, then clones and repeats."""
         try:
-            restarts = self._with_signals()
+            self._with_signals()
             self._lanes.close()
             # Tune's copy of its handle would keep it as long as this process lives.
             ray.kill(self._mailbox)
@@ -152,9 +145,8 @@ class _Run:
             if reason is error:
                 raise
             raise reason from error
-        return restarts
 
-    def _with_signals(self) -> str:
+    def _with_signals(self) -> None:
         ending = ending_with_cluster(
             _goes_on(self._spec), self._progress.terminal.close
         )
@@ -171,7 +163,6 @@ class _Run:
             restarts = _restarts(ray.get(self._mailbox.restarts.remote()))
             if restarts:
                 self._progress.terminal.say(f"lanes started again: {restarts}")
-        return restarts
 
     def _run_search(self) -> None:
         num_lanes = min(self._plan.num_lanes, self._num_to_run)
@@ -313,19 +304,9 @@ class _Run:
             journal.append(record)
             records.append(record)
             self._progress.records[record.id] = record
-            self._say_repeat(record, records)
+            self._progress.say_end(record)
             self._progress.tell(record)
             wanted = repeats_to_run(spec.config, spec.train, records)
-
-    def _say_repeat(self, record: TrialRecord, records: Sequence[TrialRecord]) -> None:
-        number = sum(other.purpose == "repeat" for other in records)
-        who = in_words(labels(self._spec.config, records), record)
-        reached = "not reached"
-        if record.time_to_target_s is not None:
-            reached = f"reached in {record.time_to_target_s:.3g} s"
-        self._progress.terminal.say(
-            f"repeat {number}  {who}  seed {record.seed}  {record.status}  {reached}"
-        )
 
     def _await_quiet(self) -> None:
         """Wait, for a minute at most, until no lane works or starts.
@@ -351,19 +332,12 @@ class _Run:
 
     def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord | None:
         """Have a lane run one repeat to its end; None where the budget ends first."""
-        trial = trial_id(finalist.config, "repeat", seed)
-        tree = override(
-            TrainConfig, self._spec.train, {**finalist.config, "seed": seed}
-        )
         objective = self._spec.config.objective
-        started = time.time()
-        repeat = Assignment(
-            new_ticket(trial),
-            trial,
-            tree,
-            target=objective.goal,
-            watches=objective.watched,
+        repeat = assignment_of(
+            finalist.config, self._spec.train, objective, "repeat", seed
         )
+        self._progress.repeats[repeat.trial] = {**finalist.config, "seed": seed}
+        started = time.time()
         ticket = ray.get(self._mailbox.submit.remote(repeat))
         curve: list[dict[str, float]] = []
         while True:

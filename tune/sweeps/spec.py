@@ -300,7 +300,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
 
 def num_records(sweep: Storage) -> int:
     """Count the trials that stand in a sweep's directory, and read none."""
-    return sum(name.endswith(".json") for name in sweep.names("trials"))
+    return len(Journal(sweep).names())
 
 
 def with_defaults(train: Any, source: str) -> dict[str, Any]:

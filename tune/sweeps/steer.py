@@ -15,7 +15,7 @@ from tune.sweeps.spec import SweepSpec, read_kept
 from tune.trials.journal import Journal
 from tune.trials.live import Live, read_live
 from tune.trials.record import TrialRecord, trial_id
-from tune.trials.steering import Action, Actions, Clone
+from tune.trials.steering import Action, Actions
 
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
@@ -110,7 +110,7 @@ def known_trials(spec: SweepSpec) -> dict[str, Trial]:
 def trials_of(
     spec: SweepSpec,
     records: list[TrialRecord],
-    clones: Mapping[str, Clone],
+    clones: Mapping[str, Action],
     live: Live | None,
 ) -> dict[str, Trial]:
     """Return what `known_trials` returns, from what has been read already."""
@@ -118,7 +118,7 @@ def trials_of(
     for trial in open_trials(spec.config, records):
         found[trial_id(trial)] = Trial(trial, "waiting")
     for name, clone in clones.items():
-        found.setdefault(name, Trial(clone.config, "waiting"))
+        found.setdefault(name, Trial(clone.keys, "waiting"))
     ended = {record.id for record in records}
     if live is not None:
         for running in live.running:

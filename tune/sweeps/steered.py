@@ -14,8 +14,8 @@ from tune.sweeps.progress import Progress
 from tune.sweeps.spec import SweepSpec
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal
-from tune.trials.record import BY_HAND, trial_id
-from tune.trials.steering import Actions, Clone, Steering
+from tune.trials.record import trial_id
+from tune.trials.steering import Action, Actions, Steering
 
 
 class Steered:
@@ -28,8 +28,11 @@ class Steered:
         self._actions = Actions(spec.storage)
         self._journal = Journal(spec.storage)
         known = self._actions.read()
+        self._actions.news()  # what an earlier start has said
+        if known.paused:
+            go_on = f"`python -m tune steer {spec.uri} go-on`"
+            progress.terminal.say(f"paused by hand: lanes take no trial until {go_on}")
         self._steering = Steering(extension=known.extension)
-        self._told = replace(known, paused=False)
         self._begun: set[str] = set()
         self._running: dict[str, tuple[str, float]] = {}
         """Clones that have not ended: the ticket of each, and when it was submitted."""
@@ -58,6 +61,8 @@ class Steered:
             steering = self._actions.read()
         if steering != self._steering:
             self._do(steering)
+        for action in self._actions.news():
+            self._progress.terminal.say(f"by hand: {action}")
         if not self._is_alone:
             for name in sorted(steering.clones.keys() - self._begun):
                 self._begin(name, steering.clones[name])
@@ -84,39 +89,19 @@ class Steered:
                 )
                 ray.get(self._mailbox.submit_ahead.remote(assignment))
         self.is_extended = self.is_extended or steering.extension != before.extension
-        for words in told(self._told, steering, self._spec):
-            self._progress.terminal.say(words)
-        self._told = steering
 
-    def _begin(self, name: str, clone: Clone) -> None:
+    def _begin(self, name: str, clone: Action) -> None:
         """Submit a clone that has no record yet."""
         self._begun.add(name)
         if self._journal.find(name) is not None:
             return
-        self._progress.seen[name] = clone.config
+        self._progress.seen[name] = clone.keys
         assignment = assignment_of(
-            clone.config, self._spec.train, self._spec.config.objective, "clone"
+            clone.keys, self._spec.train, self._spec.config.objective, "clone"
         )
-        states = self._spec.storage.child("states", clone.of)
-        has_ended = self._journal.find(clone.of) is not None
+        states = self._spec.storage.child("states", clone.trial)
+        has_ended = self._journal.find(clone.trial) is not None
         if clone.goes_on and has_ended and states.exists():
             assignment = replace(assignment, source=states)
         ticket = ray.get(self._mailbox.submit.remote(assignment))
         self._running[name] = ticket, time.time()
-
-
-def told(before: Steering, now: Steering, spec: SweepSpec) -> Iterator[str]:
-    """Yield a sentence for all that is new."""
-    goes_on = f"`python -m tune steer {spec.uri} go-on`"
-    if now.paused != before.paused:
-        on = "lanes take trials again"
-        off = f"paused by hand: lanes take no trial until {goes_on}"
-        yield off if now.paused else on
-    for name in sorted(now.stopped - before.stopped):
-        yield f"trial {name}: {BY_HAND}, at its next evaluation if it runs"
-    if now.first[:1] != before.first[:1]:
-        yield f"trial {now.first[0]} is the next"
-    for name in sorted(now.clones.keys() - before.clones.keys()):
-        yield f"trial {name} is a clone of trial {now.clones[name].of}"
-    if now.extension != before.extension:
-        yield f"extended by {now.extension}: it goes on so once its trials have ended"

@@ -266,7 +266,6 @@ def _run_to_end(
     """
     with without_collection(own_process=is_command):
         from trainers.on_ray.connect import connect, leaving
-    facts: dict[str, str] = {}
     with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
         with leaving(), closing(spec.zygote()) as zygote:
             imported = beside.submit(import_module, "tune.sweeps.run")
@@ -275,7 +274,7 @@ def _run_to_end(
                 connect(False, {"sweep": redact(spec.uri)})
                 imported.result()
                 from tune.sweeps.run import environment, run_sweep
-            records = run_sweep(spec, checked, facts, output, zygote)
+            records = run_sweep(spec, checked, output, zygote)
             extended = pending_extension(spec)
             while extended is not None:
                 spec = extended
@@ -283,9 +282,9 @@ def _run_to_end(
                 if is_complete(spec):
                     records = Journal(spec.storage).records()
                 else:
-                    records = run_sweep(spec, checked, facts, output)
+                    records = run_sweep(spec, checked, output)
                 extended = pending_extension(spec)
-            answer = beside.submit(_answer, spec, records, environment() | facts)
+            answer = beside.submit(_answer, spec, records, environment())
         return answer.result()
 
 

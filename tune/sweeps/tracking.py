@@ -15,7 +15,7 @@ from trainers.tracking.process import serve
 from trainers.tracking.sink import Row
 from tune.search.space import trial_tree
 from tune.sweeps.spec import SAVED, SweepSpec, read_saved
-from tune.trials.journal import Journal
+from tune.trials.journal import Journal, in_order
 from tune.trials.record import TrialRecord
 
 _ARTIFACTS = ("best.yaml", "report.html", "results.parquet", "summary.json")
@@ -34,6 +34,8 @@ class SweepHistory:
         self._sweep = sweep
         self._journal = Journal(sweep)
         self._read = set[str]()
+        self._end = 0.0
+        """When the last trial ended."""
         self._spec: SweepSpec | None = None
 
     def poll(self, ended: str | None) -> list[History]:
@@ -41,15 +43,11 @@ class SweepHistory:
         if self._spec is None:
             self._spec = read_saved(self._sweep.uri)
         spec = self._spec
-        names = [
-            name.removesuffix(".json")
-            for name in self._sweep.names("trials")
-            if name.endswith(".json")
-        ]
-        records = [self._journal.find(name) for name in names if name not in self._read]
-        found = [record for record in records if record is not None]
-        self._read.update(record.id for record in found)
-        trials = sorted(found, key=lambda record: (record.start_time, record.id))
+        names = self._journal.names() - self._read
+        found = [self._journal.find(name) for name in names]
+        self._read |= names
+        trials = in_order(filter(None, found))
+        self._end = max([self._end, *(record.end_time for record in trials)])
         return [
             self._parent(spec, ended),
             *(trial_history(spec, record) for record in trials),
@@ -68,9 +66,7 @@ class SweepHistory:
             if best is not None:
                 tags["best"] = best["id"]
                 values[f"best/{spec.config.objective.metric}"] = float(best["value"])
-            rows.append(
-                Row(int(summary["trials"]), max(self._ends(), default=0.0), values)
-            )
+            rows.append(Row(int(summary["trials"]), self._end, values))
             artifacts = {
                 name: self._content(name)
                 for name in _ARTIFACTS
@@ -86,9 +82,6 @@ class SweepHistory:
             ended=ended,
         )
 
-    def _ends(self) -> list[float]:
-        return [record.end_time for record in self._journal.records()]
-
     def _content(self, name: str) -> bytes:
         content = self._sweep.read(name)
         return redact(content.decode()).encode() if name.endswith(".yaml") else content
@@ -101,28 +94,19 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     for point in record.curve:
         # Back from its end: a trial may have begun on its lane before Tune has started
         # it.
-        step = int(point["step"])
         time_s = record.end_time - (end_s - point["train_time_s"])
-        rows[step] = Row(
-            step,
-            time_s,
-            {name: value for name, value in point.items() if name not in _POSITION},
-        )
+        step = int(point["step"])
+        rows[step] = Row(step, time_s, _without_position(point))
     last = int(max([record.metrics.get("step", 0.0), *rows]))
-    figures = {"trial_time_s": record.end_time - record.start_time}
+    values = dict(rows[last].values) if last in rows else {}
+    values["trial_time_s"] = record.end_time - record.start_time
     for name in _FIGURES:  # one that failed has none of them
         value = getattr(record, name)
         if value is not None:
-            figures[name] = float(value)
-    metrics = {
-        name: value for name, value in record.metrics.items() if name not in _POSITION
-    }
-    of_end = {
-        f"metrics.{name}" if name in figures else name: value
-        for name, value in metrics.items()
-    }
-    known = rows[last].values if last in rows else {}
-    rows[last] = Row(last, record.end_time, {**known, **figures, **of_end})
+            values[name] = float(value)
+    for name, value in _without_position(record.metrics).items():
+        values[f"metrics.{name}" if name in _FIGURES else name] = value
+    rows[last] = Row(last, record.end_time, values)
     tags = {
         "status": record.status,
         "purpose": record.purpose,
@@ -142,6 +126,10 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
         key=record.id,
         ended=record.status,
     )
+
+
+def _without_position(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name not in _POSITION}
 
 
 if __name__ == "__main__":

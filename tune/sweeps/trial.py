@@ -32,14 +32,16 @@ def assignment_of(
     train: dict[str, Any],
     objective: Objective,
     purpose: Purpose = "trial",
+    seed: int | None = None,
 ) -> Assignment:
-    """Return what a lane is given of a trial that the search proposes, or a user."""
-    name = trial_id(trial, purpose)
+    """Return what a lane is given of a trial; a repeat has a seed of its own."""
+    name = trial_id(trial, purpose, seed)
+    values = trial if seed is None else {**trial, "seed": seed}
     target = objective.goal if objective.ends_at_target else None
     return Assignment(
         new_ticket(name),
         name,
-        trial_tree(train, trial),
+        trial_tree(train, values),
         target=target,
         watches=objective.watched,
     )
@@ -136,17 +138,13 @@ class LaneTrial(Trainable):
         return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> dict[str, Any]:
-        speeds = {
-            "samples_per_s": record.samples_per_s or 0.0,
-            "step_time_s": record.step_time_s or 0.0,
-        }
         said = {
             "objective": reward(self._objective, record),
             "trial": record.id,
             "status": record.status,
             "done": True,
         }
-        return {**record.metrics, **speeds, **said}
+        return {**record.metrics, **said}
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped; the driver records it."""

@@ -7,6 +7,7 @@ it `boundary.json` keeps which microbatches are known to fit.
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -41,13 +42,14 @@ class Journal:
         name = f"{trial}.json"
         return self._read(name) if self._storage.exists(name) else None
 
+    def names(self) -> set[str]:
+        """Return the ids of the trials that have a record, and read none."""
+        files = self._storage.names()
+        return {name.removesuffix(".json") for name in files if name.endswith(".json")}
+
     def records(self) -> list[TrialRecord]:
         """Return all records, in the order in which the trials started."""
-        names = [name for name in self._storage.names() if name.endswith(".json")]
-        return sorted(
-            (self._read(name) for name in names),
-            key=lambda record: (record.start_time, record.id),
-        )
+        return in_order([self._read(f"{name}.json") for name in self.names()])
 
     def _read(self, name: str) -> TrialRecord:
         where = self._storage.locate(name)
@@ -64,14 +66,17 @@ class Journal:
         return record
 
 
+def in_order(records: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """Return records in the order in which their trials started."""
+    return sorted(records, key=lambda record: (record.start_time, record.id))
+
+
 def read_boundary(sweep: Storage) -> Boundary:
     """Return what earlier starts learned of microbatches; nothing where it is damaged."""
     try:
-        return Boundary.from_plain(
-            sweep.read_json(_BOUNDARY, dict[str, Any])
-            if sweep.exists(_BOUNDARY)
-            else {}
-        )
+        if not sweep.exists(_BOUNDARY):
+            return Boundary()
+        return Boundary.from_plain(sweep.read_json(_BOUNDARY, dict[str, Any]))
     except CheckpointError as error:
         logger.warning(
             "%s is damaged (%s): which microbatches fit is learned anew",

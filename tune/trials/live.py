@@ -26,7 +26,7 @@ class Running:
     started: UnixTime
     """When the lane took it, Unix time, s."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Empty for a repeat of a finalist."""
+    """Of a repeat of a finalist with its seed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Its newest evaluation."""
 

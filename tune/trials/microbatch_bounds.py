@@ -15,8 +15,7 @@ returns each contradiction as a sentence.
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -103,24 +102,6 @@ def fixed_size(tree: Mapping[str, Any]) -> int | None:
     )
 
 
-def bisection_order(sizes: Iterable[int]) -> list[int]:
-    """Return the sizes, each once: the middle first, then the middles of both halves.
-
-    n fixed sizes that are tried in this order, those left out that are known not to
-    fit, run out of memory at most ceil(log2(n + 1)) times. (In rising order it is once,
-    but the boundary is known last; in falling order up to n.)
-    """
-    ordered: list[int] = []
-    spans = deque([sorted(set(sizes))])
-    while spans:
-        span = spans.popleft()
-        if span:
-            middle = len(span) // 2
-            ordered.append(span[middle])
-            spans += [span[:middle], span[middle + 1 :]]
-    return ordered
-
-
 @dataclass(frozen=True)
 class _Known:
     """What is known for one key, as plain data has it."""
@@ -138,12 +119,7 @@ class Boundary:
         self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Take in that a microbatch of `size` did or did not fit; return a contradiction.
-
-        Raises ValueError for a size below 1.
-        """
-        if size < 1:
-            raise ValueError(f"size is {size}, but must be at least 1")
+        """Note that a microbatch of `size` did or did not fit; return a contradiction."""
         known = self._fits.setdefault(key, set())
         if fits:
             known.add(size)

@@ -42,16 +42,9 @@ class Action:
     """
     time: UnixTime = field(default_factory=time.time)
 
-
-@dataclass(frozen=True)
-class Clone:
-    """A trial again, maybe with other keys."""
-
-    of: str
-    """The trial that it was made from."""
-    config: dict[str, Any]
-    goes_on: bool
-    """Whether it may begin with the checkpoint of that."""
+    def __str__(self) -> str:
+        keys = f" {self.keys}" if self.keys else ""
+        return f"{self.kind} {self.trial}".rstrip() + keys
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class Steering:
     """Trials that end at their next evaluation, or never start."""
     first: tuple[str, ...] = ()
     """Trials that start before the others, in this order."""
-    clones: dict[str, Clone] = field(default_factory=dict)
+    clones: dict[str, Action] = field(default_factory=dict)
     """By their own ids."""
     extension: dict[str, Any] = field(default_factory=dict)
     """Dotted keys of the sweep."""
@@ -75,7 +68,7 @@ def steered(actions: Iterable[Action]) -> Steering:
     paused = False
     stopped: set[str] = set()
     first: list[str] = []
-    clones: dict[str, Clone] = {}
+    clones: dict[str, Action] = {}
     extension: dict[str, Any] = {}
     for action in actions:
         if action.kind == "stop":
@@ -83,10 +76,7 @@ def steered(actions: Iterable[Action]) -> Steering:
         elif action.kind == "first":
             first = [action.trial, *(trial for trial in first if trial != action.trial)]
         elif action.kind == "clone":
-            clones.setdefault(
-                trial_id(action.keys, "clone"),
-                Clone(action.trial, action.keys, action.goes_on),
-            )
+            clones.setdefault(trial_id(action.keys, "clone"), action)
         elif action.kind == "extend":
             extension |= action.keys
         else:
@@ -100,6 +90,7 @@ class Actions:
     def __init__(self, sweep: Storage) -> None:
         self._storage = sweep.child("steering")
         self._known: dict[str, Action | None] = {}
+        self._news: list[Action] = []
 
     def add(self, action: Action) -> None:
         """Write an action; return when it is durable."""
@@ -110,10 +101,18 @@ class Actions:
         """Return what the actions come to; a damaged file is left out."""
         for name in self._storage.names():
             if name.endswith(".json") and name not in self._known:
-                self._known[name] = self._read(name)
+                action = self._known[name] = self._read(name)
+                if action is not None:
+                    self._news.append(action)
         return steered(
             action for _, action in sorted(self._known.items()) if action is not None
         )
+
+    def news(self) -> list[Action]:
+        """Return the actions that were read since the last call."""
+        news = self._news
+        self._news = []
+        return news
 
     def _read(self, name: str) -> Action | None:
         try:
