@@ -26,8 +26,7 @@ from benchmarks.measure import KEPT, save
 from tune.config import SweepConfig
 from tune.report.answer import Answer, answer
 from tune.search.finalists import repeats_to_run
-from tune.trials.interval import EQUAL
-from tune.trials.record import Purpose, TrialRecord, time_to_target, trial_id
+from tune.trials.record import EQUAL, Purpose, TrialRecord, time_to_target, trial_id
 
 REPLAYS = 200
 

@@ -31,9 +31,9 @@ from torch import nn
 
 from benchmarks.measure import interleave, save, show, summarize
 from benchmarks.on_ray import in_workers
-from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.store import Checkpoints
+from trainers.devices.device import get_rng_state
 from trainers.devices.group import Group
-from trainers.devices.rng import get_rng_state
 from trainers.storage import Storage
 
 SIZES_MB = (10, 200, 500)

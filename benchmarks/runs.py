@@ -30,12 +30,11 @@ from torch.optim import Optimizer
 
 from cluster.health.probes import seconds_of
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import build, override
 from trainers.config.yaml import parse_mapping
-from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext
-from trainers.loop.agreement import AGREE_EVERY_STEPS
+from trainers.launch.spec import load_task
+from trainers.loop.checkpointing import AGREE_EVERY_STEPS
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.result import RunResult

@@ -33,10 +33,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.measure import interleave, save, show, summarize
-from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.row_shards import cut_rows
+from trainers.checkpoint.store import Checkpoints
+from trainers.devices.device import get_rng_state
 from trainers.devices.group import Group
-from trainers.devices.rng import get_rng_state
 from trainers.model.sharding import is_shard, local, place_rows
 from trainers.storage import Storage
 

@@ -134,7 +134,7 @@ def timed(*command: str) -> tuple[float, str]:
 def train_one(loop_config: dict[str, Any]) -> None:
     """What each worker of Ray's way runs: the same loop."""
     from trainers.launch.spec import RunSpec
-    from trainers.on_ray.context import RayContext
+    from trainers.on_ray.worker import RayContext
 
     context = RayContext(None)
     RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(
@@ -162,7 +162,7 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
         from ray.tune import Tuner  # type: ignore[assignment]
 
     from trainers.config import TrainConfig
-    from trainers.config.overrides import override
+    from trainers.config.model import override
     from tune.search.space import grid
     from tune.sweeps.spec import read_sweep
 

@@ -18,11 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainers.command_line import Command
+from trainers.command_line import Command, markdown
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
 from trainers.config.model import Settings
-from trainers.config.reference import markdown
 from tune.config import SweepConfig
 
 CONFIG = """# Configuration
@@ -47,8 +46,8 @@ The public names and their docstrings (`make docs` writes this page). [python.md
 DOORS = {"trainers": TrainConfig, "tune": SweepConfig, "cluster": None}
 MODULES = ("trainers", "tune", "tune.ray")
 RETURNED = (
-    "trainers.inference.passes:TrainedRun",
-    "trainers.on_ray.function:FunctionRun",
+    "trainers.inference:TrainedRun",
+    "trainers.on_ray.trainer:FunctionRun",
     "tune.sweeps.sweep:SweepResult",
 )
 

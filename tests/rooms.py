@@ -22,7 +22,7 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers base: redaction output errors terminal causes json_data storage lease versions context config command_line
+trainers base: errors output terminal causes storage lease versions context config command_line
 trainers data: devices data
 trainers model: model task
 trainers step: measure step
@@ -30,9 +30,9 @@ trainers checkpoint: checkpoint
 trainers loop: loop
 trainers launch: launch on_ray
 trainers commands: explain tracking inference start __main__
-cluster files: finding notices spot files
+cluster files: finding spot files
 cluster health: health __main__
-tune search: objective config trials search
+tune search: config trials search
 tune lanes: ray_internals forks lanes ray
 tune report: report
 tune sweeps: sweeps watch mcp __main__

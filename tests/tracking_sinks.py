@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from trainers.storage import Storage
-from trainers.tracking.sink import Row, Sink, TrackedRun
+from trainers.tracking.sinks import Row, Sink, TrackedRun
 
 
 class Told(Sink):

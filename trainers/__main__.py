@@ -20,7 +20,7 @@ from pydantic import Field
 
 from trainers.command_line import leave, run
 from trainers.config import TrainConfig
-from trainers.launch.signals import follow_agent
+from trainers.launch.process import follow_agent
 from trainers.launch.spec import (
     FunctionSpec,
     check_precision,
@@ -113,16 +113,17 @@ def export(
     checkpoint: _Name = "newest",
 ) -> int:
     """Write the weights of a checkpoint, for readers without Paceline."""
-    from trainers.inference import saved_run
 
-    print(saved_run.export(run, out, checkpoint))
+    from trainers.inference import export
+
+    print(export(run, out, checkpoint))
     return 0
 
 
 def track(run: _Run) -> int:
     """Send what the run's trackers have not got."""
-    from trainers.launch.log import setup_logging
-    from trainers.tracking.run import send_run
+    from trainers.launch.process import setup_logging
+    from trainers.tracking.delivery import send_run
 
     setup_logging(0)
     return 0 if send_run(run) else 1
@@ -155,16 +156,16 @@ def explain(
     ] = 2.0,
 ) -> int:
     """Say where a run's time goes, and what takes it; changes nothing."""
-    from trainers.explain import explanation
+    from trainers.explain import explain, read_subject
     from trainers.launch.local import run_spawn
-    from trainers.launch.log import setup_logging
+    from trainers.launch.process import setup_logging
     from trainers.on_ray.environment import embedded
 
     setup_logging(0, quiet=True)
-    subject = explanation.read_subject(run)
+    subject = read_subject(run)
     on_cluster = not recorded and subject.config.launcher == "ray" and not embedded()
     workers = do_on_cluster if on_cluster else run_spawn
-    found = explanation.explain(
+    found = explain(
         subject,
         workers,
         seconds,
@@ -197,8 +198,8 @@ def _infer(
     checkpoint: str,
     out: str | None,
 ) -> int:
-    from trainers.inference.passes import Inference, check_out, run_spec
-    from trainers.launch.log import setup_logging
+    from trainers.inference import Inference, check_out, run_spec
+    from trainers.launch.process import setup_logging
 
     follow_agent()
     torchrun = torchrun_world_size()

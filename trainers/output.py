@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainers.redaction import redact
+from trainers.errors import redact
 
 logger = logging.getLogger(__name__)
 

@@ -17,30 +17,32 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
-from trainers.launch.imports import without_collection
-from trainers.launch.run_directory import check_kept, prepare_function, prepare_storage
+from trainers.launch.process import without_collection
 from trainers.launch.spec import (
     MARK,
     FunctionSpec,
     Job,
     R,
     RunSpec,
+    check_kept,
     check_precision,
+    prepare_function,
+    prepare_storage,
     run_with,
     torchrun_world_size,
 )
 from trainers.lease import held
 from trainers.output import Output, Take, sending
-from trainers.tracking.process import followed
+from trainers.tracking.delivery import followed
 from trainers.tracking.sinks import check_trackers
 
 logger = logging.getLogger(__name__)
 
 
 if TYPE_CHECKING:
-    from trainers.inference.passes import TrainedRun
+    from trainers.inference import TrainedRun
     from trainers.measure.result import RunResult
-    from trainers.on_ray.function import FunctionRun
+    from trainers.on_ray.trainer import FunctionRun
 
 
 @overload
@@ -79,7 +81,7 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     if isinstance(spec, FunctionSpec):
         return train_function(spec, fresh)
     result = run_training(spec, fresh)
-    from trainers.inference.passes import TrainedRun
+    from trainers.inference import TrainedRun
 
     return TrainedRun(**vars(result), uri=spec.uri)
 
@@ -99,7 +101,7 @@ def run_training(
     rank = int(os.environ["RANK"]) if is_torchrun else 0
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as cluster:
         with without_collection(own_process=is_command):
-            from trainers.launch.log import shown_log
+            from trainers.launch.process import shown_log
 
             if launcher == "ray":
                 from trainers.on_ray.connect import check_cluster, leaving
@@ -118,7 +120,12 @@ def run_training(
             result = prepare_storage(spec, fresh) if rank == 0 else None
             again = f"python -m trainers track {shlex.quote(spec.uri)}"
             with followed(
-                "trainers.tracking.run", spec.storage, token, trackers, spec.path, again
+                "trainers.tracking.delivery",
+                spec.storage,
+                token,
+                trackers,
+                spec.path,
+                again,
             ):
                 if result is not None and not is_torchrun:
                     anew = "--fresh" if is_command else "fresh=True"
@@ -185,9 +192,9 @@ def train_function(
         )
     with without_collection(own_process=is_command):
         from trainers.launch.local import failing_as_run
-        from trainers.launch.log import shown_log
+        from trainers.launch.process import shown_log
         from trainers.on_ray.connect import check_cluster, leaving
-        from trainers.on_ray.function import run_function
+        from trainers.on_ray.trainer import run_function
     with contextlib.ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         spec.load()

@@ -16,10 +16,10 @@ from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, fetch, map_tensors, num_samples, tensors_of
 from trainers.data.feed import Feed
-from trainers.data.splits import check_dataset
+from trainers.data.sampler import check_dataset
 from trainers.data.stream import Rereadable, Stream
+from trainers.devices.device import drawn_alike
 from trainers.devices.group import as_one_rank
-from trainers.devices.rng import drawn_alike
 from trainers.errors import ConfigError
 from trainers.model.optimizer import build_optimizer
 

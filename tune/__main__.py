@@ -29,7 +29,6 @@ from trainers.output import Output
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.words import in_a_line
-from tune.sweeps.extension import order_extension
 from tune.sweeps.spec import (
     SAVED,
     SweepSpec,
@@ -38,7 +37,7 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
-from tune.sweeps.steer import known_trials, steer_in_words
+from tune.sweeps.steer import known_trials, order_extension, steer_in_words
 from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]

@@ -30,12 +30,10 @@ from trainers.lease import LEASE
 from trainers.output import as_data
 from trainers.storage import storage_uri
 from tune.report.answer import answer
-from tune.report.page import summary
-from tune.report.write import read_environment
-from tune.sweeps.extension import order_extension
+from tune.report.write import read_environment, summary
 from tune.sweeps.plan import make_plan
 from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read_sweep
-from tune.sweeps.steer import named_trial, steer
+from tune.sweeps.steer import named_trial, order_extension, steer
 from tune.sweeps.sweep import pending_extension
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord

@@ -34,19 +34,16 @@ from trainers.errors import (
     StorageError,
     counted,
     first_line,
+    redact,
 )
-from trainers.json_data import validated
 from trainers.lease import LEASE, STALE_S, Holder
-from trainers.redaction import redact
-from trainers.storage import Storage, storage_uri
+from trainers.storage import Storage, storage_uri, validated
 from tune.report.answer import answer
-from tune.report.page import contents, render, source
 from tune.report.words import duration, in_a_line, newest
-from tune.report.write import read_environment
+from tune.report.write import contents, read_environment, render, source
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
-from tune.trials.journal import Journal, in_order
-from tune.trials.live import Live, Running, read_live
+from tune.trials.journal import Journal, Live, Running, in_order, read_live
 from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 

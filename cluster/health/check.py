@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.finding import error
 from cluster.health import probes
-from cluster.health.verdicts import (
+from cluster.health.probes import (
     NETWORK,
     Node,
     NodeFinding,
@@ -27,8 +27,8 @@ from cluster.health.verdicts import (
     unshared,
 )
 from trainers.errors import ClusterError, last_line
-from trainers.on_ray.gpus import hide_unassigned_gpus
 from trainers.on_ray.internals import available_resources_per_node
+from trainers.on_ray.worker import hide_unassigned_gpus
 from trainers.storage import Storage
 
 _START_S = 60.0

@@ -15,9 +15,8 @@ from tests.distributed.test_resume import run_killed, spec
 from tests.specs import evaluations, losses
 from tests.unit.test_checkpoint import edit_manifest
 from tests.waits import HANG_S
-from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
-from trainers.checkpoint.store import Archive
+from trainers.checkpoint.store import Archive, Checkpoints
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError
 from trainers.launch.local import run_spawn

@@ -9,8 +9,7 @@ from tests.distributed.processes import run_processes
 from tests.specs import BASE, whole_state
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import build, override
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage

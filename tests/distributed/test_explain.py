@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from tests.specs import make
 from tests.tasks import Blobs
-from trainers.explain.explanation import name_causes
-from trainers.explain.steps import ProfileJob
+from trainers.explain import ProfileJob, name_causes
 from trainers.launch.local import run_spawn
 
 WAIT_S = 0.15

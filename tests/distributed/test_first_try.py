@@ -13,8 +13,7 @@ from tests.tasks import Blobs
 from tests.unit.test_first_try import Table
 from tests.unit.test_refused import Classes, Contrastive
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import build, override
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit

@@ -21,8 +21,7 @@ from tests.specs import BASE, REPOSITORY, losses, tree
 from tests.tasks import Blobs
 from tests.waits import HANG_S
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import build, override
 from trainers.launch.local import LocalContext, run_local, run_spawn
 from trainers.launch.spec import make_spec
 from trainers.loop.fit import fit
@@ -214,7 +213,7 @@ from trainers.config import TrainConfig
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import override
 
 changes = {"global_batch_size": 4096, "max_steps": 2, "evaluate.every_steps": 2, "log_every_steps": 2,
            "evaluate.microbatch_size": 64, "data.resident": False}

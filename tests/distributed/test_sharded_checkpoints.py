@@ -16,8 +16,7 @@ from tests.distributed.test_strategies import Averaged
 from tests.specs import BASE, whole_state
 from tests.unit.test_row_shards import same
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import build, override
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage

@@ -14,7 +14,7 @@ from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.store import Checkpoints
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError

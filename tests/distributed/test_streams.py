@@ -16,9 +16,9 @@ from tests.faults.s3 import installed
 from tests.specs import make
 from tests.stream_tasks import Streamed
 from trainers.errors import ConfigError
-from trainers.inference.passes import Inference, infer
+from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext, run_local
-from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import prepare_storage
 
 pytestmark = pytest.mark.full
 

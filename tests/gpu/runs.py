@@ -12,8 +12,7 @@ from torch.utils.data import TensorDataset
 
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.model import build, override
 from trainers.data.sampler import split_share
 from trainers.launch.local import LocalContext
 from trainers.loop.build import build_replica
@@ -21,7 +20,7 @@ from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.optimizer import lr_factor
-from trainers.step.replica import Replica
+from trainers.step.train_step import Replica
 from trainers.storage import Storage
 from trainers.task import Task
 

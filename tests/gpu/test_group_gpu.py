@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed import HashStore
 
 from tests.gpu.runs import CUDA, Images, curve, train
-from trainers.launch.local import join_group, leave_group
+from trainers.devices.group import join_group, leave_group
 from trainers.model.strategy import Replicated
 
 

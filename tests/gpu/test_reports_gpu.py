@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.runs import CUDA, Hungry, Images, train
 from trainers.causes import classify
-from trainers.devices.nvml import GpuReadings
+from trainers.devices.device import GpuReadings
 
 pytestmark = pytest.mark.gpu
 

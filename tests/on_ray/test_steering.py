@@ -16,8 +16,8 @@ from tests.waits import until, when
 from trainers.errors import PacelineError
 from trainers.launch.local import run_local
 from tune import steer
-from tune.sweeps.extension import apply_extension, order_extension
 from tune.sweeps.spec import is_complete, prepare
+from tune.sweeps.steer import apply_extension, order_extension
 from tune.sweeps.sweep import run_to_answer
 from tune.trials.journal import Journal
 from tune.trials.record import BY_HAND, trial_id

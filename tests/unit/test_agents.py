@@ -8,7 +8,7 @@ import pytest
 
 from tests.documents import blocks
 from tests.specs import REPOSITORY
-from trainers.config.reference import entries
+from trainers.command_line import entries
 from trainers.config.train import TrainConfig
 from trainers.errors import STATUSES
 from tune.config import SweepConfig

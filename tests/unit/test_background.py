@@ -7,7 +7,7 @@ import io
 import torch
 from torch import nn
 
-from trainers.checkpoint.checkpoints import HostCopy
+from trainers.checkpoint.store import HostCopy
 
 torch.set_num_threads(1)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import FORMAT, seal
+from trainers.checkpoint.store import Checkpoints
+from trainers.devices.device import get_rng_state
 from trainers.devices.group import Group
-from trainers.devices.rng import get_rng_state
 from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tests.unit.test_checkpoint import kept
-from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
+from trainers.checkpoint.store import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.devices.group import Group

@@ -12,10 +12,10 @@ import pytest
 
 from cluster.finding import error
 from cluster.health.check import Checkup, lost_nodes
-from cluster.health.probes import gpu_findings
-from cluster.health.verdicts import (
+from cluster.health.probes import (
     Node,
     different,
+    gpu_findings,
     label_selector,
     on,
     print_report,

@@ -10,12 +10,11 @@ import pytest
 
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
-from trainers.config.metrics import direction_of
 from trainers.config.model import build
-from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
+from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig, direction_of
 from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
-from tune.objective import MEASURED, Objective
+from tune.config import MEASURED, Objective
 
 RUN = {
     "task": "task:House",

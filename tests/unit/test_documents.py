@@ -16,8 +16,7 @@ from tests.documents import LANGUAGES, blocks, pages
 from tests.specs import REPOSITORY
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
-from trainers.config.model import build, keys_of
-from trainers.config.overrides import override
+from trainers.config.model import build, keys_of, override
 from trainers.config.yaml import parse_mapping
 from trainers.task import Task
 from tune.config import SweepConfig

@@ -9,15 +9,16 @@ from tests.specs import make, tree
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml
-from trainers.explain.explanation import (
+from trainers.explain import (
     CompareJob,
     Gain,
+    ProfileJob,
+    StepProfile,
     explain,
     name_causes,
     read_subject,
     run_shares,
 )
-from trainers.explain.steps import ProfileJob, StepProfile
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.measure.clock import Throughput
 from trainers.measure.result import Pauses, RunResult

@@ -13,12 +13,11 @@ import torch
 
 from tests.specs import make
 from trainers.__main__ import main
-from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.store import Checkpoints
 from trainers.devices.group import Group
-from trainers.inference.saved_run import export
-from trainers.launch.find_task import load_task
+from trainers.inference import export
 from trainers.launch.local import run_local
-from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import load_task, prepare_storage
 from trainers.storage import Storage
 
 torch.set_num_threads(1)

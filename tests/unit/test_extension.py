@@ -13,7 +13,6 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import held
 from tune.__main__ import main
-from tune.sweeps.extension import apply_extension, order_extension
 from tune.sweeps.spec import (
     SAVED,
     is_complete,
@@ -23,6 +22,7 @@ from tune.sweeps.spec import (
     read_saved,
     read_sweep,
 )
+from tune.sweeps.steer import apply_extension, order_extension
 from tune.sweeps.sweep import run_to_answer
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id

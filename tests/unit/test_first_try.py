@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 from tests.unit.test_loop import Context, Power, config, curve, train
 from tests.unit.test_phases import Adversarial
 from trainers.data.batch import map_tensors
-from trainers.data.splits import check_dataset
+from trainers.data.sampler import check_dataset
 from trainers.devices.device import seed_all
 from trainers.errors import ConfigError
-from trainers.launch.find_task import load_task
+from trainers.launch.spec import load_task
 from trainers.loop.fit import fit
 from trainers.step.cuda_graphs import layout
 from trainers.task import Task, load_split

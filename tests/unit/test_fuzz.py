@@ -28,12 +28,11 @@ from trainers.__main__ import train
 from trainers.checkpoint.manifest import Manifest, shard_file
 from trainers.checkpoint.row_shards import cut_rows
 from trainers.checkpoint.store import Archive
-from trainers.command_line import Command
+from trainers.command_line import Command, entries
 from trainers.config import TrainConfig
-from trainers.config.reference import entries
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
-from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import prepare_storage
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
 from trainers.storage import Storage

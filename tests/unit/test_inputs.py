@@ -12,9 +12,9 @@ import trainers.__main__
 import tune.__main__
 from tests.unit.cluster_files import TYPES, broken, put
 from tests.unit.test_fuzz import laughs
+from trainers.command_line import entries
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.config.reference import entries
 from trainers.config.yaml import (
     LONGEST,
     MOST_VALUES,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.store import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, DivergedError

@@ -5,7 +5,7 @@ import json
 
 from tests.unit.test_mailbox import WAIT_S, asynchronous, end_of, taken
 from trainers.config import TrainConfig
-from trainers.config.overrides import override
+from trainers.config.model import override
 from trainers.storage import Storage
 from tune.forks.assignment import Assignment
 from tune.lanes.mailbox import Mailbox

@@ -21,9 +21,8 @@ from trainers.data.feed import Pinnable, copied
 from trainers.devices.group import Group
 from trainers.errors import DeviceMismatchError
 from trainers.model.precision import TABLE
-from trainers.step.device_mismatch import named_tensors
 from trainers.step.evaluation import evaluate
-from trainers.step.forward import ForwardPass
+from trainers.step.forward import ForwardPass, named_tensors
 from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.task import Task, task_feed
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.plain_loop import KINDS, STEPS, configured, in_a_plain_loop, in_the_loop
-from trainers.inference.passes import Inference, infer
+from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage

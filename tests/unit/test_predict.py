@@ -18,9 +18,9 @@ from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError, StorageError
-from trainers.inference.passes import Inference, check_out, infer, predict, run_spec
+from trainers.inference import Inference, check_out, infer, predict, run_spec
 from trainers.launch.local import LocalContext
-from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import prepare_storage
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
 from trainers.storage import Storage

@@ -19,8 +19,7 @@ from trainers.measure.run_log import read_log
 from trainers.step.ceiling import read_ceiling
 from trainers.storage import Storage
 from tune.report.write import read_environment
-from tune.trials.journal import Journal, read_boundary
-from tune.trials.live import read_live
+from tune.trials.journal import Journal, read_boundary, read_live
 
 
 @pytest.fixture

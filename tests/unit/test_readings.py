@@ -8,9 +8,8 @@ import types
 import pytest
 import torch
 
-from trainers.devices.energy import EnergyMeter, counts_energy
-from trainers.devices.nvml import GpuReadings
-from trainers.measure.ranks import findings, total_energy_j
+from trainers.devices.device import EnergyMeter, GpuReadings, counts_energy
+from trainers.measure.step_times import findings, total_energy_j
 
 GPU = torch.device("cuda", 1)
 
@@ -85,7 +84,7 @@ def nvml(monkeypatch):
 @pytest.fixture
 def now(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("trainers.devices.nvml.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainers.devices.device.time.monotonic", lambda: clock[0])
     return clock
 
 

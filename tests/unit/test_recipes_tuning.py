@@ -9,7 +9,7 @@ import safetensors.torch
 
 import tests.unit.test_predict as predicted
 from tests.unit.test_loop import check_resume
-from trainers.inference.saved_run import export
+from trainers.inference import export
 
 pytestmark = pytest.mark.full
 

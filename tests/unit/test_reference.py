@@ -2,11 +2,10 @@
 
 import pytest
 
+from trainers.command_line import entries, reference
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
-from trainers.config.model import build, child_model, keys_of
-from trainers.config.overrides import set_key
-from trainers.config.reference import entries, reference
+from trainers.config.model import build, child_model, keys_of, set_key
 from trainers.config.yaml import parse_yaml
 from tune.config import SweepConfig
 

@@ -14,10 +14,11 @@ from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, StorageError
-from trainers.launch.run_directory import check_kept, prepare_storage
 from trainers.launch.spec import (
     MARK,
+    check_kept,
     check_precision,
+    prepare_storage,
     read_file,
     torchrun_world_size,
 )

@@ -14,8 +14,7 @@ from tests.documents import blocks, pages
 from tests.specs import REPOSITORY
 from trainers.__main__ import main as trainers_main
 from trainers.config import TrainConfig
-from trainers.config.model import Settings, build, child_model, keys_of
-from trainers.config.overrides import override
+from trainers.config.model import Settings, build, child_model, keys_of, override
 from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
 from tune.__main__ import main as tune_main

@@ -17,12 +17,12 @@ from trainers.errors import (
     StorageError,
     first_line,
     last_line,
+    redact,
     show,
 )
 from trainers.launch import local
-from trainers.launch.log import setup_logging
+from trainers.launch.process import setup_logging
 from trainers.launch.spec import read_file
-from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfi"  # noqa: S105

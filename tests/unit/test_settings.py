@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from trainers.config.model import Settings, build
-from trainers.config.overrides import override, set_key
+from trainers.config.model import Settings, build, override, set_key
 from trainers.config.yaml import parse_mapping, parse_yaml
 from trainers.errors import ConfigError, ConfigErrors
 

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from tests.specs import REPOSITORY
-from trainers.launch.signals import StopSignals, stop_signals
+from trainers.launch.process import StopSignals, stop_signals
 
 ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
@@ -70,7 +70,7 @@ def test_under_nohup_a_hang_up_is_ignored():
 
 WORKER = """
 import time
-from trainers.launch.signals import follow_agent
+from trainers.launch.process import follow_agent
 follow_agent()
 print("follows", flush=True)
 time.sleep(3600)

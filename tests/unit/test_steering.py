@@ -24,8 +24,7 @@ from tune.report.answer import answer
 from tune.search.ray_search import reward
 from tune.search.space import grid
 from tune.sweeps.spec import is_complete
-from tune.trials.journal import Journal
-from tune.trials.live import Live, Running, write_live
+from tune.trials.journal import Journal, Live, Running, write_live
 from tune.trials.record import BY_HAND, trial_id
 from tune.trials.steering import Action, Actions, Steering
 

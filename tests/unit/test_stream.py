@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from trainers.data.stream import Rereadable, Stream
-from trainers.data.stream_reader import digest
+from trainers.data.stream import Rereadable, Stream, digest
 from trainers.errors import ConfigError
 from trainers.task import Task, load_split
 

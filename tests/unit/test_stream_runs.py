@@ -11,9 +11,9 @@ from tests.specs import evaluations, losses, make
 from tests.stream_tasks import Numbered
 from tests.tasks import Blobs
 from trainers.errors import ConfigError
-from trainers.inference.passes import Inference
+from trainers.inference import Inference
 from trainers.launch.local import run_local
-from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import prepare_storage
 
 
 def changes(kind, **more):

@@ -15,8 +15,13 @@ from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.launch.local import run_local
 from trainers.model import precision
-from trainers.model.precision import TABLE, resolve_precision
-from trainers.model.torchao import NARROW, narrow_adamw, to_float8
+from trainers.model.precision import (
+    NARROW,
+    TABLE,
+    narrow_adamw,
+    resolve_precision,
+    to_float8,
+)
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from tests.unit.test_loop import train
 from trainers.model.precision import resolve_precision
 from trainers.step.forward import ForwardPass
-from trainers.step.throwaway import throwaway
+from trainers.step.snapshot import throwaway
 from trainers.task import Task
 
 torch.set_num_threads(1)

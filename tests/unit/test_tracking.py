@@ -15,16 +15,14 @@ from tests.specs import make, tree
 from tests.tracking_sinks import Failing, Told
 from tests.waits import until
 from trainers import train
-from trainers.config.tracking import chosen
+from trainers.config.sections import chosen
 from trainers.errors import ConfigError
 from trainers.measure import run_log
 from trainers.measure.run_log import RunLog, read_log, scalars
 from trainers.storage import Storage
 from trainers.tracking import delivery
-from trainers.tracking.delivery import Delivery
-from trainers.tracking.history import RunHistory, as_params
-from trainers.tracking.sink import Row
-from trainers.tracking.sinks import check_trackers
+from trainers.tracking.delivery import Delivery, RunHistory, as_params
+from trainers.tracking.sinks import Row, check_trackers
 
 
 @pytest.mark.parametrize(

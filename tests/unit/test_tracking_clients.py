@@ -74,8 +74,9 @@ def is_sent_from(directory):
     """Whether a process is there that sends a run which was started in a directory."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if "trainers.tracking.run" in process.cmdline() and process.cwd() == str(
-                directory
+            if (
+                "trainers.tracking.delivery" in process.cmdline()
+                and process.cwd() == str(directory)
             ):
                 return True
     return False

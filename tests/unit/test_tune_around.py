@@ -12,9 +12,16 @@ from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.report.answer import answer
-from tune.search.around import is_inside, next_trials, score, scores_of
 from tune.search.ray_search import num_samples, searcher, tune_space
-from tune.search.space import known_space, open_trials, planned_trials
+from tune.search.space import (
+    is_inside,
+    known_space,
+    next_trials,
+    open_trials,
+    planned_trials,
+    score,
+    scores_of,
+)
 from tune.sweeps.spec import is_complete, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.record import trial_id

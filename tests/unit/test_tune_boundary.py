@@ -5,7 +5,7 @@ and strict when in doubt.
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.config.overrides import override
+from trainers.config.model import override
 from tune.trials.microbatch_bounds import Boundary, fixed_size, key_of
 
 GPU = "NVIDIA A10G, 22.5 GiB"

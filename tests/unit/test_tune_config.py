@@ -9,8 +9,7 @@ import pytest
 from trainers.config.model import build
 from trainers.config.yaml import parse_mapping
 from trainers.errors import ConfigError
-from tune.config import SweepConfig
-from tune.objective import Objective
+from tune.config import Objective, SweepConfig
 
 BASE = {
     "train": "train.yaml",

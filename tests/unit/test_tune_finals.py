@@ -20,8 +20,7 @@ from tune.search.finalists import (
     repeats_to_run,
     rivals,
 )
-from tune.trials.interval import Interval
-from tune.trials.record import crossing_s, trial_id
+from tune.trials.record import Interval, crossing_s, trial_id
 
 
 def config(metric="time_to_target", **changes):

@@ -14,10 +14,10 @@ import ray.train
 from tests.specs import BASE
 from tests.unit.report_records import config
 from trainers.storage import Storage
+from tune.config import Target
 from tune.forks.assignment import Assignment
 from tune.lanes.messages import Event
 from tune.lanes.worker import Asked
-from tune.objective import Target
 from tune.sweeps.trial import LaneTrial
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
@@ -49,7 +49,7 @@ def _without_ray(monkeypatch):
     )
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
+    monkeypatch.setattr("trainers.on_ray.worker.own_gpu", lambda: 0)
 
 
 def asked(box, target, watches):

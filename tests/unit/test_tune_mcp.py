@@ -16,8 +16,8 @@ from trainers.config.yaml import dump_yaml
 from trainers.storage import Storage
 from tune.__main__ import main
 from tune.mcp import Limits, make_server
-from tune.sweeps.extension import order_extension
 from tune.sweeps.spec import prepare, read_sweep
+from tune.sweeps.steer import order_extension
 from tune.trials.journal import Journal
 
 SWEEP = str(REPOSITORY / "examples/digits/sweep.yaml")

@@ -11,8 +11,8 @@ from tests.unit.report_records import config, done, failed, trial
 from trainers.storage import Storage
 from tune.report.answer import answer
 from tune.report.figures import figures
-from tune.report.page import contents
 from tune.report.table import table
+from tune.report.write import contents
 from tune.trials.record import trial_id
 
 TITLES = ["Time to target", "Throughput", "Peak memory", "Learning curves"]

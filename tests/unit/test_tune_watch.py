@@ -16,8 +16,7 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, Holder
 from trainers.storage import Storage
-from tune.trials.journal import Journal
-from tune.trials.live import Live, Running, write_live
+from tune.trials.journal import Journal, Live, Running, write_live
 from tune.trials.record import trial_id
 from tune.trials.steering import Actions
 from tune.watch import LOOPBACK, Follow, PageServer, Seen, judge

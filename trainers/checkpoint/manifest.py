@@ -15,11 +15,15 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from trainers.config.metrics import check_metric, direction_of
-from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
+from trainers.config.sections import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    check_metric,
+    direction_of,
+)
 from trainers.config.train import IDENTITY
 from trainers.errors import CheckpointError, show
-from trainers.json_data import parse_json, validated
+from trainers.storage import parse_json, validated
 
 FORMAT = 2
 

@@ -28,9 +28,8 @@ from trainers.checkpoint.manifest import Manifest, shard_file
 from trainers.checkpoint.validation import map_tree, tensors_in
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
-from trainers.json_data import parse_json
 from trainers.model.sharding import is_shard, local
-from trainers.storage import Storage, retrying
+from trainers.storage import Storage, parse_json, retrying
 
 FORMATS = {
     torch.float64: "F64",

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainers.causes import classify
-from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.row_shards import Cut, cut_rows
+from trainers.checkpoint.store import Checkpoints, Loaded
 from trainers.checkpoint.validation import (
     check_dtypes,
     check_optimizer,
@@ -29,16 +29,21 @@ from trainers.checkpoint.validation import (
     tensors_in,
 )
 from trainers.config import TrainConfig
-from trainers.devices.rng import get_rng_state, set_rng_state
-from trainers.errors import CheckpointError, ConfigError, StorageError
+from trainers.devices.device import get_rng_state, set_rng_state
+from trainers.errors import CheckpointError, ConfigError, StorageError, shorten
 from trainers.measure.run_log import RunLog
-from trainers.model.as_made import add_buffers, apply_changes
-from trainers.model.beside import left_beside, load_beside, sums_of
-from trainers.model.frozen import check_frozen, load_model
+from trainers.model.as_made import (
+    add_buffers,
+    apply_changes,
+    check_frozen,
+    left_beside,
+    load_beside,
+    load_model,
+    sums_of,
+)
 from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
-from trainers.model.strategy import shorten
 from trainers.step.ceiling import OUT_OF_MEMORY
-from trainers.step.replica import Replica
+from trainers.step.train_step import Replica
 from trainers.storage import Storage
 from trainers.task import Task
 

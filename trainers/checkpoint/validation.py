@@ -21,10 +21,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, first_line
-from trainers.json_data import validated
 from trainers.model.joined_optimizer import optimizers_of
+from trainers.storage import validated
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _OPTIONAL = {"beside", "ema", "frozen", "schedule", "switched"}

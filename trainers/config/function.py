@@ -13,8 +13,8 @@ from trainers.config.sections import (
     Restarts,
     RunName,
     ScalingConfig,
+    Tracking,
 )
-from trainers.config.tracking import Tracking
 from trainers.config.train import TrainConfig
 from trainers.errors import ConfigError, did_you_mean
 

@@ -2,13 +2,17 @@
 
 import contextlib
 import functools
+import gc
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import GroupMember
 
@@ -218,3 +222,49 @@ def _tolerance(tensor: Tensor) -> float:
         if own.is_floating_point()
         else 0.0
     )
+
+
+TIMEOUT = timedelta(seconds=1800)
+"""How long a rank waits for the others, in a collective or for their meeting."""
+
+
+def keep_on_this_machine() -> None:
+    """Let a group of local ranks listen on the loopback, unless the user chose."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+
+
+def join_group(
+    backend: str,
+    place: Any,
+    rank: int,
+    world_size: int,
+    device_index: int,
+    timeout: timedelta = TIMEOUT,
+) -> None:
+    """Make this process a member of the run's process group.
+
+    `device_index` is its GPU under nccl.
+
+    `place` is where the ranks meet: a URL, or a torch.distributed.Store.
+    """
+    if "nccl" in backend:
+        torch.cuda.set_device(device_index)
+    met = {"init_method" if isinstance(place, str) else "store": place}
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, timeout=timeout, **met
+    )
+
+
+def leave_group(failed: bool) -> None:
+    """Leave the run's process group; after a failure without waiting for others."""
+    # A DDP reducer in a reference cycle would outlive the group: the process then
+    # aborts one time in eight.
+    gc.collect()
+    if (
+        failed and dist.get_backend() == "nccl"
+    ):  # whose destroy waits for the kernels in flight (pytorch issue 163546)
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

@@ -19,9 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING, ConfigError, redact
 from trainers.launch.spec import read_file
-from trainers.redaction import redact
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | type | Callable[..., Any]
 """A file or URI, a mapping of keys, a Task class, or a training function of Ray

@@ -7,7 +7,6 @@ where all ranks are on this machine.
 
 import contextlib
 import fcntl
-import gc
 import json
 import logging
 import multiprocessing
@@ -20,7 +19,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -37,18 +35,15 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from trainers.causes import death_of, failure_of
 from trainers.context import RunContext
-from trainers.errors import PacelineError, RunFailedError, last_line
-from trainers.launch.log import setup_logging
-from trainers.launch.signals import StopSignals, follow
+from trainers.devices.group import join_group, keep_on_this_machine, leave_group
+from trainers.errors import PacelineError, RunFailedError, last_line, redact
+from trainers.launch.process import StopSignals, follow, setup_logging
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.output import Take, sending
-from trainers.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(seconds=1800)
-"""How long a rank waits for the others, in a collective or for their meeting."""
 _LOOK_S = 0.2
 _PREFIX = "paceline-spawn-"
 _FRESH_S = 5.0  # a directory is not locked as soon as it is there
@@ -325,35 +320,6 @@ def _failure(
     return first
 
 
-def keep_on_this_machine() -> None:
-    """Let a group of local ranks listen on the loopback, unless the user chose."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
-
-
-def join_group(
-    backend: str,
-    place: Any,
-    rank: int,
-    world_size: int,
-    device_index: int,
-    timeout: timedelta = TIMEOUT,
-) -> None:
-    """Make this process a member of the run's process group.
-
-    `device_index` is its GPU under nccl.
-
-    `place` is where the ranks meet: a URL, or a torch.distributed.Store.
-    """
-    if "nccl" in backend:
-        torch.cuda.set_device(device_index)
-    met = {"init_method" if isinstance(place, str) else "store": place}
-    dist.init_process_group(
-        backend, rank=rank, world_size=world_size, timeout=timeout, **met
-    )
-
-
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
     use_cuda = job.config.device in ("auto", "cuda") and torch.cuda.is_available()
     device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
@@ -389,16 +355,3 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
         raise
     leave_group(failed=False)
     return result
-
-
-def leave_group(failed: bool) -> None:
-    """Leave the run's process group; after a failure without waiting for others."""
-    # A DDP reducer in a reference cycle would outlive the group: the process then
-    # aborts one time in eight.
-    gc.collect()
-    if (
-        failed and dist.get_backend() == "nccl"
-    ):  # whose destroy waits for the kernels in flight (pytorch issue 163546)
-        dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()

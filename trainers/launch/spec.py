@@ -2,41 +2,233 @@
 
 Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded
 one on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
+
+Find the module of a task or a training function as the user means it.
+
+Beside the YAML, above it, in the working directory, or installed.
+
+A run's directory: what it must hold before the run starts, and after its end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import importlib
+import importlib.util
+import inspect
+import logging
 import os
+import re
+import sys
+import sysconfig
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from trainers.config import TrainConfig
-from trainers.config.function import FunctionConfig, kind_of
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.function import FUNCTION_IDENTITY, FunctionConfig, kind_of
+from trainers.config.model import build, override
 from trainers.config.sections import ScalingConfig
-from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
+from trainers.config.train import IDENTITY, TrainConfig
+from trainers.config.yaml import LONGEST, decode, dump_yaml, parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import ConfigError, did_you_mean
-from trainers.launch.find_task import (
-    add_to_path,
-    load_function,
-    load_task,
-    portable,
-    task_path,
-)
-from trainers.launch.imports import without_collection
-from trainers.lease import fenced
+from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean
+from trainers.launch.process import without_collection
+from trainers.lease import LEASE, fenced
 from trainers.loop.watchdog import enter, watched
-from trainers.storage import Storage, storage_uri
+from trainers.storage import Storage, inside_ray_job, storage_uri
 
 if TYPE_CHECKING:
     from trainers.measure.result import RunResult
     from trainers.task import Task
+
+
+def task_path(
+    task: str,
+    task_dir: str | None,
+    yaml_dir: Path | None,
+    source: str,
+    key: str = "task",
+) -> list[str]:
+    """Return the directories that `sys.path` needs for the module that `key` names.
+
+    Looks for files, and imports nothing.
+
+    Raises ConfigError when there is neither such a file nor such an installed module.
+    """
+    module, _, class_name = task.partition(":")
+    own = []
+    starts = []
+    if task_dir:
+        starts.append(Path(task_dir))
+    if yaml_dir is not None:
+        own.append(yaml_dir)
+        starts += [yaml_dir, *yaml_dir.parents]
+    for start in [*starts, Path.cwd()]:
+        root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
+        base = root.joinpath(*module.split("."))
+        with contextlib.suppress(OSError):  # a name too long for a file
+            if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+                return [str(path) for path in dict.fromkeys([root, *own])]
+    if _is_installed(module):
+        return [str(path) for path in own]
+    where = f"in {yaml_dir} or a directory above it, " if yaml_dir else ""
+    beside = sorted(path.stem for path in yaml_dir.glob("*.py")) if yaml_dir else []
+    otherwise = "check the name, or set `task_dir`"
+    fix = did_you_mean(
+        module.rsplit(".", 1)[-1],
+        beside,
+        otherwise,
+        lambda near: f"{near}:{class_name}",
+    )
+    file = module.replace(".", "/") + ".py"
+    rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
+    raise ConfigError(key, task, rule, fix, source)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether the import system finds a module; imports no parent of it."""
+    top, *below = module.split(".")
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec(top)
+        for name in below:
+            places = spec.submodule_search_locations if spec else None
+            spec = (
+                PathFinder.find_spec(f"{spec.name}.{name}", places)
+                if spec and places and name
+                else None
+            )
+        return spec is not None
+    return False
+
+
+def portable(paths: list[str]) -> list[str]:
+    """Make directories below the working directory relative, inside a Ray job.
+
+    The job's package lies elsewhere for the next job, and maybe on another node.
+
+    Outside of one, return the paths as they are.
+    """
+    if not inside_ray_job():
+        return paths
+    here = Path.cwd()
+    return [
+        str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+        for path in paths
+    ]
+
+
+def add_to_path(paths: list[str]) -> None:
+    """Put directories first on `sys.path`; relative ones lie below its entries."""
+    for path in reversed(paths):
+        candidates = (Path(base, path) for base in [str(Path.cwd()), *sys.path])
+        found = next(
+            (str(candidate) for candidate in candidates if candidate.is_dir()), None
+        )
+        if found is not None:
+            if found in sys.path:
+                sys.path.remove(found)
+            sys.path.insert(0, found)
+
+
+def _where(error: Exception) -> str:
+    """Return file and line of a failed import: the innermost frame of the user's code."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
+    theirs = [
+        frame
+        for frame in frames[1:]
+        if not any(part in frame.filename for part in libraries)
+    ]
+    at = (theirs or frames)[-1]
+    return f"{Path(at.filename).name}:{at.lineno}"
+
+
+def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
+    """Import and construct a task; its directories must be on `sys.path`.
+
+    ConfigError says what is wrong.
+
+    What it draws at random meanwhile is the same in every process.
+    """
+    with without_collection():
+        from trainers.devices.device import drawn_alike
+        from trainers.task import Task
+
+        with drawn_alike():
+            cls = load_named("task", task, "class", source)
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        rule = "is not a trainers.task.Task"
+        raise ConfigError("task", task, rule, "derive the class from Task", source)
+    _check_call("task_args", task_args, cls, source, **task_args)
+    with drawn_alike():
+        return cls(**task_args)
+
+
+def load_function(
+    train_func: str, config: dict[str, Any], source: str
+) -> Callable[[], Any]:
+    """Import a training function and bind `config` where it takes one."""
+    with without_collection():
+        function: Callable[..., Any] = load_named(
+            "train_func", train_func, "function", source
+        )
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            "train_func", train_func, "is no function", "name one", source
+        )
+    if config or inspect.signature(function).parameters:
+        _check_call("train_loop_config", config, function, source, config)
+        return functools.partial(function, copy.deepcopy(config))
+    return function
+
+
+def load_named(key: str, named: str, kind: str, source: str) -> Any:
+    """Import what `module:name` means, a class or a function."""
+    module_name, _, name = named.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        rule = (
+            f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})"
+        )
+        raise ConfigError(
+            key, named, rule, "fix that line or install what it needs", source
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        fix = did_you_mean(
+            name,
+            dir(module),
+            f"name a {kind} that is there",
+            lambda near: f"{module_name}:{near}",
+        )
+        raise ConfigError(
+            key, named, f"names no {kind} of {module.__file__}", fix, source
+        )
+    return found
+
+
+def _check_call(
+    key: str, value: Any, called: Any, source: str, *args: Any, **given: Any
+) -> None:
+    """Raise ConfigError where a class or function does not take these arguments."""
+    signature = inspect.signature(called)
+    name = getattr(called, "__name__", "it")
+    try:
+        signature.bind(*args, **given)
+    except TypeError as error:
+        rule = f"does not fit {name} ({error})"
+        fix = f"its signature is {name}{signature}"
+        raise ConfigError(key, value, rule, fix, source) from error
 
 
 MARK = "config.yaml"
@@ -299,3 +491,124 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
             check_device_type(config.precision, device_type)
     except ConfigError as error:
         raise error.at(spec.source) from error
+
+
+logger = logging.getLogger(__name__)
+
+
+def open_run(location: str) -> tuple[Storage, TrainConfig]:
+    """Return a run's directory and its last configuration; ConfigError without a run."""
+    storage = Storage(storage_uri(location))
+    if not storage.exists(MARK):
+        above = storage.parent
+        runs = [name for name in above.names() if above.exists(f"{name}/{MARK}")]
+        otherwise = "give the directory of a run"
+        fix = did_you_mean(storage.name, runs, otherwise, above.locate)
+        raise ConfigError("RUN", location, f"is no run: there is no {MARK} in it", fix)
+    return storage, build(
+        TrainConfig, read_mapping(storage, MARK), storage.locate(MARK)
+    )
+
+
+def delete_own(storage: Storage, mark: str) -> None:
+    """Delete what a directory holds but its lease; ConfigError if it lacks `mark`."""
+    names = [name for name in storage.names() if name != LEASE]
+    if names and mark not in names:
+        rule = f"is not ours to delete: it holds files but no {mark}"
+        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
+    # The mark comes last: cut off, the rest is still ours to delete.
+    for name in sorted(names, key=lambda name: name == mark):
+        storage.delete(name)
+
+
+def _finished(storage: Storage) -> RunResult | None:
+    """Return the result of a run that is done, else None."""
+    from trainers.measure.result import RunResult
+
+    if not storage.exists("result.json"):
+        return None
+    try:
+        result = storage.read_json("result.json", RunResult, finite=False)
+        if result.status == "done":
+            check_kept(storage, result)
+            return result
+    except (StorageError, CheckpointError) as error:
+        logger.warning("%s; the run goes on from its newest checkpoint", error)
+    return None
+
+
+def check_kept(storage: Storage, result: RunResult) -> None:
+    """Raise an error where the checkpoint that a run ended with is not there.
+
+    StorageError where it was deleted, CheckpointError where the result is damaged.
+    """
+    from trainers.checkpoint.manifest import Manifest
+
+    if result.checkpoint is None:
+        return
+    name = Storage(result.checkpoint).name  # its run may have been moved since
+    if not re.fullmatch("step-[0-9]{12}", name):
+        raise CheckpointError(
+            f"{storage.locate('result.json')} is damaged: it names no checkpoint"
+        )
+    kept = storage.child("checkpoints", name)
+    files = ["manifest.json"]
+    if kept.exists("manifest.json"):
+        files += Manifest.from_json(kept.read("manifest.json")).files
+    for file in files:
+        if not kept.exists(file):
+            raise StorageError(
+                f"the run ended as `{result.status}`, but {kept.locate(file)} was deleted since"
+            )
+
+
+def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
+    """Make the run's directory ready; return the result of a run that is complete.
+
+    This process must hold its lease.
+
+    Raises ConfigError when another run of this name is there that learned something
+    else.
+    """
+    storage = spec.storage
+    if fresh:
+        delete_own(storage, MARK)
+    if storage.exists(MARK):
+        before = check_same(spec, IDENTITY)
+        lengths = ("epochs", "max_steps", "early_stopping")
+        if all(before.get(key) == spec.tree.get(key) for key in lengths):
+            result = _finished(storage)
+            if result is not None:
+                return result
+        # Of a shorter run: it must not be taken for this one's.
+        storage.delete("result.json")
+    keep(spec)
+    return None
+
+
+def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
+    """Make the directory of a function's run ready; ConfigError as in prepare_storage."""
+    if fresh:
+        delete_own(spec.storage, MARK)
+    if spec.storage.exists(MARK):
+        check_same(spec, FUNCTION_IDENTITY)
+    keep(spec)
+
+
+def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the run's former configuration; ConfigError where one of `keys` differs."""
+    before = read_mapping(spec.storage, MARK)
+    for key in keys:
+        now = spec.tree.get(key)
+        if before.get(key) != now:
+            rule = f"differs from {before.get(key)} in {spec.storage.uri}"
+            fix = "train under another `--name`, or start anew with --fresh"
+            raise ConfigError(key, now, rule, fix, spec.source)
+    return before
+
+
+def keep(spec: Spec) -> None:
+    """Write the configuration into the run's directory."""
+    # A command that opens the run later may start in another directory.
+    found = {"task_dir": spec.path[0]} if spec.path else {}
+    spec.storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())

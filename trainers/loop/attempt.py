@@ -11,17 +11,14 @@ from typing import Any
 
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
-from trainers.config.metrics import check_metric
-from trainers.config.sections import EarlyStoppingConfig
+from trainers.config.sections import EarlyStoppingConfig, check_metric
 from trainers.context import RunContext
-from trainers.data.stream import Stream
-from trainers.data.stream_reader import Mark
+from trainers.data.stream import Mark, Stream
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import StepClock
 from trainers.measure.result import Pauses
 from trainers.measure.run_log import RunLog
-from trainers.step.replica import Replica
-from trainers.step.train_step import Losses
+from trainers.step.train_step import Losses, Replica
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)

@@ -19,18 +19,21 @@ from trainers.config.train import CAPTURING
 from trainers.context import RunContext
 from trainers.data.batch import fetch, map_tensors
 from trainers.data.feed import Feed
-from trainers.data.sampler import StepSampler, split_share
-from trainers.data.splits import check_apart
+from trainers.data.sampler import StepSampler, check_apart, split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, shorten
 from trainers.loop.data import load_data, make_sampler, steps_in_all, tell_samples
 from trainers.loop.watchdog import enter
 from trainers.model.activations import checkpoint_activations
-from trainers.model.as_made import AsMade, train_as_made
-from trainers.model.beside import place, trained_beside
-from trainers.model.frozen import frozen_digests
+from trainers.model.as_made import (
+    AsMade,
+    frozen_digests,
+    place,
+    train_as_made,
+    trained_beside,
+)
 from trainers.model.joined_optimizer import join
 from trainers.model.moving_average import MovingAverage
 from trainers.model.optimizer import (
@@ -49,7 +52,6 @@ from trainers.model.strategy import (
     no_sync,
     place_model,
     share_tensors,
-    shorten,
     sync_batchnorm,
     wrap_model,
 )
@@ -58,12 +60,10 @@ from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.evaluation import check_evaluation, evaluating
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
-from trainers.step.microbatch import Probe, choose_microbatch
+from trainers.step.microbatch import SAMPLES, Probe, check_loss, choose_microbatch
 from trainers.step.phased_step import PhasedStep, is_phased, make_phases
-from trainers.step.replica import Replica
-from trainers.step.splitting import SAMPLES, check_loss
-from trainers.step.throwaway import CollectiveWatch, throwaway
-from trainers.step.train_step import TrainStep
+from trainers.step.snapshot import CollectiveWatch, throwaway
+from trainers.step.train_step import Replica, TrainStep
 from trainers.task import Task, task_feed
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,10 @@ from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.data.batch import fetch
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule
-from trainers.data.sampler import Drawn, StepSampler
-from trainers.data.splits import same_rows_on_ranks
-from trainers.data.stream import Rereadable, Stream, same_on_ranks
-from trainers.data.stream_reader import digest
-from trainers.devices.device import seed_all, seed_host
+from trainers.data.sampler import Drawn, StepSampler, same_rows_on_ranks
+from trainers.data.stream import Rereadable, Stream, digest, same_on_ranks
+from trainers.devices.device import drawn_alike, seed_all, seed_host
 from trainers.devices.group import Group
-from trainers.devices.rng import drawn_alike
 from trainers.errors import ConfigError, counted
 from trainers.loop.watchdog import enter
 from trainers.task import Task, load_split

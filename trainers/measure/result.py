@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from trainers.errors import Status, counted
-from trainers.json_data import parse_json
 from trainers.measure.clock import Throughput
-from trainers.measure.ranks import RankFigures, table
+from trainers.measure.step_times import RankFigures, table
+from trainers.storage import parse_json
 
 
 @dataclass
@@ -77,7 +77,7 @@ class RunResult:
     not known.
     """
     ranks: list[RankFigures] = field(default_factory=list)
-    """Every rank after warm-up, side by side (trainers/measure/ranks.py)."""
+    """Every rank after warm-up, side by side (trainers/measure/step_times.py)."""
     samples: int | None = None
     """Samples trained, each as often as it was; None in results of the first versions.
     """

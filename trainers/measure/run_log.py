@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainers.errors import CheckpointError, PacelineError
-from trainers.json_data import parse_json
-from trainers.storage import Storage
+from trainers.storage import Storage, parse_json
 
 _POSITION = ("step", "epoch", "train_time_s")
 SHOW_EVERY_S = 10.0

@@ -14,13 +14,12 @@ from torch.optim import Optimizer
 from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
-from trainers.errors import MISSING, ConfigError
-from trainers.model.beside import left_beside
+from trainers.errors import MISSING, ConfigError, shorten
+from trainers.model.as_made import left_beside
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.moving_average import MovingAverage
+from trainers.model.precision import NARROW, narrow_adamw
 from trainers.model.sharding import is_shard
-from trainers.model.strategy import shorten
-from trainers.model.torchao import NARROW, narrow_adamw
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from trainers.config.metrics import check_metric, direction_of
-from trainers.config.sections import ScheduleConfig
+from trainers.config.sections import ScheduleConfig, check_metric, direction_of
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError, first_line
 from trainers.model.optimizer import warmup_steps

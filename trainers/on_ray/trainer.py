@@ -1,13 +1,21 @@
-"""Train one run, or do another job, as a Ray TorchTrainer around it."""
+"""Train one run, or do another job, as a Ray TorchTrainer around it.
+
+Train with a user's own training function, as Ray's TorchTrainer does.
+
+A run's records, from rank 0 to the driver through the key-value store (Ray).
+"""
 
 import contextlib
+import json
 import logging
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -15,35 +23,229 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from trainers.causes import failure_of
-from trainers.errors import PacelineError, PreemptedError, RunFailedError, first_line
-from trainers.launch.log import setup_logging
-from trainers.launch.signals import StopSignals
-from trainers.launch.spec import Job, R, RunSpec
+from trainers.context import RunContext
+from trainers.errors import (
+    PacelineError,
+    PreemptedError,
+    RunFailedError,
+    first_line,
+    printable,
+    redact,
+)
+from trainers.launch.process import StopSignals, setup_logging
+from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
-from trainers.on_ray.cluster_end import ending_with_cluster
-from trainers.on_ray.connect import check_cluster, ray_scaling, wants_gpu
-from trainers.on_ray.context import RayContext, request_stop
+from trainers.on_ray.connect import (
+    VitalSigns,
+    check_cluster,
+    ending_with_cluster,
+    ray_scaling,
+    show_life,
+    wants_gpu,
+)
 from trainers.on_ray.environment import run_environment
-from trainers.on_ray.failures import FailurePolicy, as_failure
-from trainers.on_ray.function import fit
 from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
     ControllerCallback,
     accepted,
     coordinator,
+    kv_delete,
+    kv_get,
+    kv_list,
+    kv_put,
     nodes_taken,
     quiet_failures,
     quiet_reports,
     run_register,
     starts_again,
 )
-from trainers.on_ray.process_group import GroupConfig
-from trainers.on_ray.records import receiving, telling
-from trainers.on_ray.vital_signs import VitalSigns, show_life
-from trainers.output import Take
-from trainers.redaction import redact
+from trainers.on_ray.worker import (
+    FailurePolicy,
+    GroupConfig,
+    RayContext,
+    as_failure,
+    request_stop,
+)
+from trainers.output import Record, Take, sending
 from trainers.storage import Storage
+
+_LOOK_S = 0.25
+
+
+def send(run: Storage, records: list[Record]) -> None:
+    """Leave records of a run for its driver.
+
+    For a thread: it waits for the cluster's head.
+    """
+    key = _prefix(run) + f"{time.time_ns():020d}".encode()
+    kv_put(key, json.dumps(records, default=str).encode(), overwrite=True)
+
+
+@contextlib.contextmanager
+def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
+    """Leave the records of a run in a block, as its spec has it.
+
+    Every rank calls it.
+    """
+    context.draws_line = spec.told == "line"
+    told = spec.told and context.rank == 0
+    with (
+        sending(partial(send, spec.storage))
+        if told
+        else contextlib.nullcontext() as context.take
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def receiving(run: Storage, take: Take | None) -> Iterator[None]:
+    """Give the records that workers send in a block to `take`."""
+    if take is None:
+        yield
+        return
+    _take(run, lambda record: None)  # of a driver that was killed
+    over = threading.Event()
+
+    def receive() -> None:
+        is_over = False
+        while not is_over:
+            is_over = over.wait(_LOOK_S)
+            with contextlib.suppress(
+                Exception
+            ):  # the cluster is gone, or does not answer: the run itself says so
+                _take(run, take)
+
+    thread = threading.Thread(target=receive, name="records", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(_LOOK_S * 8)
+
+
+def _take(run: Storage, take: Take) -> None:
+    for key in sorted(kv_list(_prefix(run))):
+        data = kv_get(key)
+        kv_delete(key)
+        for record in json.loads(data or b"[]"):
+            take(record)
+
+
+def _prefix(run: Storage) -> bytes:
+    return f"paceline-records {run.uri} ".encode()
+
+
+_NEWEST = "newest_report.json"
+
+
+@dataclass(frozen=True)
+class FunctionRun:
+    """A run of a training function that is done."""
+
+    metrics: dict[str, Any]
+    """What rank 0 reported last; what JSON cannot hold is text."""
+    checkpoint: str | None
+    """Where the newest checkpoint is."""
+    uri: str
+    """The run's directory."""
+
+    def __str__(self) -> str:
+        words = printable(
+            "  ".join(f"{name} {value}" for name, value in self.metrics.items())
+        )
+        lines = [
+            "done",
+            words or "nothing was reported",
+            *([f"checkpoint {self.checkpoint}"] if self.checkpoint else []),
+        ]
+        return "\n  ".join(lines)
+
+
+class _Reports(ray.train.UserCallback):
+    """Keeps the newest report's metrics: Ray's result has them only with a checkpoint."""
+
+    def __init__(self, storage: Storage, told: bool) -> None:
+        """`told`: the driver hears of each."""
+        self._storage = storage
+        self._told = told
+
+    def after_report(
+        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+    ) -> None:
+        """Called by Ray with the metrics of all ranks."""
+        self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
+        if self._told:
+            send(self._storage, [{"record": "report", "metrics": metrics[0]}])
+
+
+def _function_worker(loop_config: dict[str, Any]) -> Any:
+    """Call the function as one worker of the TorchTrainer."""
+    return FunctionSpec(**loop_config).load()()
+
+
+def fit(trainer: TorchTrainer) -> ray.train.Result:
+    """Run Ray's `fit` without its handler of Ctrl-C.
+
+    That aborts the run and ends the process as if all were well, and would keep the
+    run's controller, too.
+
+    Raises RunFailedError.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with run_environment():
+            return trainer.fit()
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    except ray.train.WorkerGroupError as error:
+        raise RunFailedError.first(
+            [as_failure(rank, one) for rank, one in error.worker_failures.items()]
+        ) from None
+    except ray.train.ControllerError as error:
+        raise as_failure(0, error.controller_failure) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
+    """Train on the connected cluster, from the newest checkpoint where there is one.
+
+    Args:
+        spec: The run, with the training function's name and configuration.
+        take: Is given what is reported.
+
+    Raises:
+        RunFailedError: A rank has failed, and no restart is left.
+    """
+    config = spec.config
+    storage = spec.storage
+    trainer = TorchTrainer(
+        _function_worker,
+        train_loop_config=asdict(spec),
+        scaling_config=ray_scaling(config.scaling, wants_gpu(config, capacity())),
+        run_config=ray.train.RunConfig(
+            name=storage.name,
+            storage_path=storage.parent.uri,
+            failure_config=ray.train.FailureConfig(
+                max_failures=config.failure.max_failures
+            ),
+            callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
+        ),
+    )
+    again = "the same command goes on from the newest checkpoint"
+    with ending_with_cluster(again), VitalSigns(), receiving(storage, take):
+        result = fit(trainer)
+    metrics = (
+        storage.read_json(_NEWEST, dict[str, Any], finite=False)
+        if storage.exists(_NEWEST)
+        else {}
+    )
+    return FunctionRun(
+        metrics, result.checkpoint.path if result.checkpoint else None, storage.uri
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +254,7 @@ _GONE_S = 15.0  # within which a node that is taken away is gone
 _MANY = 1000
 
 
-def _worker(loop_config: dict[str, Any]) -> None:
+def _run_worker(loop_config: dict[str, Any]) -> None:
     """Run the loop as one worker of the TorchTrainer."""
     quiet_reports()
     quiet_failures()  # printed below
@@ -145,7 +347,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
     # ours are once newer ones are complete, it refuses to go on with the run.
     spec.storage.delete("checkpoint_manager_snapshot.json")
     trainer = TorchTrainer(
-        _worker,
+        _run_worker,
         train_loop_config=asdict(spec),
         torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
         scaling_config=ray_scaling(config.scaling, gpu),

@@ -12,10 +12,12 @@ does not wait for the host.
 
 Random numbers go on from where the generator is, in a replay too. The task's Python
 code runs only in steps that are captured or run as they are: a schedule in forward(), a
-counter, an `if` stand still in replays. So a graph is proved (trainers/step/proof.py):
+counter, an `if` stand still in replays. So a graph is proved:
 when it is captured, and before its 2nd, 11th, 101st and 1,001st replay. A few replays
 and the same steps as they are begin from the same state, and must end in the same. What
 differs ends capturing for good.
+
+Prove that a captured step does what the plain one does, by throw-away steps.
 """
 
 import functools
@@ -23,7 +25,7 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +35,100 @@ from torch.optim import Optimizer
 
 from trainers.causes import classify
 from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
-from trainers.devices.device import synchronize, take_spare
+from trainers.data.stream import digest
+from trainers.devices.device import get_rng_state, synchronize, take_spare
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, chain, first_line
 from trainers.model.schedule import Schedule
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
-from trainers.step.proof import Pass, difference, take_pass
-from trainers.step.throwaway import throwaway
+from trainers.step.snapshot import throwaway
 from trainers.step.train_step import TrainStep
+
+STEPS = 3
+"""Of a pass: what counts steps, or draws outside torch, shows in the second."""
+_SPREADS = 3.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a few steps have left, which are forgotten."""
+
+    state: dict[str, Tensor]
+    """By name, in host memory."""
+    changed: str | None
+    """An attribute of the task, the model or the optimizer that the steps have changed.
+    """
+    step_s: float
+
+
+def take_pass(
+    step: Callable[[], None],
+    forward: ForwardPass,
+    optimizer: Optimizer,
+    own: Mapping[str, Tensor],
+) -> Pass:
+    """Take a step a few times, note what it leaves, and put everything back.
+
+    `own` are tensors that it writes to besides those of model and optimizer.
+    """
+    device = forward.device
+    with throwaway(forward, optimizer) as snapshot:
+        for tensor in own.values():
+            snapshot.keep(tensor)
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        synchronize(device)
+        step_s = (time.perf_counter() - began) / STEPS
+        named = {
+            **dict(forward.model.named_parameters()),
+            **dict(forward.model.named_buffers()),
+            **own,
+        }
+        names = {id(tensor): name for name, tensor in named.items()}
+        for number, (parameter, moments) in enumerate(optimizer.state.items()):
+            of_parameter = names.get(id(parameter), f"parameter {number}")
+            named |= {
+                f"{of_parameter}, {key}": value
+                for key, value in moments.items()
+                if isinstance(value, Tensor)
+            }
+        state = {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()
+        }
+        random_state = digest(get_rng_state(device)).encode()
+        state["random state"] = torch.frombuffer(
+            bytearray(random_state), dtype=torch.uint8
+        )
+        return Pass(state, snapshot.changed(), step_s)
+
+
+def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
+    """Name what two passes from one state have left otherwise, to the last bit.
+
+    With `repeats` of the eager one: by more than these differ from it.
+    """
+    for name, theirs in eager.state.items():
+        ours = captured.state[name]
+        if torch.equal(_bytes(ours), _bytes(theirs)):
+            continue
+        spread = max(
+            (_distance(one.state[name], theirs) for one in repeats), default=0.0
+        )
+        if not _distance(ours, theirs) <= _SPREADS * spread:
+            return name
+    return None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
 
 logger = logging.getLogger(__name__)
 

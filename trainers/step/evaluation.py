@@ -23,10 +23,10 @@ from torch.utils.data import Dataset, TensorDataset
 from trainers.causes import classify
 from trainers.data.batch import Batch, fetch, map_tensors
 from trainers.data.feed import Feed
+from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import Group
-from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import FIX, MISSING, ConfigError, RunFailedError, first_line
-from trainers.model.beside import modules_beside
+from trainers.model.as_made import modules_beside
 from trainers.model.precision import PrecisionSpec
 from trainers.model.sharding import is_sharded
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller

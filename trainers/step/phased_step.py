@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from trainers.data.batch import Batch, map_tensors
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, shorten
 from trainers.model.joined_optimizer import JoinedOptimizer
-from trainers.model.strategy import shorten, unused_parameters
+from trainers.model.strategy import unused_parameters
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import WEIGHTLESS, Losses, TrainStep
 from trainers.task import Task

@@ -5,28 +5,183 @@ A run has the same id in every resume.
 `tracking/<tracker>.json` in the run's directory keeps, for the run (of a sweep for each
 trial too), the id and what was sent. Storage is the queue: what a tracker has not got
 is sent later, by this process or the next.
+
+Sends a training run to its trackers.
+
+`python -m trainers.tracking.delivery` is the process that trainers/tracking/delivery.py
+starts.
+
+The process that sends to trackers: what starts it, and what it does.
+
+Its arguments are what to send; standard input says how the driver has ended: an end
+without a word, that it was killed. Its standard output is the log, a sentence in each
+line; what clients print there is nobody's.
+
+What a run has left on storage so far, as trackers are told of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import secrets
+import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO, Any, Protocol
 
-from trainers.config.tracking import TrackerConfig
-from trainers.errors import LeaseError, first_line
-from trainers.redaction import redact
+from trainers.config.function import flat
+from trainers.config.sections import TrackerConfig
+from trainers.errors import LeaseError, StorageError, first_line, redact
+from trainers.launch.spec import MARK, open_run, read_mapping
+from trainers.lease import fenced, held
+from trainers.measure.run_log import read_part, scalars
 from trainers.storage import Storage
-from trainers.tracking.history import History, Source
-from trainers.tracking.sink import Row, Sink, TrackedRun
-from trainers.tracking.sinks import make_sink
+from trainers.tracking.sinks import Row, Sink, TrackedRun, check_trackers, make_sink
+
+KILLED = "killed"
+"""How a run has ended whose driver could not say it."""
+_OF_RESULT = (
+    "epochs",
+    "train_time_s",
+    "wall_time_s",
+    "peak_memory_bytes",
+    "first_step_s",
+    "mfu",
+    "throughput",
+)
+
+
+@dataclass(frozen=True)
+class History:
+    """One run: what it is, and what there is of it."""
+
+    name: str
+    kind: str
+    """run, sweep or trial."""
+    params: dict[str, str | int | float | bool]
+    tags: dict[str, str]
+    rows: Sequence[Row] = ()
+    """In the order of the log; some may have been there before."""
+    key: str = ""
+    """Of a trial its id."""
+    artifacts: dict[str, bytes] = field(default_factory=dict)
+    """Content by file name, once the run has ended."""
+    ended: str | None = None
+    """How it has ended."""
+
+
+class Source(Protocol):
+    """Where histories come from; each tracker asks one of its own again and again."""
+
+    def poll(self, ended: str | None) -> list[History]:
+        """Return what is new, a sweep before its trials; with all rows the first time.
+
+        `ended` is how the driver has ended, None while it has not.
+        """
+
+
+def as_params(tree: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Return a configuration by dotted keys; lists as text, secrets hidden."""
+    shown: dict[str, str | int | float | bool] = {}
+    for key, value in flat(tree).items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        hidden = redact(f"{key}: {text}").removeprefix(f"{key}: ")
+        shown[key] = (
+            value if isinstance(value, int | float) and hidden == text else hidden
+        )
+    return shown
+
+
+class RunHistory:
+    """A training run: parts of the log, and copies of what no part has yet."""
+
+    def __init__(self, run: Storage) -> None:
+        self._run = run
+        self._read: dict[str, tuple[str, float]] = {}
+        """By directory the last file that was read, and when it was written."""
+
+    def poll(self, ended: str | None) -> list[History]:
+        """As `Source` has it; nothing until a worker has said what it runs on."""
+        if ended is None and not self._run.exists("environment.json"):
+            return []
+        tree = read_mapping(self._run, MARK)
+        tags = {"uri": redact(self._run.uri)}
+        if self._run.exists("environment.json"):
+            tags |= self._run.read_json("environment.json", dict[str, str])
+        rows = self._new("log") + self._new("live")
+        artifacts: dict[str, bytes] = {}
+        if ended in ("done", "stopped") and self._run.exists("result.json"):
+            result = self._run.read_json("result.json", dict[str, Any], finite=False)
+            ended = str(result["status"])
+            figures = flat(
+                {
+                    name: result[name]
+                    for name in _OF_RESULT
+                    if result.get(name) is not None
+                }
+            )
+            values = {
+                f"result/{name.replace('.', '/')}": float(value)
+                for name, value in figures.items()
+            }
+            rows.append(Row(int(result["steps"]), self._time("result.json"), values))
+            artifacts["result.json"] = self._run.read("result.json")
+        return [
+            History(
+                str(tree["name"]),
+                "run",
+                as_params(tree),
+                tags,
+                rows,
+                "",
+                artifacts,
+                ended,
+            )
+        ]
+
+    def _new(self, directory: str) -> list[Row]:
+        """Return the rows of new parts, and of the last one where it has grown."""
+        storage = self._run.child(directory)
+        rows = []
+        for name in storage.names():
+            last = self._read.get(directory, ("", 0.0))
+            if not name.endswith(".jsonl") or name < last[0]:
+                continue
+            try:
+                written_at = self._time(f"{directory}/{name}")
+                if (name, written_at) == last:
+                    continue
+                records = read_part(storage, name)
+            except StorageError:
+                if storage.exists(name):
+                    raise
+                # a copy that has become part of the log, which the next poll reads
+                continue
+            self._read[directory] = (name, written_at)
+            # Records have no time of day; the time between them is that of training.
+            end_s = float(records[-1].get("train_time_s", 0.0)) if records else 0.0
+            for record in records:
+                time_s = written_at - max(
+                    0.0, end_s - float(record.get("train_time_s", end_s))
+                )
+                rows.append(Row(int(record["step"]), time_s, scalars(record)))
+        return rows
+
+    def _time(self, name: str) -> float:
+        """When a file was written, Unix time, s."""
+        info = self._run.filesystem.get_file_info(f"{self._run.path}/{name}")
+        return float(info.mtime.timestamp()) if info.mtime is not None else 0.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -193,3 +348,150 @@ class Delivery:
     def _note(self) -> None:
         everything = {key: asdict(sent) for key, sent in self._sent.items()}
         self._storage.write(_file(self.name), json.dumps(everything).encode())
+
+
+GRACE_S = 10.0
+"""How long trackers may take for the rest, after the driver's end."""
+_LATE_S = 5.0  # what the process itself may take besides
+_NICE = 10
+_CODE = str(Path(__file__).parents[2])
+
+
+@contextlib.contextmanager
+def followed(
+    module: str,
+    storage: Storage,
+    token: str,
+    trackers: Sequence[TrackerConfig],
+    path: Sequence[str],
+    again: str,
+) -> Iterator[None]:
+    """Send a run or a sweep to its trackers in the block, by a process of its own.
+
+    Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
+    `module` is what the process runs, `again` the command that sends what is left.
+    """
+    if not trackers:
+        yield
+        return
+    given = (
+        [tracker.model_dump() for tracker in trackers],
+        [os.path.abspath(place) for place in path],  # noqa: PTH100
+    )
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", module, storage.uri, token, json.dumps(given)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([_CODE, os.environ.get("PYTHONPATH", "")]),
+        },
+        start_new_session=True,  # Ctrl-C is for the run, whose end is still to be sent
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    listener = threading.Thread(
+        target=_listen, args=(process.stdout,), name="tracking", daemon=True
+    )
+    listener.start()
+    how = "error"
+    try:
+        yield
+        how = "done"
+    except KeyboardInterrupt:
+        how = "stopped"
+        raise
+    except BaseException as error:
+        how = getattr(error, "status", how)
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # it has died, which its exit code says
+            process.stdin.write(f"{how}\n".encode())
+            process.stdin.close()
+        try:
+            code = process.wait(GRACE_S + _LATE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        listener.join(1.0)
+        if code != 0:
+            logger.warning(
+                "tracking: not everything could be sent; `%s` sends the rest", again
+            )
+
+
+def _listen(stream: IO[bytes]) -> None:
+    """Repeat the log of the process in this one's."""
+    with stream:
+        for line in stream:
+            logger.warning("%s", line.decode(errors="replace").rstrip("\n"))
+
+
+def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
+    """Send until the driver has ended and trackers have everything, or GRACE_S more.
+
+    Ends this process, with exit code 1 where something is left.
+    """
+    os.nice(_NICE)
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGINT,
+    ):  # the end of its input is what ends it
+        signal.signal(number, signal.SIG_IGN)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for package in ("trainers", "tune"):
+        logging.getLogger(package).handlers[:] = [logging.StreamHandler(out)]
+        logging.getLogger(package).propagate = False
+    uri, token, given = sys.argv[1:]
+    trackers, path = json.loads(given)
+    storage = fenced(Storage(uri), mark, token)
+    deliveries = [
+        Delivery(TrackerConfig(**tracker), path, storage, make_source)
+        for tracker in trackers
+    ]
+    threads = [
+        threading.Thread(target=delivery.follow, daemon=True) for delivery in deliveries
+    ]
+    for thread in threads:
+        thread.start()
+    how = sys.stdin.readline().strip() or KILLED
+    for delivery in deliveries:
+        delivery.end(how)
+    deadline = time.monotonic() + GRACE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = [delivery.name for delivery in deliveries if not delivery.is_over]
+    if late:
+        logger.warning("tracking: %s: something is left to send", ", ".join(late))
+    out.flush()
+    os._exit(1 if late else 0)
+
+
+def send_run(location: str) -> bool:
+    """Send what a run's trackers have not got; return whether all have everything.
+
+    The run must not be training.
+
+    Raises ConfigError where there is no run, or a process trains it.
+    """
+    storage, config = open_run(location)
+    path = [config.task_dir] if config.task_dir else []
+    check_trackers(config.trackers, path, storage.locate(MARK))
+    if not config.trackers:
+        logger.info("tracking: the configuration names no tracker")
+    has_all = True
+    with held(storage, MARK) as token:
+        for tracker in config.trackers:
+            delivery = Delivery(tracker, path, fenced(storage, MARK, token), RunHistory)
+            delivery.end("done" if storage.exists("result.json") else KILLED)
+            delivery.follow()
+            if delivery.is_over:
+                logger.info("tracking: %s has everything", tracker.tracker)
+            has_all = has_all and delivery.is_over
+    return has_all
+
+
+if __name__ == "__main__":
+    serve(MARK, RunHistory)

@@ -3,6 +3,10 @@
 Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the
 configuration names no experiment; whatever the clients read. Set, unless it is:
 MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
+
+Sink: what an experiment tracker has to do.
+
+A sink of your own derives from it (`tracking: [my_module:MySink]`).
 """
 
 from __future__ import annotations
@@ -13,16 +17,87 @@ import logging
 import os
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainers.config.tracking import TrackerConfig
+from trainers.config.sections import TrackerConfig
 from trainers.errors import ConfigError
-from trainers.launch.find_task import add_to_path, load_named
+from trainers.launch.spec import add_to_path, load_named
 from trainers.measure.run_log import encode_events, events_name
 from trainers.storage import Storage
-from trainers.tracking.sink import Row, Sink, TrackedRun
+
+
+class Row(NamedTuple):
+    """Metrics of one step."""
+
+    step: int
+    time_s: float
+    """Unix time."""
+    values: dict[str, float]
+    """By name; may be NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker is told of it."""
+
+    id: str
+    """Hex digits, the same in every resume and different in every tracker."""
+    key: str
+    """Empty for a run or a sweep; for a trial its id."""
+    name: str
+    kind: str
+    """run, sweep or trial."""
+    params: dict[str, str | int | float | bool]
+    """The resolved configuration by dotted keys."""
+    tags: dict[str, str]
+    """Versions, hardware, git commit, and where the run is."""
+    parent: str | None = None
+    """Of a trial, what `start` of its sweep returned."""
+
+
+class Sink(ABC):
+    """One tracker.
+
+    All calls come from one thread, of a process in which nothing trains.
+
+    Any method may raise or block: what was not taken is sent again, to a new instance.
+    So `start` must find the run that it was asked to start before, and a step that
+    comes again stands in place of the one before.
+    """
+
+    def __init__(self, project: str | None, storage: Storage) -> None:
+        """Take the configuration's `project` and the directory of the run or sweep."""
+        self.project = project
+        self.storage = storage
+
+    @abstractmethod
+    def start(self, run: TrackedRun) -> str:
+        """Begin the run `run.id`, or go on with it; return the tracker's name of it.
+
+        Another name where it is new.
+
+        Called once in each process for each run that has something to send.
+        """
+
+    @abstractmethod
+    def log(self, run: str, rows: Sequence[Row]) -> None:
+        """Take metrics, in the order of the log."""
+
+    # What not every tracker has.
+
+    def artifact(self, run: str, file: Path) -> None:  # noqa: B027
+        """Take a file, in place of an earlier one of its name."""
+
+    def end(self, run: str, status: str, tags: dict[str, str]) -> None:  # noqa: B027
+        """End the run with a status of `trainers.errors`, or `killed`."""
+
+    def close(self) -> None:  # noqa: B027
+        """Called when nothing more will come."""
+
 
 _IMPORTS = threading.Lock()
 """Clients are imported one at a time: two threads in circular imports may each see half
@@ -229,6 +304,6 @@ def _own_sink(named: str, path: Sequence[str], source: str) -> type[Sink]:
         add_to_path(list(path))
         found = load_named("tracking", named, "class", source)
     if not (isinstance(found, type) and issubclass(found, Sink)):
-        rule = "is no trainers.tracking.sink.Sink"
+        rule = "is no trainers.tracking.sinks.Sink"
         raise ConfigError("tracking", named, rule, "derive the class from Sink", source)
     return found

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainers.storage import Storage
-from tune.objective import Target
+from tune.config import Target
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ from trainers.errors import (
     RunFailedError,
     TooLargeError,
 )
-from trainers.launch.log import setup_logging
+from trainers.launch.process import setup_logging
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.step.ceiling import next_smaller
+from tune.config import check_reported
 from tune.forks.assignment import Assignment, Place
 from tune.forks.child import Channel
-from tune.objective import check_reported
 
 _NAMES = (
     "objective.metric",
@@ -108,7 +108,7 @@ def form_group(place: Place, files: Sequence[int]) -> None:
     """Form the process group of a trial's ranks."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
-    from trainers.launch.local import join_group, keep_on_this_machine
+    from trainers.devices.group import join_group, keep_on_this_machine
 
     if place.local_world_size == place.world_size:
         keep_on_this_machine()
@@ -184,7 +184,7 @@ def run_trial(
         return _failed(error, context)
     total_s = time.monotonic() - clock
     if place.address:
-        from trainers.launch.local import leave_group
+        from trainers.devices.group import leave_group
 
         leave_group(failed=False)
     phases_s = {**result.phases_s, "an earlier lane": result.earlier_time_s}

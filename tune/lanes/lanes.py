@@ -27,9 +27,8 @@ from ray.util.placement_group import (
 
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
-from trainers.launch.imports import without_collection
-from trainers.on_ray.cluster_end import is_alive
-from trainers.on_ray.connect import ray_scaling
+from trainers.launch.process import without_collection
+from trainers.on_ray.connect import is_alive, ray_scaling
 from trainers.on_ray.environment import embedded
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
@@ -37,7 +36,7 @@ from tune.lanes.controller import LaneCallback, NoGroup, beside_driver
 from tune.lanes.mailbox import Mailbox
 
 if TYPE_CHECKING:
-    from tune.lanes.trainer import LaneTrainer
+    from tune.lanes.controller import LaneTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +280,7 @@ class Lanes:
 
     def _fit(self, lane: int) -> None:
         """Run a worker group of a lane to its end."""
-        from tune.lanes.trainer import LaneTrainer
+        from tune.lanes.controller import LaneTrainer
 
         config = {
             "lane": lane,

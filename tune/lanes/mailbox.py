@@ -15,13 +15,12 @@ from typing import Any, Literal
 
 from trainers.errors import ConfigError, RunFailedError, StorageError
 from trainers.loop.watchdog import GRACE_S
-from trainers.on_ray.vital_signs import show_life
+from trainers.on_ray.connect import show_life
 from trainers.storage import Storage
+from tune.config import check_reported
 from tune.forks.assignment import Assignment, Begun
 from tune.lanes.messages import Event, Report, Submission
-from tune.lanes.microbatches import Microbatches
-from tune.lanes.queue import Queue, Roll
-from tune.objective import check_reported
+from tune.lanes.queue import Microbatches, Queue, Roll
 from tune.trials.record import BY_HAND
 from tune.trials.steering import Steering
 

@@ -25,8 +25,7 @@ from tune.forks.client import Zygote
 from tune.lanes.controller import beside_driver
 from tune.ray.controller import is_stopped, report_in_process, shape_of
 from tune.ray.driver import Asked
-from tune.ray.lane import reserve, start_workers
-from tune.ray.pool import Pool
+from tune.ray.pool import Pool, reserve, start_workers
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
 
 logger = logging.getLogger(__name__)

@@ -1,17 +1,28 @@
-"""What a sweep says: its trials ranked, the answer in one line, and what is in doubt."""
+"""What a sweep says: its trials ranked, the answer in one line, and what is in doubt.
+
+Configurations that ran with several seeds: a seed is a repeat, never a choice.
+
+What a sweep does not know, each with what would settle it.
+"""
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from trainers.config.metrics import direction_of
-from trainers.errors import POLICIES
-from tune.config import BATCH_KEYS, SweepConfig, sample_values
-from tune.objective import TO_TARGET, Objective
-from tune.report.doubts import Doubt, doubts
-from tune.report.seeds import Configuration, by_configuration, without_seed
+from trainers.config.sections import direction_of
+from trainers.errors import POLICIES, counted
+from trainers.measure.step_times import student_t
+from tune.config import (
+    BATCH_KEYS,
+    MEASURED,
+    TO_TARGET,
+    Objective,
+    SweepConfig,
+    sample_values,
+)
 from tune.report.words import (
     amount,
     capitalized,
@@ -26,10 +37,246 @@ from tune.report.words import (
     target,
     telling,
 )
-from tune.search.around import is_inside, scores_of
-from tune.search.finalists import Final, finals, most_ahead, rivals, told_apart
-from tune.trials.interval import EQUAL, Interval
-from tune.trials.record import TrialRecord, value_of
+from tune.search.finalists import (
+    LEVEL,
+    MOST_FINALISTS,
+    Final,
+    finals,
+    most_ahead,
+    pressure,
+    rivals,
+    told_apart,
+)
+from tune.search.space import is_inside, scores_of
+from tune.trials.record import EQUAL, Interval, TrialRecord, trial_id, value_of
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What its seeds say of a configuration."""
+
+    record: TrialRecord
+    """The run whose value is the median, without its seed."""
+    runs: list[tuple[float, TrialRecord]]
+    """Those with a value of the objective, best first."""
+    mean: Interval
+    """Of the objective, with the 95 % interval; the spread is pooled over all
+    configurations.
+    """
+    num_missed: int
+    """Seeds without a value: their runs failed, or did not reach the target."""
+    is_equal: bool
+    """Whether the best configuration's mean cannot be told apart from this one's."""
+
+
+def without_seed(record: TrialRecord) -> TrialRecord:
+    """Return a record as one of its configuration, whatever its seed."""
+    return replace(
+        record,
+        config={key: value for key, value in record.config.items() if key != "seed"},
+    )
+
+
+def by_configuration(
+    objective: Objective,
+    ranked: Sequence[tuple[float, TrialRecord]],
+    records: Sequence[TrialRecord],
+) -> list[Configuration]:
+    """Return the configurations, best mean first; those that miss a value come last.
+
+    What a user has stopped tells nothing, nor does a second run of the very same.
+
+    `ranked`: the records that have a value of the objective, best first. Each
+    configuration is compared with the best by a t-test, at a level of 5 % over all
+    pairs: the best is chosen by the same values (Bonferroni). Means of what is measured
+    are geometric.
+    """
+    counted = _first_runs(records)
+    tried = Counter(_key(record) for record in counted.values())
+    groups: dict[str, list[tuple[float, TrialRecord]]] = {}
+    for value, record in ranked:
+        if record.id in counted:
+            groups.setdefault(_key(record), []).append((value, record))
+    if not groups:
+        return []
+    is_ratio = objective.metric in MEASURED and all(value > 0 for value, _ in ranked)
+    scale, unscale = (math.log, math.exp) if is_ratio else (float, float)
+    means = {}
+    missed = {}
+    squares = 0.0
+    for key, runs in groups.items():
+        values = [scale(value) for value, _ in runs]
+        means[key] = statistics.fmean(values)
+        missed[key] = tried[key] - len(runs)
+        squares += sum((value - means[key]) ** 2 for value in values)
+    sign = 1 if objective.direction == "min" else -1
+    order = sorted(groups, key=lambda key: (missed[key] > 0, sign * means[key]))
+    best = order[0]
+    level = 1 - LEVEL / max(1, len(order) * (len(order) - 1))
+    num_free = sum(len(runs) - 1 for runs in groups.values())
+    found = []
+    for key in order:
+        runs = groups[key]
+        half = 0.0
+        is_equal = True
+        if num_free:
+            spread = math.sqrt(squares / num_free)
+            half = student_t(num_free, 0.975) * spread / math.sqrt(len(runs))
+            error = spread * math.sqrt(1 / len(runs) + 1 / len(groups[best]))
+            gap = sign * (means[key] - means[best])
+            is_close = gap <= student_t(num_free, level) * error
+            is_equal = is_close and missed[key] == missed[best]
+        low = unscale(means[key] - half)
+        mean = Interval(unscale(means[key]), low, unscale(means[key] + half))
+        _, median = runs[(len(runs) - 1) // 2]
+        found.append(
+            Configuration(without_seed(median), runs, mean, missed[key], is_equal)
+        )
+    return found
+
+
+def _first_runs(records: Sequence[TrialRecord]) -> dict[str, TrialRecord]:
+    """Return the records that count, by id: the first one of each trial."""
+    first: dict[str, TrialRecord] = {}
+    for record in records:
+        if record.purpose != "repeat" and not record.is_censored:
+            first.setdefault(trial_id(record.config), record)
+    return {record.id: record for record in first.values()}
+
+
+def _key(record: TrialRecord) -> str:
+    return trial_id(without_seed(record).config)
+
+
+_BUSY = 0.25
+_TELLING = 10.0
+"""A bound on how much faster another trial may be says nothing above it."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that the sweep does not know."""
+
+    what: str
+    """In a sentence without its full stop."""
+    settled_by: str
+    """What would tell: a key, or another machine."""
+
+    @property
+    def text(self) -> str:
+        """Both in one line."""
+        return f"{self.what}. Settled by {self.settled_by}."
+
+
+def doubts(
+    config: SweepConfig,
+    records: Sequence[TrialRecord],
+    found: Sequence[Final],
+    most_ahead: float | None,
+) -> list[Doubt]:
+    """Return what is in doubt: the order, then the machine while this was measured."""
+    kinds = (
+        _once(config, records, found, most_ahead),
+        _one_seed(config, records),
+        _by_hand(config, records),
+        _disturbed(config, records),
+        _busy(records),
+    )
+    return [doubt for doubt in kinds if doubt is not None]
+
+
+def _once(
+    config: SweepConfig,
+    records: Sequence[TrialRecord],
+    found: Sequence[Final],
+    most_ahead: float | None,
+) -> Doubt | None:
+    """Doubt the order where configurations ran once and may be faster."""
+    if most_ahead is None or most_ahead <= 1 + EQUAL:
+        return None
+    bound = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
+    how_much = (
+        bound if most_ahead <= _TELLING else "faster by an amount that nothing limits"
+    )
+    repeated = [final.record.id for final in found]
+    rest = [record for record in rivals(config, records) if record.id not in repeated]
+    if not found:
+        return Doubt(
+            f"One run each: another trial may be {how_much}",
+            "repeats (`finalists: 2` or more)",
+        )
+    if not rest:
+        return Doubt(
+            f"Another trial may be {how_much}",
+            "more repeats, for which a longer search leaves time",
+        )
+    names = telling(config, records)
+    who = listed([in_words(names, record) for record in rest])
+    wanted = min(MOST_FINALISTS, len(repeated) + len(rest))
+    return Doubt(
+        f"{printable(capitalized(who))} ran once: another trial may be {how_much}",
+        f"`finalists: {wanted}`",
+    )
+
+
+def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+    """Doubt figures that differ between seeds, of one run each."""
+    is_measured = config.objective.metric in MEASURED
+    is_compared = sum(record.finished for record in records) > 1
+    if is_measured or "seed" in config.space or not is_compared:
+        return None
+    return Doubt(
+        "One seed each: another may change the order", "`seed: [0, 1, 2]` in the space"
+    )
+
+
+def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+    """Doubt trials that a user has stopped, and that no clone replaces."""
+    ended = {trial_id(record.config) for record in records if not record.is_censored}
+    names = telling(config, records)
+    stopped = [
+        in_words(names, record)
+        for record in records
+        if record.is_censored and trial_id(record.config) not in ended
+    ]
+    if not stopped:
+        return None
+    who = printable(capitalized(listed(stopped)))
+    if len(stopped) == 1:
+        what = f"{who} was stopped by hand: how good it would have been is open"
+    else:
+        what = f"{who} were stopped by hand: how good they would have been is open"
+    return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
+
+
+def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+    disturbed = [record for record in records if record.disturbed_s]
+    if not disturbed:
+        return None
+    worst = max(disturbed, key=lambda record: record.disturbed_s or 0.0)
+    who = printable(in_words(telling(config, records), worst))
+    longest = duration(worst.disturbed_s or 0.0)
+    what = f"{counted(len(disturbed), 'trial')} stood still or had no processor, for up to {longest} ({who})"
+    return Doubt(f"{what}: samples/s leave that out", "a machine without other work")
+
+
+def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
+    waits = {"trials": pressure(records), "repeats": pressure(records, repeats=True)}
+    shares = [
+        f"{who} {share:.0%}"
+        for who, share in waits.items()
+        if share is not None and share > _BUSY
+    ]
+    if not shares:
+        return None
+    what = (
+        f"Work on the nodes waited for a processor ({', '.join(shares)} of their time)"
+    )
+    return Doubt(
+        f"{what}: times are those of a busy machine",
+        "`lanes: 1`, or a machine without other work",
+    )
+
 
 _EQUAL_SCORE = 0.01
 _UNITS = {

@@ -1,27 +1,336 @@
-"""Draw the report's figures: objective, throughput, memory and learning curves."""
+"""Draw the report's figures: objective, throughput, memory and learning curves.
 
+Gather what the figures share: the key of the x axis, that of the colour, and values.
+
+Of the keys that vary, batch size or the first number is the x axis, and precision or
+the first key of few values the colour.
+
+Charts as inline SVG in matplotlib's style; colours are CSS variables.
+"""
+
+import functools
+import html
+import io
 import itertools
 import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tune.config import SweepConfig
-from tune.objective import TO_TARGET
-from tune.report.canvas import BAD, FG, Canvas, Figure, styled
-from tune.report.figure_data import Axis, FigureData, cut
+from tune.config import BATCH_KEYS, TO_TARGET, SweepConfig
 from tune.report.words import (
     amount,
     duration,
+    in_words,
     is_number,
+    labels,
     memory_unit,
     printable,
     shown,
     span,
+    telling,
     time_unit,
 )
 from tune.search.finalists import finals
 from tune.trials.record import TrialRecord, value_of
+
+# Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
+FG = "#0a0b01"
+MUTED = "#0a0b02"
+BAD = "#0a0b03"
+_GRID = "#0a0b04"
+_CARD = "#0a0b05"
+SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
+_COLORS = {
+    FG: "var(--fg)",
+    MUTED: "var(--muted)",
+    BAD: "var(--bad)",
+    _GRID: "var(--grid)",
+    _CARD: "var(--card)",
+} | {color: f"var(--s{number})" for number, color in enumerate(SERIES, 1)}
+
+_SIZE_IN = (4.2, 2.7)
+_LEGEND_CHARS = 52  # as many as there is room for in one row
+_STYLE = {
+    **dict.fromkeys(
+        ["axes.facecolor", "figure.facecolor", "savefig.facecolor", "svg.fonttype"],
+        "none",
+    ),
+    **dict.fromkeys(
+        ["axes.edgecolor", "grid.color", "xtick.color", "ytick.color"], _GRID
+    ),
+    **dict.fromkeys(["axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"], MUTED),
+    **dict.fromkeys(
+        ["axes.spines.left", "axes.spines.right", "axes.spines.top", "legend.frameon"],
+        False,
+    ),
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "font.size": 9,
+    "grid.linewidth": 0.6,
+    "legend.handletextpad": 0.4,
+    "lines.markeredgecolor": _CARD,
+    "lines.markeredgewidth": 0.8,
+    "lines.markersize": 5.5,
+    "svg.hashsalt": "paceline",
+    "text.color": FG,
+    # names come from the user's configuration: a `$` is a dollar
+    "text.parse_math": False,
+    "ytick.major.size": 0,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the report."""
+
+    title: str
+    caption: str
+    svg: str
+    """An `<svg>` element; its ids are unique in the page.
+
+    Of small multiples, one for each panel.
+    """
+    num_panels: int = 1
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Set the style in which canvases are made and rendered."""
+    from matplotlib import style
+
+    with style.context(["default", _STYLE]), warnings.catch_warnings():
+        # Text stays text, in the reader's fonts: it does not matter what matplotlib's
+        # own lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+class Canvas:
+    """One set of axes, and the hover text of its marks."""
+
+    def __init__(self, name: str) -> None:
+        from matplotlib.figure import Figure as Sheet
+
+        self.name = name
+        self.sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
+        self.axes = self.sheet.add_subplot()
+        self.axes.grid(visible=False, axis="x")
+        self.axes.locator_params(
+            axis="x", nbins=5
+        )  # as many as have room for six digits each
+        self._tips: dict[str, str] = {}
+
+    def tip(self, text: str) -> str:
+        """Return the gid of an artist that shows `text` when the mouse is over it."""
+        gid = f"tip-{len(self._tips)}"
+        self._tips[gid] = text
+        return gid
+
+    def move(self, lines: Iterable[Any], steps: float) -> None:
+        """Move what was drawn by small steps to the right, beside what would cover it."""
+        from matplotlib.transforms import ScaledTranslation
+
+        place = self.axes.transData + ScaledTranslation(
+            5 * steps / 72, 0, self.sheet.dpi_scale_trans
+        )
+        for line in lines:
+            line.set_transform(place)
+
+    def mark(self, x: float, y: float, text: str, color: str, **look: Any) -> None:
+        """Draw one point that shows `text` when the mouse is over it."""
+        self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
+
+    def legend(self, series: Iterable[tuple[str, str]]) -> None:
+        """Write the names of what was drawn, and of further colours, above the axes."""
+        for color, name in series:
+            self.axes.plot([], [], color=color, linewidth=2.5, label=name)
+        handles, names = self.axes.get_legend_handles_labels()
+        if names:
+            widths = [len(name) + 6 for name in names]
+            columns = max(1, _LEGEND_CHARS // max(widths))
+            if sum(widths) <= _LEGEND_CHARS:
+                columns = len(names)
+            self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
+
+    def figure(self, title: str, caption: str) -> Figure:
+        """Render what was drawn."""
+        stream = io.StringIO()
+        self.sheet.savefig(stream, format="svg", metadata={"Date": None})
+        svg = re.sub(
+            r"<metadata>.*?</metadata>|<style .*?</style>",
+            "",
+            stream.getvalue(),
+            flags=re.DOTALL,
+        )
+        svg = svg[svg.index("<svg") :]
+        head = svg[: svg.index(">")]
+        box = re.search(r'viewBox="[^"]*"', head)
+        assert box is not None
+        body = re.sub(r"<[^>]*>", self._inlined, svg.removeprefix(head))
+        label = html.escape(f"{title}. {caption}")
+        return Figure(
+            title,
+            caption,
+            f'<svg role="img" aria-label="{label}" {box[0]}{body}'.strip(),
+        )
+
+    def _inlined(self, found: re.Match[str]) -> str:
+        """Return a tag with the canvas's name in its ids, and variables for colours.
+
+        Texts are no tags and stay what they are, whatever they look like.
+        """
+        tag = found[0].replace("xlink:href=", "href=")
+        if "#0a0" in tag:
+            for color, css in _COLORS.items():
+                tag = tag.replace(color, css)
+        tip = re.match(r'<g id="(tip-\d+)">', tag)
+        tag = re.sub(r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self.name}-", tag)
+        return f"{tag}<title>{html.escape(self._tips[tip[1]])}</title>" if tip else tag
+
+
+SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key of the configuration, and the values of it that were tried."""
+
+    key: str
+    label: str
+    values: list[Any]
+    """Rising where they are numbers, else as they were tried."""
+
+    @functools.cached_property
+    def is_numeric(self) -> bool:
+        """Whether all of them are numbers."""
+        return all(map(is_number, self.values))
+
+    @property
+    def is_log(self) -> bool:
+        """Whether ratios of them are more telling than differences."""
+        if not self.is_numeric or self.values[0] <= 0:
+            return False
+        return self.key in SIZE_KEYS or bool(self.values[-1] >= 8 * self.values[0])
+
+    @functools.cached_property
+    def positions(self) -> list[float]:
+        """Their places on the axis."""
+        return [
+            float(value if self.is_numeric else at)
+            for at, value in enumerate(self.values)
+        ]
+
+    def index(self, record: TrialRecord) -> int:
+        """Return which of the values a trial has."""
+        # By their text: a NaN does not equal itself, True equals 1, and lists and
+        # mappings have no hash.
+        return self._places[repr(record.config.get(self.key))]
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        return {repr(value): at for at, value in enumerate(self.values)}
+
+    def position(self, record: TrialRecord) -> float:
+        """Return a trial's place on the axis."""
+        return self.positions[self.index(record)]
+
+    def name(self, value: Any) -> str:
+        """Return a value as a legend has it."""
+        return cut(("" if self.key == "precision" else f"{self.label} ") + shown(value))
+
+
+class FigureData:
+    """The trials of a sweep, with a place on the x axis and a series each."""
+
+    def __init__(
+        self, config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None
+    ) -> None:
+        self.config = config
+        self.records = records
+        self.best = best
+        self.finished = [record for record in records if record.finished]
+        self.out_of_memory = [
+            record for record in records if record.status == "out_of_memory"
+        ]
+        names = telling(config, records)
+        self._words = {record.id: in_words(names, record) for record in records}
+        axes = {
+            key: Axis(key, label, _tried(key, records))
+            for key, label in labels(config, records).items()
+        }
+        self.varied = [
+            axis
+            for axis in axes.values()
+            if len(axis.values) > 1 and axis.key != "seed"
+        ]
+        """The keys of which more than one value was tried; a seed is a repeat."""
+        self.x = _choose_x(list(axes.values()))
+        # More values than colours would be a legend larger than its figure, or nothing
+        # to compare.
+        rest = [axis for axis in self.varied if axis != self.x]
+        few = [axis for axis in rest if len(axis.values) <= len(SERIES)]
+        few.sort(key=lambda axis: axis.key != "precision")
+        self.by = few[0] if few else None
+        self.names = [""]
+        if self.by is not None:
+            self.names = [self.by.name(value) for value in self.by.values]
+
+    def series(self, record: TrialRecord) -> int:
+        """Return which series a trial belongs to."""
+        return self.by.index(record) if self.by else 0
+
+    def color(self, record: TrialRecord) -> str:
+        """Return the colour of a trial's series."""
+        return SERIES[self.series(record)]
+
+    def legend(self, records: Iterable[TrialRecord]) -> list[tuple[str, str]]:
+        """Return colours and names of the series that these trials belong to."""
+        return [
+            (SERIES[at], self.names[at])
+            for at in sorted({self.series(record) for record in records})
+        ]
+
+    def each(self) -> str:
+        """Return the series in words."""
+        return f", for each {self.by.label}" if self.by else ""
+
+    def is_best(self, record: TrialRecord) -> bool:
+        """Whether the trial is the sweep's best."""
+        return self.best is not None and record.id == self.best.id
+
+    def tip(self, record: TrialRecord, text: str) -> str:
+        """Return what is shown when the mouse is over a trial's mark."""
+        return f"{self._words[record.id]}: {text}"
+
+
+def _tried(key: str, records: list[TrialRecord]) -> list[Any]:
+    """Return the values of a key that were tried."""
+    tried: dict[str, Any] = {}
+    for record in records:
+        value = record.config.get(key)
+        tried.setdefault(repr(value), value)
+    values = list(tried.values())
+    return sorted(values) if all(map(is_number, values)) else values
+
+
+def _choose_x(axes: list[Axis]) -> Axis:
+    """Return the key of the x axis: a batch size or the first number, one that varies."""
+    numeric = [axis for axis in axes if axis.is_numeric]
+    varied = [axis for axis in numeric if len(axis.values) > 1] or numeric
+    sizes = [axis for axis in varied if axis.key in SIZE_KEYS]
+    sizes.sort(key=lambda axis: SIZE_KEYS.index(axis.key))
+    return [*sizes, *varied, *axes][0]
+
+
+def cut(text: str) -> str:
+    """Return text that fits beside an axis."""
+    return text if len(text) <= 26 else text[:23] + "..."
+
 
 _ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
 _TICK_CHARS = 56  # as many as fit side by side below the axes

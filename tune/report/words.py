@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from trainers.errors import printable as printable
-from tune.config import BATCH_KEYS, SweepConfig
-from tune.objective import Objective
+from tune.config import BATCH_KEYS, Objective, SweepConfig
 from tune.trials.record import TrialRecord
 
 _MOST_NAMES = 3

@@ -29,10 +29,17 @@ from typing import Any
 import numpy as np
 
 from trainers.measure.step_times import student_t, student_t95
-from tune.config import SweepConfig
-from tune.objective import TO_TARGET, Objective
-from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
-from tune.trials.record import TrialRecord, crossing_s, trial_id
+from tune.config import TO_TARGET, Objective, SweepConfig
+from tune.trials.record import (
+    APART,
+    EQUAL,
+    REPEATS,
+    REPEATS_WEIGHT,
+    Interval,
+    TrialRecord,
+    crossing_s,
+    trial_id,
+)
 
 MOST_FINALISTS = 8
 _SHARE = 0.5

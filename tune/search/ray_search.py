@@ -11,12 +11,9 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
-from tune.config import MOST_TRIALS, Range, SweepConfig, sample_values
-from tune.objective import Objective
-from tune.search.around import NO_SCORE, Score, next_trials, score
-from tune.search.space import WHOLE, grid
-from tune.trials.interval import FAR_APART
-from tune.trials.record import TrialRecord, value_of
+from tune.config import MOST_TRIALS, Objective, Range, SweepConfig, sample_values
+from tune.search.space import NO_SCORE, WHOLE, Score, grid, next_trials, score
+from tune.trials.record import FAR_APART, TrialRecord, value_of
 from tune.trials.record import trial_id as name_of
 
 _WORTH_S = 10.0

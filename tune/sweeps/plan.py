@@ -33,9 +33,8 @@ from trainers.errors import (
 )
 from tune.report.words import duration
 from tune.sweeps.spec import SweepSpec
-from tune.trials.interval import dollars
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, dollars
 
 _CPUS_TO_START = 2
 """That a controller, and each worker, keeps busy while it imports torch and Ray.

@@ -21,11 +21,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainers.errors import STATUSES, PacelineError
-from trainers.launch.signals import StopSignals
+from trainers.errors import STATUSES, PacelineError, redact
+from trainers.launch.process import StopSignals
 from trainers.on_ray.internals import tell_of_job
 from trainers.output import Output
-from trainers.redaction import redact
 from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
 from tune.lanes.messages import Event
@@ -35,13 +34,12 @@ from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
 from tune.sweeps.trial import assignment_of
-from tune.trials.interval import dollars
-from tune.trials.journal import Journal
-from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
+from tune.trials.journal import WRITE_EVERY_S, Journal, Live, Running, write_live
 from tune.trials.record import (
     BY_HAND,
     Purpose,
     TrialRecord,
+    dollars,
     make_record,
     trial_id,
     value_of,

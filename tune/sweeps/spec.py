@@ -10,15 +10,14 @@ from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run, kind_of
-from trainers.config.model import build
-from trainers.config.overrides import override
-from trainers.config.tracking import TrackerConfig, chosen
+from trainers.config.model import build, override
+from trainers.config.sections import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
-from trainers.launch.run_directory import delete_own
 from trainers.launch.spec import (
     FunctionSpec,
     RunSpec,
+    delete_own,
     make_function_spec,
     make_spec,
     read_file,

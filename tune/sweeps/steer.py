@@ -1,25 +1,201 @@
-"""Steer a sweep, wherever it runs: an action in its directory, where its driver looks."""
+"""Steer a sweep, wherever it runs: an action in its directory, where its driver looks.
+
+A sweep that goes on with another configuration: what is known stays.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
-from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, ConfigError
+from trainers.config import TrainConfig
+from trainers.config.function import FunctionConfig, build_run
+from trainers.config.yaml import dump_yaml, parse_yaml
+from trainers.errors import MISSING, ConfigError, counted
 from trainers.launch.from_python import plain
-from tune.search.space import check_trial, open_trials
-from tune.sweeps.spec import SweepSpec, read_kept
-from tune.trials.journal import Journal
-from tune.trials.live import Live, read_live
-from tune.trials.record import TrialRecord, trial_id
+from tune.config import sample_values
+from tune.search.space import check_trial, open_trials, trial_tree, value_at
+from tune.sweeps.spec import (
+    SAVED,
+    SweepSpec,
+    prepare,
+    read_kept,
+    read_saved,
+    with_defaults,
+)
+from tune.trials.journal import Journal, Live, read_live
+from tune.trials.record import TrialRecord, dollars, time_to_target, trial_id
 from tune.trials.steering import Action, Actions
+
+logger = logging.getLogger(__name__)
+
+_FREE = {
+    "epochs",
+    "max_steps",
+    "checkpoint",
+    "failure",
+    "scaling",
+    "tracking",
+    "task_dir",
+}
+"""Sections of a run that a sweep may go on without: no record says anything that they
+would make untrue.
+"""
+_LENGTHS = ("epochs", "max_steps")
+_HOW = "from their checkpoints, unless none was kept or the learning rate goes by the number of steps"
+
+
+def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
+    """Have a sweep go on with other keys, now or where it runs; return what it becomes.
+
+    Raises ConfigError where it could not.
+    """
+    spec = read_saved(location, overrides)
+    _check(_kept(location), spec)
+    if overrides:
+        Actions(spec.storage).add(Action("extend", keys=overrides))
+    return spec
+
+
+def _kept(location: str) -> SweepSpec:
+    """Read the sweep that a directory holds, as it was begun or last extended."""
+    kept = read_kept(location)
+    return replace(kept, train=with_defaults(kept.train, kept.source))
+
+
+def _check(old: SweepSpec, new: SweepSpec) -> None:
+    """Raise ConfigError where a sweep's trials would be none of what it is to become."""
+    fix = "sweep under another `--name`"
+    if new.uri != old.uri:
+        raise ConfigError(
+            "name", new.config.name, f"is not that of {old.uri}, which goes on", fix
+        )
+    is_drawn = (old.config.search, old.config.space)
+    is_redrawn = is_drawn != (new.config.search, new.config.space)
+    if new.config.search == "random" and is_redrawn:
+        rule = "draws its trials anew from another space, whatever is known"
+        raise ConfigError(
+            "search", "random", rule, "add `--search optuna`, which goes on from it"
+        )
+    # The value of a swept key is that of its first trial, and nothing of the run's.
+    swept = {key: sample_values(values)[0] for key, values in new.config.space.items()}
+    then = trial_tree(old.train, swept)
+    now = trial_tree(new.train, swept)
+    for key in sorted((then.keys() | now.keys()) - _FREE):
+        if then.get(key) != now.get(key):
+            rule = f"differs from {then.get(key)}, with which the trials of {old.uri} were trained"
+            raise ConfigError(f"train.{key}", now.get(key), rule, fix)
+    for key in _LENGTHS:
+        was = then.get(key)
+        if was is not None and not now.get(key, 0) >= was:
+            rule = f"must be {was} at least, as long as what is known"
+            raise ConfigError(f"train.{key}", now.get(key), rule, f"raise it, or {fix}")
+
+
+def apply_extension(spec: SweepSpec) -> int:
+    """Make a sweep's records and configuration those that it goes on with.
+
+    Its lease is held. Returns how many trials stand in it.
+    """
+    old = _kept(spec.uri)
+    journal = Journal(spec.storage)
+    if content(old) == content(spec):
+        return prepare(spec, False)
+    _check(old, spec)
+    records = journal.records()
+    lanes = max(1, len({record.lane for record in records}))
+    lane_usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes
+    num_shorter = 0
+    for record in records:
+        carried = _carried(record, old, spec, lane_usd_per_hour)
+        if carried is None:
+            num_shorter += 1
+        elif carried != record:
+            journal.append(carried)
+        if carried is None or carried.id != record.id:
+            journal.set_aside(record)
+    spec.storage.write(f"before/sweep-{time.time():.0f}.yaml", spec.storage.read(SAVED))
+    spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
+    num_kept = len(records) - num_shorter
+    words = f"what is known of {counted(num_kept, 'trial')} stays"
+    if num_shorter:
+        words += f", {num_shorter} are to be longer: {_HOW}"
+    logger.info("%s is extended: %s", spec.uri, words)
+    return num_kept
+
+
+def content(spec: SweepSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what makes a sweep what it is, wherever its task lies."""
+    train = {key: value for key, value in spec.train.items() if key != "task_dir"}
+    return spec.config.model_dump(exclude={"train"}), train
+
+
+def _carried(
+    record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None
+) -> TrialRecord | None:
+    """Return the record as the extended sweep has it; None of a shorter trial."""
+    time_s = time_to_target(new.config.objective, record.curve)
+    if record.status == "done" and _goes_on(record, old, new, time_s):
+        return None
+    config = {}
+    for key in new.config.space:
+        if key not in record.config:
+            names = old.train.get("keys") or {}
+            config[key] = value_at(old.train, names.get(key, key))
+    config |= record.config
+    name = trial_id(config, record.purpose, record.seed)
+    if old.config.objective == new.config.objective:
+        return replace(record, id=name, config=config)
+    metrics = {
+        key: value for key, value in record.metrics.items() if key != "usd_to_target"
+    }
+    if time_s is not None and usd_per_hour is not None:
+        metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
+    return replace(
+        record, id=name, config=config, metrics=metrics, time_to_target_s=time_s
+    )
+
+
+def _goes_on(
+    record: TrialRecord, old: SweepSpec, new: SweepSpec, time_s: float | None
+) -> bool:
+    """Whether a trial that is done would have trained longer in the extended sweep.
+
+    One that ended early by its own evaluations would not.
+    """
+    if new.config.objective.ends_at_target and time_s is not None:
+        return False
+    if _is_whole(record, new):
+        return False
+    if old.config.objective.ends_at_target and record.time_to_target_s is not None:
+        return True
+    return _is_whole(record, old)
+
+
+def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
+    """Whether a trial was trained to the last step that it has in a sweep."""
+    run = build_run(trial_tree(spec.train, record.config), spec.source)
+    if isinstance(run, FunctionConfig):
+        is_short = spec.config.objective.ends_at_target
+        return not is_short or record.time_to_target_s is None
+    return _length(record, run) >= 1
+
+
+def _length(record: TrialRecord, run: TrainConfig) -> float:
+    """Return the share of a run that a trial was trained for."""
+    end = record.curve[-1] if record.curve else {}
+    if run.max_steps is not None:
+        return end.get("step", 0) / run.max_steps
+    return (end.get("epoch", 0) + 1e-9) / (run.epochs or math.inf)
+
 
 Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
-_LENGTHS = {"epochs", "max_steps"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +261,7 @@ def steer(
         return name
     changed = trials[name].config | plain(keys, "steer()", [])
     check_trial(spec.train, changed, spec.source)
-    actions.add(Action("clone", name, changed, goes_on=keys.keys() <= _LENGTHS))
+    actions.add(Action("clone", name, changed, goes_on=keys.keys() <= set(_LENGTHS)))
     return trial_id(changed, "clone")
 
 

@@ -13,15 +13,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.errors import counted
+from trainers.errors import counted, redact
 from trainers.launch.from_python import Given, check_thread, plain, read_given
-from trainers.launch.imports import without_collection
+from trainers.launch.process import without_collection
 from trainers.lease import InUseError, held
 from trainers.output import Output
-from trainers.redaction import redact
-from trainers.tracking.process import followed
+from trainers.tracking.delivery import followed
 from trainers.tracking.sinks import check_trackers
-from tune.sweeps.extension import apply_extension, content, order_extension
 from tune.sweeps.spec import (
     SAVED,
     Interrupted,
@@ -32,8 +30,8 @@ from tune.sweeps.spec import (
     read_saved,
     sweep_with,
 )
-from tune.trials.journal import Journal
-from tune.trials.live import Live, write_live
+from tune.sweeps.steer import apply_extension, content, order_extension
+from tune.trials.journal import Journal, Live, write_live
 from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 
@@ -217,7 +215,7 @@ def _run_held(
     spec: SweepSpec, fresh: bool, checked: bool, is_command: bool, output: Output
 ) -> SweepResult:
     """Run and report, with the lease of the sweep's directory."""
-    from trainers.launch.log import shown_log
+    from trainers.launch.process import shown_log
 
     check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
@@ -269,7 +267,7 @@ def _run_to_end(
     with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
         with leaving(), closing(spec.zygote()) as zygote:
             imported = beside.submit(import_module, "tune.sweeps.run")
-            beside.submit(import_module, "tune.lanes.trainer")
+            beside.submit(import_module, "tune.lanes.controller")
             with without_collection(own_process=is_command):
                 connect(False, {"sweep": redact(spec.uri)})
                 imported.result()

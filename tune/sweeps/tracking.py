@@ -1,6 +1,6 @@
 """Sends a sweep to its trackers: a run with the trials below it.
 
-`python -m tune.sweeps.tracking` is the process that trainers/tracking/process.py
+`python -m tune.sweeps.tracking` is the process that trainers/tracking/delivery.py
 starts.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.redaction import redact
+from trainers.errors import redact
 from trainers.storage import Storage
-from trainers.tracking.history import History, as_params
-from trainers.tracking.process import serve
-from trainers.tracking.sink import Row
+from trainers.tracking.delivery import History, as_params, serve
+from trainers.tracking.sinks import Row
 from tune.search.space import trial_tree
 from tune.sweeps.spec import SAVED, SweepSpec, read_saved
 from tune.trials.journal import Journal, in_order

@@ -9,18 +9,18 @@ import ray
 from ray.tune import Trainable
 
 from trainers.errors import StorageError
-from trainers.on_ray.vital_signs import show_life
+from trainers.on_ray.connect import show_life
 from trainers.storage import Storage
+from tune.config import TO_TARGET, Objective
 from tune.forks.assignment import Assignment
 from tune.lanes.messages import Event, new_ticket
-from tune.objective import TO_TARGET, Objective
 from tune.search.ray_search import reward, worst
 from tune.search.space import trial_tree, unwrap
-from tune.trials.interval import dollars
 from tune.trials.journal import Journal
 from tune.trials.record import (
     Purpose,
     TrialRecord,
+    dollars,
     make_record,
     time_to_target,
     trial_id,

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from trainers.config.function import FunctionConfig, RunConfig, build_run
 from trainers.config.sections import Positive
-from trainers.json_data import validated
+from trainers.storage import validated
 
 # All of task_args, since only the task knows which shape the model; deterministic
 # algorithms have other workspaces.

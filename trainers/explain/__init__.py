@@ -1,1 +1,0 @@
-"""Where the time of a run goes, and which lines of its configuration may change that."""

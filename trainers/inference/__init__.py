@@ -1,1 +1,0 @@
-"""Use what was trained: evaluate, predict, export."""

@@ -1,0 +1,188 @@
+"""What each process does around its work: imports, log, signals.
+
+Imports without garbage collection.
+
+Importing torch makes a million objects that all stay, and Python's collector looks
+through them dozens of times on the
+way: a third of the time that the import takes.
+
+What a process shows of our packages' log, without secrets.
+
+How a process hears that it should stop, and how it ends with its parent.
+
+Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from trainers.errors import redact
+
+
+@contextlib.contextmanager
+def without_collection(own_process: bool = False) -> Iterator[None]:
+    """Keep the garbage collector out of a block of imports.
+
+    `own_process`: whatever there is by then stays until the process ends, and no later
+    collection looks at it again. Only for the start of a process that is ours: it would
+    keep a caller's cycles for ever.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if own_process:
+            gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+_PACKAGES = ("trainers", "cluster", "tune")
+
+
+class _Redacting(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+def setup_logging(rank: int, quiet: bool = False) -> None:
+    """Send our packages' log to standard output.
+
+    Rank 0's progress as it is (`quiet`: its warnings), other ranks' warnings with their
+    rank.
+    """
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(
+        _Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
+    )
+    show_log(handler, logging.INFO if rank == 0 and not quiet else logging.WARNING)
+
+
+def show_log(handler: logging.Handler, level: int) -> None:
+    """Send our packages' log to one handler alone."""
+    for name in _PACKAGES:
+        package = logging.getLogger(name)
+        package.handlers[:] = [handler]
+        package.setLevel(level)
+        package.propagate = False
+
+
+@contextlib.contextmanager
+def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
+    """Show our log: for good in a command, else in a block, if nobody shows it."""
+    if is_command:
+        setup_logging(rank, quiet)
+        yield
+        return
+    packages = [logging.getLogger(name) for name in _PACKAGES]
+    if all(
+        package.isEnabledFor(logging.INFO) and package.hasHandlers()
+        for package in packages
+    ):
+        yield
+        return
+    before = [
+        (package.handlers[:], package.level, package.propagate) for package in packages
+    ]
+    setup_logging(rank)
+    try:
+        yield
+    finally:
+        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+            package.handlers[:], package.propagate = handlers, propagate
+            package.setLevel(level)
+
+
+_LOOK_S = 0.5
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that ask to stop; not SIGHUP where it is ignored (nohup)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
+
+
+class StopSignals:
+    """In its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop.
+
+    A second Ctrl-C interrupts at once.
+
+    No other signal does when it comes twice, as SIGTERM may: from torchrun, and from
+    what has started that.
+    """
+
+    asked = False
+
+    def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
+        """Call `tell` in a thread, with the first signal's name."""
+        self._tell = tell
+        self._telling: threading.Thread | None = None
+
+    def __enter__(self) -> StopSignals:
+        self._before = {
+            number: signal.signal(number, self._heed) for number in stop_signals()
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._telling is not None:
+            self._telling.join()
+
+    def _heed(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.asked:
+            self.asked = True
+            self._telling = threading.Thread(
+                target=self._tell, args=(signal.Signals(number).name,), daemon=True
+            )
+            self._telling.start()
+
+
+def end_at_once() -> None:
+    """Let SIGTERM and Ctrl-C interrupt this process; does nothing in a thread."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
+
+
+def follow(
+    wait: Callable[[], object], last: Callable[[], object] = lambda: None
+) -> None:
+    """End this process when `wait` returns, after `last`.
+
+    In a thread, since a collective lets no handler run.
+    """
+
+    def end() -> None:
+        wait()
+        last()
+        os._exit(1)
+
+    threading.Thread(target=end, name="parent", daemon=True).start()
+
+
+def follow_agent() -> None:
+    """End a worker of torchrun's within a second of torchrun's agent."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    agent = os.getppid()
+
+    def wait() -> None:
+        while os.getppid() == agent:
+            time.sleep(_LOOK_S)
+
+    follow(wait)

@@ -1,0 +1,415 @@
+"""A worker of Ray's: its context, process group, GPUs and metrics (Ray).
+
+Whether a failed worker group starts again: decided in Ray's controller.
+
+The loop's context in a worker of a Ray TorchTrainer, and its metrics (Ray).
+
+The process group of Ray Train's workers, without torch in Ray's controller.
+
+Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the
+controller and in Ray's own record of the runs, too), leaves the choice of a backend to
+the controller's node, which may be a head without a GPU, and lets the store in which
+the ranks meet listen on every address of rank 0's node.
+
+Which GPUs a process of Ray's may use; torch is not imported here (Ray).
+"""
+
+import logging
+import math
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+import ray.util
+from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
+from ray.train.backend import Backend, BackendConfig
+from ray.util.metrics import Gauge
+
+from trainers.causes import failure_of
+from trainers.config.sections import FailureConfig
+from trainers.context import RunContext
+from trainers.errors import POLICIES, RunFailedError, Status
+from trainers.launch.process import without_collection
+from trainers.loop.watchdog import read_hang, saved_hangs
+from trainers.on_ray.internals import (
+    CONTROLLER_LOGGER,
+    FAILURE_LOGGER,
+    is_leaving,
+    kv_delete,
+    kv_exists,
+    kv_put,
+)
+from trainers.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+
+class FailurePolicy(UserCallback):
+    """Gives each kind of failure its own budget of restarts.
+
+    Ray itself is told to retry for ever (`max_failures=-1`); an exception raised here
+    ends the run.
+    """
+
+    def __init__(self, budgets: FailureConfig, storage: Storage) -> None:
+        self._budgets = budgets
+        self._met: Counter[str] = Counter()
+        self._storage = storage
+        self._hangs = saved_hangs(storage)
+
+    def after_exception(
+        self, run_context: Any, worker_exceptions: dict[int, Exception]
+    ) -> None:
+        """Called by Ray with the exception of each failed rank.
+
+        Raises:
+            RunFailedError: no budget is left for the kind of failure.
+        """
+        cause = RunFailedError.first(
+            [as_failure(rank, error) for rank, error in worker_exceptions.items()]
+        )
+        before = self._hangs
+        self._hangs = saved_hangs(self._storage)
+        new = [
+            read_hang(self._storage, name) for name in self._hangs if name not in before
+        ]
+        if new and (
+            cause.status in ("node_lost", "hung") or cause.follows
+        ):  # a watchdog's exit is a death to Ray
+            cause = RunFailedError.first(new)
+        self._met[cause.status] += 1
+        budget = 0 if cause.config else budget_of(self._budgets, cause.status)
+        if cause.smaller:  # sizes halve: this ends by itself
+            budget = -1
+        # Ray's own words are tracebacks of its controller, and what ranks raised as it
+        # was, secrets too.
+        logging.getLogger(FAILURE_LOGGER).setLevel(logging.CRITICAL)
+        if budget != -1 and self._met[cause.status] > budget:
+            logging.getLogger(CONTROLLER_LOGGER).setLevel(logging.CRITICAL)
+            raise cause
+        restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
+        failed = f"worker group failed as {cause.status} ({cause.message})"
+        logger.warning("%s; %s from the newest checkpoint", failed, restart)
+
+
+def budget_of(budgets: FailureConfig, status: Status) -> int:
+    """How often a run starts again after a kind of failure; -1: without limit."""
+    budget: int = getattr(budgets, status, POLICIES[status].restarts)
+    return budget
+
+
+def as_failure(rank: int, error: BaseException) -> RunFailedError:
+    """Return a rank's exception as ours, freed of the wrappers that Ray puts around it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, RunFailedError):
+            return seen
+        error = seen
+        # A worker that died is reported as a failed health check, whose cause Ray keeps
+        # in an attribute.
+        inner = (
+            getattr(seen, "health_check_failure", None)
+            or getattr(seen, "cause", None)
+            or seen.__cause__
+        )
+        seen = inner if isinstance(inner, BaseException) and inner is not seen else None
+    failure = failure_of(error, rank)
+    why = re.search(r"(?:is dead|died) because (.+?)(?:\.|$)", str(error), re.MULTILINE)
+    if failure.status not in ("node_lost", "preempted") or why is None:
+        return failure
+    named = dict(re.findall(r"^\s*(pid|ip): (\S+)$", str(error), re.MULTILINE))
+    who = f"rank {rank} (pid {named.get('pid', 'unknown')} on {named.get('ip', 'its node')}) died"
+    # Ray learns of a process that its connection broke, and not the signal.
+    killed = "connection error code" in str(error)
+    how = (
+        "without an exception: SIGKILL, a crash or os._exit ended its process"
+        if killed
+        else f"because {why[1]}"
+    )
+    return RunFailedError(failure.status, f"{who} {how}", failure.when)
+
+
+def hide_unassigned_gpus() -> None:
+    """Let torch see no GPU in a process that Ray has given none.
+
+    Ray 2.60 hides none from it, and all such workers of a node would train on the
+    first.
+
+    To be called before torch looks for GPUs.
+    """
+    if not ray.get_runtime_context().get_accelerator_ids()["GPU"]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def own_gpu() -> int:
+    """Return the index of this worker's GPU among those it sees; 0 without any."""
+    given = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible.index(given[0]) if given and given[0] in visible else 0
+
+
+PREEMPTION_POLL_S = 2.0
+"""Seconds between two looks for a drained node; each is a small collective of Ray's
+own.
+"""
+REPORT_EVERY_S = 20.0
+"""Seconds between two reports to Ray's controller; each blocks for up to its polling
+interval of 0.5 s.
+"""
+
+FIGURES: dict[str, tuple[str, ...]] = {
+    "samples_per_s": ("run",),
+    "step_time_s": ("run",),
+    "loss": ("run",),
+    "mfu": ("run",),
+    "data_wait_share": ("run", "rank"),
+    "gpu_memory_bytes": ("run", "rank"),
+}
+"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends
+it.
+"""
+
+
+class WorkerContext(RunContext):
+    """RunContext of a worker of a Ray TorchTrainer: its place, as Ray knows it."""
+
+    def __init__(self, storage: Storage | None, launcher: str) -> None:
+        worker = ray.train.get_context()
+        of_all = worker.get_world_rank(), worker.get_world_size()
+        of_node = worker.get_local_rank(), worker.get_local_world_size()
+        super().__init__(storage, launcher, *of_all, *of_node, own_gpu())
+        self._asked_s = -math.inf
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """Whether Ray knows that a node of the group will be drained.
+
+        All ranks ask, every two seconds.
+        """
+        if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
+            return False
+        self._asked_s = elapsed_s
+        return is_leaving()
+
+
+class RayContext(WorkerContext):
+    """RunContext of a run on Ray: hears of stops and drained nodes from Ray."""
+
+    def __init__(self, storage: Storage | None) -> None:
+        super().__init__(storage, "ray")
+        self._told_s = -math.inf
+        self._untold: tuple[dict[str, Any], str | None] | None = None
+        self._gauges = Gauges(storage.name, self.rank) if storage else None
+
+    def report(
+        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
+    ) -> None:
+        """Give Ray the metrics, and a reference to a checkpoint that is on storage.
+
+        Not more often than every 20 s, because Ray's report waits for its controller's
+        next look; `flush` gives the last.
+        """
+        known = self._untold[1] if self._untold else None
+        self._untold = (metrics, checkpoint or known)
+        if elapsed_s - self._told_s >= REPORT_EVERY_S:
+            self._told_s = elapsed_s
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell Ray what it has not been told. Every rank calls it."""
+        if self._untold is None:
+            return
+        (metrics, checkpoint), self._untold = self._untold, None
+        reference = None
+        if checkpoint is not None and self.rank == 0:
+            where = Storage(checkpoint)
+            reference = Checkpoint(where.path, filesystem=where.filesystem)
+        ray.train.report(
+            metrics,
+            checkpoint=reference,
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def observe(self, figures: dict[str, float]) -> None:
+        """To Ray's metrics, which Prometheus reads."""
+        if self._gauges is not None:
+            from trainers.devices.device import (
+                with_gpu_memory,
+            )  # the workers of lanes do without torch
+
+            self._gauges.set(with_gpu_memory(figures))
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        """Whether the driver was asked to stop (Ctrl-C, `ray job stop`).
+
+        Rank 0 looks for all.
+        """
+        if self.rank != 0 or self.storage is None:
+            return False
+        return bool(kv_exists(_stop_key(self.storage)))
+
+
+class Gauges:
+    """The newest figures of one worker as Ray metrics.
+
+    Prometheus gets them as `ray_paceline_...`, named as in metrics.csv.
+    """
+
+    def __init__(self, run: str, rank: int) -> None:
+        self.run = run
+        self._rank = str(rank)
+        self._names = {
+            name: keys for name, keys in FIGURES.items() if rank == 0 or "rank" in keys
+        }
+        self._known: dict[str, Gauge] = {}
+
+    def set(self, figures: dict[str, float]) -> None:
+        """Set those of the figures that Prometheus gets."""
+        for name in figures.keys() & self._names.keys():
+            keys = self._names[name]
+            if name not in self._known:
+                self._known[name] = Gauge(f"paceline_{name}", tag_keys=keys)
+            tags = {"run": self.run, "rank": self._rank}
+            self._known[name].set(figures[name], {key: tags[key] for key in keys})
+
+
+def _stop_key(storage: Storage) -> bytes:
+    return f"paceline-stop {storage.uri}".encode()
+
+
+def request_stop(storage: Storage, wanted: bool) -> None:
+    """Ask the workers of the run in this directory to stop, or withdraw it."""
+    if wanted:
+        kv_put(_stop_key(storage), b"1", overwrite=True)
+    else:
+        kv_delete(_stop_key(storage))
+
+
+_LEAVE_S = 10.0
+# Rank 0's, between `_listen` and `_join`: nobody else can take the port.
+_listening: list[socket.socket] = []
+
+
+@dataclass
+class GroupConfig(BackendConfig):
+    """Takes the place of Ray's TorchConfig."""
+
+    backend: str
+    """nccl or gloo."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """Read by Ray."""
+        return _GroupBackend
+
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
+        """Read by Ray: what it runs the training function in."""
+        return _on_own_gpu if self.backend == "nccl" else nullcontext
+
+
+class _GroupBackend(Backend):
+    """Forms and dissolves the group, from the controller."""
+
+    share_cuda_visible_devices = (
+        True  # NCCL's direct paths between GPUs of a node need to see them all
+    )
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray when all workers are there."""
+        assert isinstance(backend_config, GroupConfig)
+        address, port = worker_group.execute_single(0, _listen)
+        worker_group.execute(_join, address, port, backend_config.backend)
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray before the workers end; some of them may be dead already."""
+        if len(worker_group) > 1:
+            ray.wait(
+                worker_group.execute_async(_leave),
+                num_returns=len(worker_group),
+                timeout=_LEAVE_S,
+            )
+
+
+def _is_alone() -> bool:
+    """Whether all ranks are on one node."""
+    context = ray.train.get_context()
+    return bool(context.get_local_world_size() == context.get_world_size())
+
+
+def listen() -> tuple[socket.socket, str, int]:
+    """Return, on rank 0, the socket of the ranks' store, its address and its port.
+
+    It listens on the loopback where all ranks are on this node, else on the node's
+    address in the cluster: whoever connects may read and write all of it.
+    """
+    address = "127.0.0.1" if _is_alone() else ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        server = socket.create_server((address, 0), family=family)
+    except OSError:
+        logger.warning(
+            "%s is no address of this machine: the ranks' store listens on all that it has",
+            address,
+        )
+        server = socket.create_server(("", 0), family=family)
+    return server, address, int(server.getsockname()[1])
+
+
+def _listen() -> tuple[str, int]:
+    server, address, port = listen()
+    _listening[:] = [server]
+    return address, port
+
+
+def _join(address: str, port: int, backend: str) -> None:
+    """On every worker at once."""
+    hide_unassigned_gpus()
+    with without_collection(own_process=True):
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
+
+        from trainers.devices.group import TIMEOUT, join_group, keep_on_this_machine
+
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    world_size = context.get_world_size()
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+    }
+    if _is_alone():
+        keep_on_this_machine()
+    server = _listening.pop().detach() if rank == 0 else None
+    store = TCPStore(
+        address, port, world_size, rank == 0, TIMEOUT, master_listen_fd=server
+    )
+    join_group(backend, store, rank, world_size, own_gpu())
+
+
+@contextmanager
+def _on_own_gpu() -> Iterator[None]:
+    """Set the CUDA device of this thread.
+
+    It is each thread's own, and Ray trains in another thread than the one that has
+    joined.
+    """
+    import torch
+
+    torch.cuda.set_device(own_gpu())
+    yield
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
