@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NoReturn
 from pydantic import Field
 
 from cluster.finding import Finding
-from cluster.spot import ADDRESS
+from cluster.notices import ADDRESS
 from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
 

@@ -30,7 +30,7 @@ trainers checkpoint: checkpoint
 trainers loop: loop
 trainers launch: launch on_ray
 trainers commands: explain tracking inference start __main__
-cluster files: finding spot files
+cluster files: finding notices spot files
 cluster health: health __main__
 tune search: config trials search
 tune lanes: ray_internals forks lanes ray

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
-from trainers.model.joined_optimizer import JoinedOptimizer
+from trainers.model.optimizer import JoinedOptimizer
 from trainers.model.precision import resolve_precision
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.forward import ForwardPass

@@ -16,9 +16,9 @@ from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor impor
 )
 from ray.core.generated.instance_manager_pb2 import Instance
 
-from cluster import spot
+from cluster import notices, spot
 from cluster.__main__ import main
-from cluster.spot import SERVICES, wait_for_notice
+from cluster.notices import SERVICES, wait_for_notice
 from tests.metadata_service import hang, hang_up, metadata_service, respond
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S, until, when
@@ -97,7 +97,7 @@ def test_a_machine_that_is_not_spot_is_left_alone(cloud, machine):
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_service_that_hangs_is_asked_again(cloud, machine, monkeypatch):
-    monkeypatch.setattr(spot, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(notices, "_TIMEOUT_S", 0.5)
     preempt(machine)
     machine.faults.extend([hang] * 2)
     notice, waited, said = wait(cloud, machine)

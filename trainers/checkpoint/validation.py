@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, first_line
-from trainers.model.joined_optimizer import optimizers_of
+from trainers.model.optimizer import optimizers_of
 from trainers.storage import validated
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}

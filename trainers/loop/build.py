@@ -34,10 +34,10 @@ from trainers.model.as_made import (
     train_as_made,
     trained_beside,
 )
-from trainers.model.joined_optimizer import join
 from trainers.model.moving_average import MovingAverage
 from trainers.model.optimizer import (
     check_optimizer,
+    join,
     scaled_decay,
     set_training,
     warn_untrained,
@@ -61,9 +61,14 @@ from trainers.step.evaluation import check_evaluation, evaluating
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import SAMPLES, Probe, check_loss, choose_microbatch
-from trainers.step.phased_step import PhasedStep, is_phased, make_phases
 from trainers.step.snapshot import CollectiveWatch, throwaway
-from trainers.step.train_step import Replica, TrainStep
+from trainers.step.train_step import (
+    PhasedStep,
+    Replica,
+    TrainStep,
+    is_phased,
+    make_phases,
+)
 from trainers.task import Task, task_feed
 
 logger = logging.getLogger(__name__)

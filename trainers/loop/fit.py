@@ -64,7 +64,7 @@ from trainers.model.optimizer import lr_factor, lr_scale, scaled_decay
 from trainers.model.strategy import unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller, refuse_microbatch
 from trainers.step.evaluation import batch_seed
-from trainers.step.phased_step import PhasedStep
+from trainers.step.train_step import PhasedStep
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)

@@ -43,8 +43,8 @@ from trainers.model.strategy import no_sync
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
-from trainers.step.phased_step import PhasePass
 from trainers.step.snapshot import throwaway
+from trainers.step.train_step import PhasePass
 from trainers.task import Task, weight_of
 
 logger = logging.getLogger(__name__)

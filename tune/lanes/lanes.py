@@ -36,7 +36,7 @@ from tune.lanes.controller import LaneCallback, NoGroup, beside_driver
 from tune.lanes.mailbox import Mailbox
 
 if TYPE_CHECKING:
-    from tune.lanes.controller import LaneTrainer
+    from tune.lanes.trainer import LaneTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +280,7 @@ class Lanes:
 
     def _fit(self, lane: int) -> None:
         """Run a worker group of a lane to its end."""
-        from tune.lanes.controller import LaneTrainer
+        from tune.lanes.trainer import LaneTrainer
 
         config = {
             "lane": lane,
