@@ -187,7 +187,7 @@ def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_ray = importlib.util.find_spec("ray") is not None
     if on_ray:
-        from trainers.on_ray.connect import connect
+        from trainers.on_ray.cluster import connect
 
         connect(show_workers=False)
     results = {}

@@ -357,7 +357,7 @@ def compare_all(rounds: int) -> dict[str, Any]:
 
 def main(rounds: int, keep: bool) -> None:
     """One and two ranks, both kinds of work."""
-    from trainers.on_ray.connect import connect
+    from trainers.on_ray.cluster import connect
 
     connect(show_workers=False)
     found: dict[str, Any] = {}

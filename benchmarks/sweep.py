@@ -134,7 +134,7 @@ def timed(*command: str) -> tuple[float, str]:
 def train_one(loop_config: dict[str, Any]) -> None:
     """What each worker of Ray's way runs: the same loop."""
     from trainers.launch.spec import RunSpec
-    from trainers.on_ray.worker import RayContext
+    from trainers.on_ray.worker_group import RayContext
 
     context = RayContext(None)
     RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(
@@ -363,7 +363,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="paceline-sweep-"))
     try:
         if args.noop:
-            from trainers.on_ray.connect import connect
+            from trainers.on_ray.cluster import connect
 
             connect(show_workers=False)
             settle()

@@ -1,10 +1,8 @@
-"""The taxonomy: every way that a run can end, and what Paceline does about each.
+"""Every way that a run can end, what Paceline does about each, and how it is said.
 
 A status is what `result.json`, `results.parquet` and the terminal show. Its policy says
 how many restarts a run gets by default when it ends that way, and what to tell the
-user.
-
-What may be shown or saved of foreign text: no secrets, no control characters.
+user. What is shown or saved of foreign text has no secrets and no control characters.
 
 Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN,
 AWS_SECRET_ACCESS_KEY, ...).
@@ -23,6 +21,27 @@ from enum import Enum
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
+Status = Literal[
+    "done",
+    "stopped",
+    "out_of_memory",
+    "out_of_host_memory",
+    "diverged",
+    "hung",
+    "preempted",
+    "node_lost",
+    "error",
+]
+STATUSES: tuple[Status, ...] = get_args(Status)
+_AGAIN = "run the same command again to go on from the newest checkpoint"
+_DISK_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "Local disk is full",
+    "the disk is full",
+)
+FIX = "; fix "
+"""What a message has that says itself what to do."""
 _HIDDEN = "***"
 # A password may hold anything, even an `@` or a `/` that should have been quoted: up to
 # the last `@` of the word.
@@ -45,51 +64,7 @@ _SHORTEST = 8
 _MOVING = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-
-
-def redact(text: str) -> str:
-    """Return `text` without secrets and with control characters escaped.
-
-    Secrets are passwords in URIs, values named as secrets, and those of this process's
-    environment.
-    """
-    for value in sorted(_environment_secrets(), key=len, reverse=True):
-        text = text.replace(value, _HIDDEN)
-    text = _NAMED.sub(rf"\1{_HIDDEN}", _USER.sub(rf"\1\2{_HIDDEN}@", text))
-    return escape_controls(text)
-
-
-def escape_controls(text: str) -> str:
-    """Return `text` with control characters as Python would write them in a string."""
-    return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def holds_secret(uri: str) -> bool:
-    """Return whether a URI has a password, or a parameter that is named as a secret."""
-    try:
-        parts = urlsplit(uri)
-    except ValueError:  # no URI at all, which whoever opens it says
-        return False
-    return bool(parts.password) or redact(parts.query) != parts.query
-
-
-def _environment_secrets() -> set[str]:
-    found = (value for name, value in os.environ.items() if _VARIABLE.search(name))
-    return {value for value in found if len(value) >= _SHORTEST}
-
-
-Status = Literal[
-    "done",
-    "stopped",
-    "out_of_memory",
-    "out_of_host_memory",
-    "diverged",
-    "hung",
-    "preempted",
-    "node_lost",
-    "error",
-]
-STATUSES: tuple[Status, ...] = get_args(Status)
+_MOST_NAMED = 4  # how many parameters a sentence names
 
 
 @dataclass(frozen=True)
@@ -100,7 +75,6 @@ class Policy:
     advice: str
 
 
-_AGAIN = "run the same command again to go on from the newest checkpoint"
 POLICIES: dict[Status, Policy] = {
     "done": Policy(0, ""),
     "stopped": Policy(0, _AGAIN),
@@ -122,14 +96,6 @@ POLICIES: dict[Status, Policy] = {
     "node_lost": Policy(-1, _AGAIN),
     "error": Policy(0, "the traceback names the line in the task"),
 }
-_DISK_FULL = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "Local disk is full",
-    "the disk is full",
-)
-FIX = "; fix "
-"""What a message has that says itself what to do."""
 
 
 class PacelineError(Exception):
@@ -414,10 +380,38 @@ def disk_is_full(error: BaseException) -> bool:
     )
 
 
-_MOST_NAMED = 4  # how many parameters a sentence names
-
-
 def shorten(names: Sequence[str]) -> str:
     """Return the first few names for a sentence."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(f"`{name}`" for name in names[:_MOST_NAMED]) + more
+
+
+def redact(text: str) -> str:
+    """Return `text` without secrets and with control characters escaped.
+
+    Secrets are passwords in URIs, values named as secrets, and those of this process's
+    environment.
+    """
+    for value in sorted(_environment_secrets(), key=len, reverse=True):
+        text = text.replace(value, _HIDDEN)
+    text = _NAMED.sub(rf"\1{_HIDDEN}", _USER.sub(rf"\1\2{_HIDDEN}@", text))
+    return escape_controls(text)
+
+
+def escape_controls(text: str) -> str:
+    """Return `text` with control characters as Python would write them in a string."""
+    return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def holds_secret(uri: str) -> bool:
+    """Return whether a URI has a password, or a parameter that is named as a secret."""
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # no URI at all, which whoever opens it says
+        return False
+    return bool(parts.password) or redact(parts.query) != parts.query
+
+
+def _environment_secrets() -> set[str]:
+    found = (value for name, value in os.environ.items() if _VARIABLE.search(name))
+    return {value for value in found if len(value) >= _SHORTEST}

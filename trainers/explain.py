@@ -1,14 +1,8 @@
-"""Explain a run: where its time goes, and what may change that.
+"""Explain a run: where its time goes, and which lines of its configuration change that.
 
-Where the time of a run goes, and which lines of its configuration may change that.
-
-Times some steps of a run by their parts, on workers; the steps are thrown away.
-
-All time belongs to one part at a time, so that the parts add up to the step. Where the
-device is asynchronous each change of part waits for it. What is timed is patched for a
-block, and never in training.
-
-`python -m trainers explain`: where time goes, the causes, and what a change gives.
+Workers take some steps and time them by their parts; from these and the run's own
+records follow the causes; and what a change gives, both running side by side says. All
+those steps are thrown away.
 """
 
 from __future__ import annotations
@@ -47,12 +41,14 @@ from trainers.launch.spec import Job, R, RunSpec, make_spec, open_run, read_file
 from trainers.loop.build import build_replica
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
+from trainers.measure.figures import findings, student_t95
 from trainers.measure.result import Pauses, RunResult
-from trainers.measure.step_times import findings, student_t95
 from trainers.model.strategy import no_sync
 from trainers.step.flops import device_peak
 from trainers.step.train_step import Replica
 from trainers.storage import Storage, validated
+
+logger = logging.getLogger(__name__)
 
 HOST_READS = (
     "item",
@@ -67,7 +63,18 @@ HOST_READS = (
 """Methods of a tensor that wait for the device and give its values to the host."""
 _FEWEST_TRACED = 12
 _MOST = 400
+"""Steps that a profile has at least and at most."""
 _FASTER_FORMAT = 1.5
+"""How many times the peak of fp32 a GPU's bf16 must have, to be named."""
+_VERIFIED = 3
+"""Causes whose changes are tried."""
+_ROUNDS = 4
+"""Turns that the old and the changed configuration have each."""
+_FEWEST_STEPS = 30
+"""Steps of a turn."""
+WORTH = 0.05
+"""Share of the time below which nothing is named."""
+_EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,11 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
 
 
 class PartClock:
-    """Seconds by part, of steps in which it is on."""
+    """Seconds by part, of steps in which it is on.
+
+    All time belongs to one part at a time, so that the parts add up to the step. Where
+    the device is asynchronous each change of part waits for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -314,7 +325,10 @@ def _busy_s(steps: Steps) -> float:
 
 @contextlib.contextmanager
 def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
-    """Tell the clock of the parts of steps and the task's host reads, for a block."""
+    """Tell the clock of the parts of steps and the task's host reads, for a block.
+
+    What is timed is patched for the block, and never in training.
+    """
     feed = replica.train_feed
     optimizer = replica.optimizer
     with contextlib.ExitStack() as stack:
@@ -365,19 +379,6 @@ def _patch(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     stack.callback(
         lambda: setattr(owner, name, before) if is_own else delattr(owner, name)
     )
-
-
-logger = logging.getLogger(__name__)
-
-_VERIFIED = 3
-_ROUNDS = 4
-_FEWEST_STEPS = 30
-"""Steps of a turn."""
-
-
-WORTH = 0.05
-"""Share of the time below which nothing is named."""
-_EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,8 @@
-"""Use what was trained: evaluate, predict, export.
+"""Use what was trained: open a run on storage, evaluate, predict, export.
 
-Use what was trained: evaluate, predict, export.
-
-Open a run on storage: its configuration and a checkpoint; export the model.
-
-Evaluate a trained model on a split, write its predictions, or return it.
-
-One worker in this process, or `--scaling.num_workers N` of them. Everything else is as
-the run was trained, so that the figures of its own evaluation come out again to the
-last bit on the same hardware.
+It takes one worker in this process, or `--scaling.num_workers N` of them. Everything
+else is as the run was trained, so that the figures of its own evaluation come out again
+to the last bit on the same hardware.
 """
 
 from __future__ import annotations
@@ -54,7 +48,8 @@ from trainers.launch.spec import Job, RunSpec, make_spec, open_run, read_mapping
 from trainers.loop.data import tell_samples
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
-from trainers.model.as_made import (
+from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
+from trainers.model.state import (
     add_buffers,
     check_frozen,
     find_beside,
@@ -64,7 +59,6 @@ from trainers.model.as_made import (
     modules_beside,
     place,
 )
-from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
 from trainers.step.evaluation import evaluate, too_large
@@ -74,6 +68,12 @@ from trainers.task import Task, load_split, task_feed
 
 if TYPE_CHECKING:
     import pandas as pd
+
+logger = logging.getLogger(__name__)
+
+_INDEX = "index"
+_WINDOW = 16  # batches of a rank between two meetings of all ranks
+_ROW_GROUP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,6 @@ def _own(name: str, value: object) -> Tensor:
             f"the model cannot be written as safetensors: {name} is no tensor"
         )
     return value.detach().clone(memory_format=torch.contiguous_format)
-
-
-logger = logging.getLogger(__name__)
-
-_INDEX = "index"
-_WINDOW = 16  # batches of a rank between two meetings of all ranks
-_ROW_GROUP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)

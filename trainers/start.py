@@ -104,7 +104,7 @@ def run_training(
             from trainers.launch.process import shown_log
 
             if launcher == "ray":
-                from trainers.on_ray.connect import check_cluster, leaving
+                from trainers.on_ray.cluster import check_cluster, leaving
 
                 cluster.enter_context(leaving())
         stack.enter_context(shown_log(rank, is_command, output.quiet))
@@ -193,7 +193,7 @@ def train_function(
     with without_collection(own_process=is_command):
         from trainers.launch.local import failing_as_run
         from trainers.launch.process import shown_log
-        from trainers.on_ray.connect import check_cluster, leaving
+        from trainers.on_ray.cluster import check_cluster, leaving
         from trainers.on_ray.trainer import run_function
     with contextlib.ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
@@ -218,7 +218,7 @@ def train_function(
 
 def do_on_cluster(job: Job[R]) -> R:
     """Have workers of the cluster do what keeps nothing."""
-    from trainers.on_ray.connect import leaving
+    from trainers.on_ray.cluster import leaving
     from trainers.on_ray.trainer import run_job
 
     with leaving():

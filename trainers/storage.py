@@ -1,10 +1,10 @@
 """Storage: a directory of named files on any filesystem of pyarrow.fs.
 
+JSON in it is read back, whoever wrote it, as a type and within limits.
+
 Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not
 say; PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not
 say); RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
-
-Read JSON back, whoever wrote it: as a type, within limits.
 """
 
 from __future__ import annotations
@@ -37,81 +37,11 @@ from trainers.errors import (
     holds_secret,
 )
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _MOST_DEPTH = 100  # what copies or writes it again recurses
-
-
-def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
-    """What JSON holds, as `kind`; `finite`: neither NaN nor an infinity.
-
-    Raises CheckpointError. A dataclass takes no keys but its own.
-    """
-    numbers: dict[str, Any] = (
-        {"parse_float": _finite, "parse_constant": _finite} if finite else {}
-    )
-    try:
-        tree = json.loads(data.decode(), parse_int=_whole, **numbers)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
-    _check_depth(tree)
-    if is_dataclass(kind) and isinstance(tree, dict):
-        unknown = tree.keys() - {field.name for field in fields(kind)}
-        if unknown:
-            raise CheckpointError(f"it has an unknown key, {min(unknown)[:80]!r}")
-    return validated(tree, kind)
-
-
-def _check_depth(tree: Any) -> None:
-    level = [tree]
-    depth = 0
-    while level:
-        if depth > _MOST_DEPTH:
-            raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-        depth += 1
-        below: list[Any] = []
-        for part in level:
-            if isinstance(part, dict):
-                below += part.values()
-            elif isinstance(part, list):
-                below += part
-        level = below
-
-
-def validated(value: Any, kind: type[T]) -> T:
-    """Return plain data as `kind`; CheckpointError names the first wrong part."""
-    try:
-        found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
-    except ValidationError as error:
-        problem = error.errors(
-            include_url=False, include_input=False, include_context=False
-        )[0]
-        where = ".".join(map(str, problem["loc"])) or "it"
-        raise CheckpointError(
-            f"{where[:80]!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-        ) from None
-    return found
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-def _whole(text: str) -> int:
-    if len(text) > 300:
-        raise ValueError("a whole number in it is larger than any float")
-    return int(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no number of JSON")
-    return value
-
-
-logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _WAITS_S = (0.5, 1.0, 2.0)
@@ -463,3 +393,72 @@ def _explained(action: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"could not {action}: {first_line(error)}") from error
+
+
+def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
+    """What JSON holds, as `kind`; `finite`: neither NaN nor an infinity.
+
+    Raises CheckpointError. A dataclass takes no keys but its own.
+    """
+    numbers: dict[str, Any] = (
+        {"parse_float": _finite, "parse_constant": _finite} if finite else {}
+    )
+    try:
+        tree = json.loads(data.decode(), parse_int=_whole, **numbers)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
+    _check_depth(tree)
+    if is_dataclass(kind) and isinstance(tree, dict):
+        unknown = tree.keys() - {field.name for field in fields(kind)}
+        if unknown:
+            raise CheckpointError(f"it has an unknown key, {min(unknown)[:80]!r}")
+    return validated(tree, kind)
+
+
+def _check_depth(tree: Any) -> None:
+    level = [tree]
+    depth = 0
+    while level:
+        if depth > _MOST_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
+        depth += 1
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                below += part.values()
+            elif isinstance(part, list):
+                below += part
+        level = below
+
+
+def validated(value: Any, kind: type[T]) -> T:
+    """Return plain data as `kind`; CheckpointError names the first wrong part."""
+    try:
+        found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
+    except ValidationError as error:
+        problem = error.errors(
+            include_url=False, include_input=False, include_context=False
+        )[0]
+        where = ".".join(map(str, problem["loc"])) or "it"
+        raise CheckpointError(
+            f"{where[:80]!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+        ) from None
+    return found
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _whole(text: str) -> int:
+    if len(text) > 300:
+        raise ValueError("a whole number in it is larger than any float")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number of JSON")
+    return value

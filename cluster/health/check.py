@@ -28,7 +28,7 @@ from cluster.health.probes import (
 )
 from trainers.errors import ClusterError, last_line
 from trainers.on_ray.internals import available_resources_per_node
-from trainers.on_ray.worker import hide_unassigned_gpus
+from trainers.on_ray.worker_group import hide_unassigned_gpus
 from trainers.storage import Storage
 
 _START_S = 60.0
@@ -347,7 +347,7 @@ def check(
 
     Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
     """
-    from trainers.on_ray.connect import connect
+    from trainers.on_ray.cluster import connect
 
     connect(show_workers=False)
     if num_workers is not None:

@@ -35,7 +35,7 @@ def _member(rank, directory, local_world_size, node):
     """One worker as Ray Train has it, but for Ray: its place in the group and its
     node's address are given.
     """
-    from trainers.on_ray import worker
+    from trainers.on_ray import worker_group
 
     numbers = {
         "world_rank": rank,
@@ -49,19 +49,19 @@ def _member(rank, directory, local_world_size, node):
             for name, n in {**numbers, "node_rank": 0}.items()
         }
     )
-    worker.ray = SimpleNamespace(
+    worker_group.ray = SimpleNamespace(
         train=SimpleNamespace(get_context=lambda: context),
         util=SimpleNamespace(get_node_ip_address=lambda: node),
     )
-    worker.hide_unassigned_gpus = lambda: None
-    worker.own_gpu = lambda: 0
+    worker_group.hide_unassigned_gpus = lambda: None
+    worker_group.own_gpu = lambda: 0
     place = Path(directory, "place")
     if rank == 0:
-        place.with_suffix(".new").write_text(json.dumps(worker._listen()))
+        place.with_suffix(".new").write_text(json.dumps(worker_group._listen()))
         place.with_suffix(".new").rename(place)
     while not place.exists():
         time.sleep(0.01)
-    worker._join(*json.loads(place.read_text()), "gloo")
+    worker_group._join(*json.loads(place.read_text()), "gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
     found = {
@@ -71,7 +71,7 @@ def _member(rank, directory, local_world_size, node):
     }
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
-    worker._leave()
+    worker_group._leave()
 
 
 def group(directory, local_world_size, node=NODE):

@@ -15,7 +15,7 @@ import psutil
 
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import until, when
-from trainers.on_ray.connect import connect, disconnect
+from trainers.on_ray.cluster import connect, disconnect
 
 
 def actors(*filters: tuple[str, str, str]) -> list[Any]:

@@ -66,7 +66,7 @@ def changed():
     return sorted(names - {"TORCHINDUCTOR_CACHE_DIR"})  # set by an import of torch's own
 
 print(json.dumps(changed()))
-from trainers.on_ray.connect import connect, disconnect
+from trainers.on_ray.cluster import connect, disconnect
 connect()
 is_protected = os.environ["RAY_AUTH_MODE"] == "token"
 disconnect()

@@ -73,7 +73,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     before = {path.name: path.read_text() for path in trials.glob("*.json")}
     begun = note.read_text()
     monkeypatch.setattr(
-        "trainers.on_ray.connect.disconnect", lambda: None
+        "trainers.on_ray.cluster.disconnect", lambda: None
     )  # this process stays in the cluster
     assert tune(["resume", str(tmp_path / "sweep")]) == 0
     said = capsys.readouterr().out

@@ -70,7 +70,7 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path, cluster, driv
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path, driver):
-    from trainers.on_ray.connect import check_cluster
+    from trainers.on_ray.cluster import check_cluster
 
     with pytest.raises(
         ConfigError,

@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY
 from tests.waits import HANG_S
 from trainers.errors import ClusterError
 from trainers.on_ray import reaper
-from trainers.on_ray.connect import connect, disconnect
+from trainers.on_ray.cluster import connect, disconnect
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_leaving_waits_for_no_process_that_was_stopped(stopped, monkeypatch):
     node = SimpleNamespace(live_processes=lambda: [("raylet", process)])
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr("trainers.on_ray.connect._LEAVE_S", 0.05 if stopped else 1e6)
+    monkeypatch.setattr("trainers.on_ray.cluster._LEAVE_S", 0.05 if stopped else 1e6)
     monkeypatch.setattr(ray, "shutdown", killed.wait if stopped else lambda: None)
     disconnect()
     assert killed.is_set() == stopped
@@ -136,7 +136,7 @@ SCRIPT = """
 import sys, threading, time
 from types import SimpleNamespace
 import ray
-import trainers.on_ray.connect as end
+import trainers.on_ray.cluster as end
 
 end._LOOK_S, end._RAYS_PATIENCE_S = 0.05, 2 / 3
 dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [("dashboard", None)]}
@@ -187,7 +187,7 @@ def test_a_cluster_that_is_gone(kind, code, out, err):
     ("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)]
 )
 def test_a_head_may_be_away_for_less_than_ray_waits(said, patience_s):
-    from trainers.on_ray.connect import _patience_s
+    from trainers.on_ray.cluster import _patience_s
 
     assert (
         _patience_s(

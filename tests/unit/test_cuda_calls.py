@@ -17,8 +17,8 @@ from trainers.context import RunContext
 from trainers.devices import group as group_of_ranks
 from trainers.errors import TooLargeError
 from trainers.loop import build, fit
-from trainers.on_ray import worker
-from trainers.on_ray.worker import GroupConfig
+from trainers.on_ray import worker_group
+from trainers.on_ray.worker_group import GroupConfig
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_ray_trains_in_a_thread_that_is_bound(monkeypatch, backend, expected):
         "set_device",
         lambda index: bound.append((threading.current_thread().name, index)),
     )
-    monkeypatch.setattr(worker, "own_gpu", lambda: 3)
+    monkeypatch.setattr(worker_group, "own_gpu", lambda: 3)
     trained = []
     function = construct_train_func(
         lambda: trained.append(len(bound)),
@@ -68,7 +68,7 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     )
     monkeypatch.setattr(ray.train, "get_context", lambda: context_of_worker)
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: None)
-    monkeypatch.setattr(worker, "own_gpu", lambda: 0)
+    monkeypatch.setattr(worker_group, "own_gpu", lambda: 0)
     monkeypatch.setattr(
         group_of_ranks,
         "join_group",
@@ -84,7 +84,7 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
-    worker._join("127.0.0.1", 1, "gloo")
+    worker_group._join("127.0.0.1", 1, "gloo")
     assert seen == [visible]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from trainers.config.sections import FailureConfig
 from trainers.errors import RunFailedError
-from trainers.on_ray.worker import FailurePolicy, as_failure
+from trainers.on_ray.worker_group import FailurePolicy, as_failure
 from trainers.storage import Storage
 
 

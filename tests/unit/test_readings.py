@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainers.devices.device import EnergyMeter, GpuReadings, counts_energy
-from trainers.measure.step_times import findings, total_energy_j
+from trainers.measure.figures import findings, total_energy_j
 
 GPU = torch.device("cuda", 1)
 

@@ -49,7 +49,7 @@ def _without_ray(monkeypatch):
     )
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
-    monkeypatch.setattr("trainers.on_ray.worker.own_gpu", lambda: 0)
+    monkeypatch.setattr("trainers.on_ray.worker_group.own_gpu", lambda: 0)
 
 
 def asked(box, target, watches):

@@ -4,11 +4,11 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from trainers.on_ray import connect
-from trainers.on_ray.connect import VitalSigns
+from trainers.on_ray import cluster
+from trainers.on_ray.cluster import VitalSigns
 
 PREFIX = "paceline/alive/01/"
-LOOKS = connect._LOOKS
+LOOKS = cluster._LOOKS
 
 
 class Store:
@@ -37,10 +37,10 @@ class Store:
 def store(monkeypatch):
     made = Store()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(connect, "_prefix", lambda: PREFIX)
-    monkeypatch.setattr(connect, "kv_list", lambda prefix: list(made.data))
-    monkeypatch.setattr(connect, "kv_get", lambda key: made.data.get(key))
-    monkeypatch.setattr(connect, "kv_delete", made.delete)
+    monkeypatch.setattr(cluster, "_prefix", lambda: PREFIX)
+    monkeypatch.setattr(cluster, "kv_list", lambda prefix: list(made.data))
+    monkeypatch.setattr(cluster, "kv_get", lambda key: made.data.get(key))
+    monkeypatch.setattr(cluster, "kv_delete", made.delete)
     monkeypatch.setattr(
         ray._private.state, "actors", lambda name: {"State": made.states[name]}
     )

@@ -32,7 +32,8 @@ from trainers.config import TrainConfig
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError, shorten
 from trainers.measure.run_log import RunLog
-from trainers.model.as_made import (
+from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
+from trainers.model.state import (
     add_buffers,
     apply_changes,
     check_frozen,
@@ -41,7 +42,6 @@ from trainers.model.as_made import (
     load_model,
     sums_of,
 )
-from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.train_step import Replica
 from trainers.storage import Storage

@@ -1,9 +1,4 @@
-"""The checkpoints of one run as one process sees them: files and manifests.
-
-Nothing here unpickles code, and nothing is a collective:
-trainers/checkpoint/store.py makes the ranks agree.
-
-Write checkpoints straight to storage, and resume the newest complete one.
+"""The checkpoints of a run on storage, which all ranks write and choose together.
 
 checkpoints/step-000000000123/
         state.pt                   model, optimizer, scaler, task, position
@@ -16,19 +11,6 @@ checkpoints/step-000000000123/
 A checkpoint without its manifest, or with a file that does not match it, is not used;
 nor is another run's, or one that does not fit the model. The next older one is, and
 where there are some and none can be used, that is an error.
-
-One is written at once (`save`), or while training goes on (`start`, then `advance`
-whenever no rank is busy):
-
-1. The loop copies the state to host memory.
-2. Its thread on each rank writes and hashes its files.
-3. The loop gathers names, sizes and checksums, or what went wrong.
-4. Its thread on rank 0 writes the manifest, then deletes older checkpoints.
-5. The loop knows that it is complete, or raises StorageError on every rank.
-
-Threads never call a collective: on the process group of DDP's own it would mix with
-them. The loop agrees every ten steps anyway, so nothing polls storage, and an error is
-met by all ranks in the same step.
 """
 
 import contextlib
@@ -62,12 +44,20 @@ from trainers.checkpoint.manifest import (
 from trainers.checkpoint.row_shards import RowReader, write_tensors
 from trainers.checkpoint.validation import map_tree
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, PacelineError, StorageError, first_line
+from trainers.errors import (
+    CheckpointError,
+    PacelineError,
+    StorageError,
+    chain,
+    first_line,
+)
 from trainers.storage import Storage, retrying
 from trainers.versions import package_versions
 
 logger = logging.getLogger(__name__)
 _MOST_MANIFEST_BYTES = 16 << 20  # some 100,000 ranks
+_Entries = dict[str, FileEntry]
+_Buffers = dict[tuple[Any, ...], Tensor]
 
 
 class _Hashing(io.RawIOBase):
@@ -90,9 +80,10 @@ class _Hashing(io.RawIOBase):
 
 
 class Archive:
-    """The directory `checkpoints` of a run.
+    """The directory `checkpoints` of a run, as one process sees it.
 
-    Methods raise StorageError when storage fails for good.
+    Nothing here unpickles code, and nothing is a collective. Methods raise StorageError
+    when storage fails for good.
 
     With `config`, the run's own, a checkpoint of another run is none: CheckpointError
     says which key differs.
@@ -144,7 +135,8 @@ class Archive:
         except (
             RuntimeError
         ) as error:  # torch's zip writer hides the stream's own error in one of these
-            cause = _os_error(error) or error
+            hidden = (link for link in chain(error) if isinstance(link, OSError))
+            cause = next(hidden, error)
             raise StorageError(
                 f"could not write {self.storage.locate(path)}: {cause}"
             ) from cause
@@ -334,17 +326,6 @@ class Archive:
         return sha256.hexdigest()
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's own error behind another exception."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-_Entries = dict[str, FileEntry]
-_Buffers = dict[tuple[Any, ...], Tensor]
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint as one rank reads it."""
@@ -367,9 +348,22 @@ class _Pending:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, on which all ranks agree.
 
     Every rank must call `save`, `start`, `advance`, `finish` and `load` equally often.
+
+    One is written at once (`save`), or while training goes on (`start`, then `advance`
+    whenever no rank is busy):
+
+    1. The loop copies the state to host memory.
+    2. Its thread on each rank writes and hashes its files.
+    3. The loop gathers names, sizes and checksums, or what went wrong.
+    4. Its thread on rank 0 writes the manifest, then deletes older checkpoints.
+    5. The loop knows that it is complete, or raises StorageError on every rank.
+
+    Threads never call a collective: on the process group of DDP's own it would mix with
+    them. The loop agrees every ten steps anyway, so nothing polls storage, and an error
+    is met by all ranks in the same step.
 
     `config` is the resolved TrainConfig; it is kept with each of them.
     """

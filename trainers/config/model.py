@@ -1,8 +1,6 @@
-"""The base of all configuration models, and one sentence for each mistake in a file.
+"""The base of all configuration models: keys, overrides, a sentence for each mistake.
 
 No torch and no Ray here: a mistake in a file is said before either is imported.
-
-`--dotted.key value` overrides of a configuration file.
 """
 
 import copy
@@ -20,6 +18,30 @@ from trainers.config.yaml import DEEPEST, MOST_VALUES, dump_inline
 from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean
 
 Tree = dict[str, Any]
+_RULES = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be one of {expected}",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "string_too_short": "must not be empty",
+    "finite_number": "must be a finite number",
+}
+_FEW = 8  # keys that a sentence may list
+# A sweep's own file holds two of these, in each other.
+_DEEPEST = DEEPEST - 16
+_MOST_VALUES = MOST_VALUES // 2
 
 
 class Settings(BaseModel):
@@ -139,28 +161,6 @@ def build(model: type[S], tree: Tree, source: str) -> S:
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
 
 
-_RULES = {
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "string_type": "must be text",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be a mapping",
-    "model_type": "must be a mapping",
-    "model_attributes_type": "must be a mapping",
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "literal_error": "must be one of {expected}",
-    "too_short": "must have at least {min_length} entries",
-    "too_long": "must have at most {max_length} entries",
-    "string_too_short": "must not be empty",
-    "finite_number": "must be a finite number",
-}
-
-
 def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     kind = problem["type"]
     context = problem.get("ctx", {})
@@ -193,9 +193,6 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     options = re.findall("'([^']*)'", str(context.get("expected", "")))
     fix = did_you_mean(value, options, f"write {example(path, field)}")
     return ConfigError(path, value, rule, fix, source)
-
-
-_FEW = 8  # keys that a sentence may list
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
@@ -293,11 +290,6 @@ def _locate(
     return ".".join(parts), owner, field
 
 
-# A sweep's own file holds two of these, in each other.
-_DEEPEST = DEEPEST - 16
-_MOST_VALUES = MOST_VALUES // 2
-
-
 def set_key(tree: Tree, dotted: str, value: Any) -> None:
     """Set `dotted` in a nested mapping, in place, making the mappings on the way."""
     *path, last = dotted.split(".")
@@ -313,7 +305,7 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
 
 
 def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
-    """Return a copy of `tree` with dotted overrides applied.
+    """Return a copy of `tree` with `--dotted.key value` overrides applied.
 
     Setting one key of an exclusive group drops the others.
 

@@ -1,10 +1,7 @@
-"""The sections of `train.yaml`: strict models, without torch.
+"""The sections of `train.yaml`, without torch, and the kinds of values that they share.
 
-See train.py on their descriptions.
-
-The key `tracking`: the experiment trackers that are told of a run or a sweep.
-
-Names of metrics: which direction is better, and whether an evaluation has one.
+Among these are the names of metrics: which direction is better, and whether an
+evaluation has one. See train.py on the descriptions.
 """
 
 from __future__ import annotations
@@ -21,47 +18,6 @@ from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean, neares
 TRACKERS = ("mlflow", "wandb", "tensorboard")
 """All but a user's own; each needs a package of its name but for the last."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-class TrackerConfig(Settings):
-    """One experiment tracker."""
-
-    tracker: str = Field(max_length=256, examples=["mlflow"])
-    """mlflow, wandb, tensorboard, or a sink of your own as `module:Class`."""
-    project: str | None = Field(
-        default=None, min_length=1, max_length=128, examples=["digits"]
-    )
-    """The project (W&B) or experiment (MLflow) that runs go to."""
-
-
-def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
-    """Return every entry of the key as a mapping has it."""
-    return [
-        TrackerConfig(tracker=entry) if isinstance(entry, str) else entry
-        for entry in tracking
-    ]
-
-
-def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
-    known = set()
-    for entry in chosen(tracking):
-        name = entry.tracker
-        if name not in TRACKERS and not _OWN_SINK.fullmatch(name):
-            listed = f"there are {', '.join(TRACKERS)}, and your own as `module:Class`"
-            fix = did_you_mean(name, TRACKERS, listed)
-            raise ConfigError("", name, "is no tracker", fix)
-        if name in known:
-            raise ConfigError("", name, "is listed twice", "keep one of the two")
-        known.add(name)
-        if entry.project is not None and name == "tensorboard":
-            rule = f"has no effect with {name}"
-            raise ConfigError("", entry.project, rule, "remove `project`")
-    return tracking
-
-
-Tracking = Annotated[list[str | TrackerConfig], AfterValidator(_check)]
-
-
 Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""
 
@@ -117,6 +73,33 @@ _BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
 _LONG = 6  # letters of a word that can be told from others by most of them
 _LONGEST = 3  # words of a name in the table
+LARGEST = 2**31 - 1
+"""Of any count: what torch, numpy and Arrow take everywhere."""
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
+Seconds = Annotated[
+    float, Field(gt=0, le=1e9)
+]  # the longest that every clock and lock takes
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
+PATH = r"^[^\x00-\x1f\x7f]+$"
+PATH_RULE = "must be a path or URI, without control characters"
+RunName = Annotated[
+    str,
+    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
+]
+Place = Annotated[
+    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
+]
+AutoOrBool = Annotated[
+    Literal["auto"] | bool,
+    Field(json_schema_extra={"rule": "must be auto, true or false"}),
+]
+PHASE_FACTOR = 4
+"""How many times `hang_timeout_s` a phase without batches may take."""
+LEAST_PHASE_S = 60.0
+"""What such a phase may always take."""
 
 
 def direction_of(metric: str) -> Mode | None:
@@ -214,31 +197,6 @@ def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
     if metric not in names:
         fix = did_you_mean(metric, names, f"use one of {', '.join(names)}")
         raise ConfigError(key, metric, "is no metric of this task's evaluation", fix)
-
-
-LARGEST = 2**31 - 1
-"""Of any count: what torch, numpy and Arrow take everywhere."""
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
-Seconds = Annotated[
-    float, Field(gt=0, le=1e9)
-]  # the longest that every clock and lock takes
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
-PATH = r"^[^\x00-\x1f\x7f]+$"
-PATH_RULE = "must be a path or URI, without control characters"
-RunName = Annotated[
-    str,
-    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
-]
-Place = Annotated[
-    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-]
-AutoOrBool = Annotated[
-    Literal["auto"] | bool,
-    Field(json_schema_extra={"rule": "must be auto, true or false"}),
-]
 
 
 class ScheduledSize(Settings):
@@ -578,12 +536,6 @@ class DdpConfig(Settings):
     """
 
 
-PHASE_FACTOR = 4
-"""How many times `hang_timeout_s` a phase without batches may take."""
-LEAST_PHASE_S = 60.0
-"""What such a phase may always take."""
-
-
 class FailureConfig(Settings):
     """Restarts from the newest checkpoint for each kind of failure; -1: no limit."""
 
@@ -610,3 +562,42 @@ class FailureConfig(Settings):
     def of_phases_s(self) -> float:
         """Seconds that a phase without steps may take."""
         return max(LEAST_PHASE_S, PHASE_FACTOR * self.hang_timeout_s)
+
+
+class TrackerConfig(Settings):
+    """One experiment tracker."""
+
+    tracker: str = Field(max_length=256, examples=["mlflow"])
+    """mlflow, wandb, tensorboard, or a sink of your own as `module:Class`."""
+    project: str | None = Field(
+        default=None, min_length=1, max_length=128, examples=["digits"]
+    )
+    """The project (W&B) or experiment (MLflow) that runs go to."""
+
+
+def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
+    """Return every entry of the key as a mapping has it."""
+    return [
+        TrackerConfig(tracker=entry) if isinstance(entry, str) else entry
+        for entry in tracking
+    ]
+
+
+def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
+    known = set()
+    for entry in chosen(tracking):
+        name = entry.tracker
+        if name not in TRACKERS and not _OWN_SINK.fullmatch(name):
+            listed = f"there are {', '.join(TRACKERS)}, and your own as `module:Class`"
+            fix = did_you_mean(name, TRACKERS, listed)
+            raise ConfigError("", name, "is no tracker", fix)
+        if name in known:
+            raise ConfigError("", name, "is listed twice", "keep one of the two")
+        known.add(name)
+        if entry.project is not None and name == "tensorboard":
+            rule = f"has no effect with {name}"
+            raise ConfigError("", entry.project, rule, "remove `project`")
+    return tracking
+
+
+Tracking = Annotated[list[str | TrackerConfig], AfterValidator(_check)]

@@ -1,8 +1,6 @@
 """TrainConfig: everything that `train.yaml` may say, strict, without torch.
 
 The descriptions below the fields are also the text of `--help` and of docs/config.md.
-
-What other tools call our keys of `train.yaml`; an error's fix says the name here.
 """
 
 from __future__ import annotations
@@ -77,6 +75,29 @@ _NAMES = {
     "failure.error": "max_failures max_retries max_restarts retries",
     "tracking": "report_to log_with trackers tracker loggers use_wandb wandb mlflow tensorboard",
 }
+"""Of our keys what other tools call them; an error's fix says the name here."""
+_SMALLEST_HALF = 2.0**-24
+CAPTURING = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and
+gradients of the one before.
+"""
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
+
+IDENTITY = (
+    "task",
+    "task_args",
+    "seed",
+    "global_batch_size",
+    "batch_schedule",
+    "drop_last",
+    "precision",
+    "optimizer",
+    "lr_schedule",
+    "lr_scaling",
+    "clip_grad_norm",
+    "ema",
+)
+"""Keys that decide what is learned. A run that goes on must not have changed them."""
 
 
 def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
@@ -105,30 +126,6 @@ for _names, _sentence in (
     ),
 ):
     FOREIGN |= dict.fromkeys(_names.split(), _sentence)
-
-
-_SMALLEST_HALF = 2.0**-24
-CAPTURING = ("reduce-overhead", "max-autotune")
-"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and
-gradients of the one before.
-"""
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
-
-IDENTITY = (
-    "task",
-    "task_args",
-    "seed",
-    "global_batch_size",
-    "batch_schedule",
-    "drop_last",
-    "precision",
-    "optimizer",
-    "lr_schedule",
-    "lr_scaling",
-    "clip_grad_norm",
-    "ema",
-)
-"""Keys that decide what is learned. A run that goes on must not have changed them."""
 
 
 class TrainConfig(Settings):

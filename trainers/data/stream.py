@@ -4,21 +4,6 @@ Row n of a training stream is its n-th sample, counted on over its passes. Every
 reads the whole stream, in one process (the worker, or its loader's), and drops the rows
 of other ranks. A run that goes on loads the stream's own state where that is exact, and
 else reads and drops what was trained.
-
-A loader's process makes and begins the stream anew, whatever the worker has read
-before: it would share the offsets of open files with the worker, and inherit
-connections without the threads that serve them. Only a generator, or another iterator
-of Python's own, goes on where the worker stopped: one that needs more than memory and
-files wants `data.num_workers: 0`, or an object whose `__iter__` begins anew. No stream
-sees that it is read by a loader's process (`get_worker_info()` is None): Hugging Face's
-shuffle, for one, would give another order there.
-
-One instance of a stream, read pass after pass in one process.
-
-Reading begins at the start or at a state of the stream's own.
-
-`prove` tells whether that state is exact: another instance loads it, and its samples
-are compared.
 """
 
 import contextlib
@@ -41,38 +26,44 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
-from trainers.devices.device import get_rng_state, seed_host, set_rng_state
+from trainers.devices.device import HOST, get_rng_state, seed_host, set_rng_state
 from trainers.devices.group import Group, as_one_rank
 from trainers.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
 
 MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
-_PROOF = (
-    32  # samples that are compared; more than the shards that are commonly interleaved
-)
-_PROOF_PLACES = (
-    1,
-    14,
-)  # samples after which a state is tried: no chunk of more than one sample ends at both
+_PROOF = 32
+"""Samples that are compared: more than the shards that are commonly interleaved."""
+_PROOF_PLACES = (1, 14)
+"""Samples after which a state is tried: no chunk of more than one ends at both."""
 END = object()
+"""What a pass gives in place of a sample when it is over."""
 _EVERY = 1000  # samples from one recorded state to the next
 # samples from one mark of the trail to the next: a digest of each would cost as much as
 # its decoding
 _MARK_EVERY = 32
 _SEED = 0
-_HOST = torch.device("cpu")
 
 Mark = tuple[int, str]
 """How many rows were read, and what tells them from others: a digest over every 32nd of
 them, and all such before.
 """
+_TOLD = 32  # samples that tell one stream from another
 
 
 class StreamReader:
     """A process's reading of one instance of a stream, pass after pass.
 
     It begins at the first sample or at a state of the stream's own.
+
+    A loader's process makes and begins the stream anew, whatever the worker has read
+    before: it would share the offsets of open files with the worker, and inherit
+    connections without the threads that serve them. Only a generator, or another
+    iterator of Python's own, goes on where the worker stopped: one that needs more than
+    memory and files wants `data.num_workers: 0`, or an object whose `__iter__` begins
+    anew. No stream sees that it is read by a loader's process (`get_worker_info()` is
+    None): Hugging Face's shuffle, for one, would give another order there.
 
     `row` is read next; `head` has those before it that are kept.
     """
@@ -117,17 +108,17 @@ class StreamReader:
         """
         info = worker._worker_info
         worker._worker_info = None
-        outside = get_rng_state(_HOST)
+        outside = get_rng_state(HOST)
         if self._random is None:
             seed_host(_SEED)
         else:
-            set_rng_state(self._random, _HOST)
+            set_rng_state(self._random, HOST)
         try:
             with as_one_rank():
                 yield
         finally:
-            self._random = get_rng_state(_HOST)
-            set_rng_state(outside, _HOST)
+            self._random = get_rng_state(HOST)
+            set_rng_state(outside, HOST)
             worker._worker_info = info
 
     @property
@@ -247,8 +238,8 @@ class StreamReader:
         with counted.alone():
             while counted.row < self.row:
                 counted.read()
-            drawn = get_rng_state(_HOST)
-        set_rng_state(drawn, _HOST)
+            drawn = get_rng_state(HOST)
+        set_rng_state(drawn, HOST)
         self.source = counted.source
         self.passes = counted.passes
         self._in_pass = counted._in_pass
@@ -315,7 +306,7 @@ def missing_state(source: Any) -> str | None:
 def prove(first: StreamReader, twin: StreamReader) -> str | None:
     """Return why the stream's own state is not exact.
 
-    None where another instance goes on alike from states of the first.
+    None where another instance loads states of the first, and goes on alike.
     """
     try:
         states = []
@@ -391,9 +382,6 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
     update(data)
     for part in parts:
         _absorb(part, update)
-
-
-_TOLD = 32  # samples that tell one stream from another
 
 
 class Stream(Dataset[Any]):

@@ -1,4 +1,4 @@
-"""The ranks of one run, and the few collectives that the loop needs."""
+"""The ranks of one run: how they meet, and the few collectives that the loop needs."""
 
 import contextlib
 import functools
@@ -23,6 +23,12 @@ _TOLERANCE = 1e-4
 _ROUNDINGS = 16  # of the format itself
 
 T = TypeVar("T")
+_RANKS = re.compile(
+    "((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID)"
+)
+"""The names by which launchers tell a process its place."""
+TIMEOUT = timedelta(seconds=1800)
+"""How long a rank waits for the others, in a collective or for their meeting."""
 
 
 class Group:
@@ -116,12 +122,6 @@ def answered_locally() -> Iterator[None]:
             group._register_backend(
                 device, kind, None
             )  # the one that it has of this kind
-
-
-_RANKS = re.compile(
-    "((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID)"
-)
-"""The names by which launchers tell a process its place."""
 
 
 @contextlib.contextmanager
@@ -222,10 +222,6 @@ def _tolerance(tensor: Tensor) -> float:
         if own.is_floating_point()
         else 0.0
     )
-
-
-TIMEOUT = timedelta(seconds=1800)
-"""How long a rank waits for the others, in a collective or for their meeting."""
 
 
 def keep_on_this_machine() -> None:

@@ -1,14 +1,4 @@
-"""What each process does around its work: imports, log, signals.
-
-Imports without garbage collection.
-
-Importing torch makes a million objects that all stay, and Python's collector looks
-through them dozens of times on the
-way: a third of the time that the import takes.
-
-What a process shows of our packages' log, without secrets.
-
-How a process hears that it should stop, and how it ends with its parent.
+"""What each process does around its work: imports, log, signals, and an end in time.
 
 Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
 """
@@ -28,10 +18,16 @@ from types import FrameType
 
 from trainers.errors import redact
 
+_PACKAGES = ("trainers", "cluster", "tune")
+_LOOK_S = 0.5
+
 
 @contextlib.contextmanager
 def without_collection(own_process: bool = False) -> Iterator[None]:
     """Keep the garbage collector out of a block of imports.
+
+    Importing torch makes a million objects that all stay, and Python's collector looks
+    through them dozens of times on the way: a third of the time that the import takes.
 
     `own_process`: whatever there is by then stays until the process ends, and no later
     collection looks at it again. Only for the start of a process that is ours: it would
@@ -48,16 +44,13 @@ def without_collection(own_process: bool = False) -> Iterator[None]:
             gc.enable()
 
 
-_PACKAGES = ("trainers", "cluster", "tune")
-
-
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 def setup_logging(rank: int, quiet: bool = False) -> None:
-    """Send our packages' log to standard output.
+    """Send our packages' log to standard output, without secrets.
 
     Rank 0's progress as it is (`quiet`: its warnings), other ranks' warnings with their
     rank.
@@ -102,9 +95,6 @@ def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None
         for package, (handlers, level, propagate) in zip(packages, before, strict=True):
             package.handlers[:], package.propagate = handlers, propagate
             package.setLevel(level)
-
-
-_LOOK_S = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -1,13 +1,7 @@
-"""A run as plain data: read from a file, checked, and executed by each worker.
+"""A run as plain data: read from a file, checked, executed by workers; its directory.
 
 Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded
 one on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
-
-Find the module of a task or a training function as the user means it.
-
-Beside the YAML, above it, in the working directory, or installed.
-
-A run's directory: what it must hold before the run starts, and after its end.
 """
 
 from __future__ import annotations
@@ -47,6 +41,11 @@ if TYPE_CHECKING:
     from trainers.measure.result import RunResult
     from trainers.task import Task
 
+logger = logging.getLogger(__name__)
+
+MARK = "config.yaml"
+"""The file that makes a directory a run's."""
+
 
 def task_path(
     task: str,
@@ -57,6 +56,7 @@ def task_path(
 ) -> list[str]:
     """Return the directories that `sys.path` needs for the module that `key` names.
 
+    It may lie beside the YAML, above it, in the working directory, or be installed.
     Looks for files, and imports nothing.
 
     Raises ConfigError when there is neither such a file nor such an installed module.
@@ -229,10 +229,6 @@ def _check_call(
         rule = f"does not fit {name} ({error})"
         fix = f"its signature is {name}{signature}"
         raise ConfigError(key, value, rule, fix, source) from error
-
-
-MARK = "config.yaml"
-"""The file that makes a directory a run's."""
 
 
 class Result(Protocol):
@@ -491,9 +487,6 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
             check_device_type(config.precision, device_type)
     except ConfigError as error:
         raise error.at(spec.source) from error
-
-
-logger = logging.getLogger(__name__)
 
 
 def open_run(location: str) -> tuple[Storage, TrainConfig]:

@@ -27,13 +27,6 @@ from trainers.errors import ConfigError, shorten
 from trainers.loop.data import load_data, make_sampler, steps_in_all, tell_samples
 from trainers.loop.watchdog import enter
 from trainers.model.activations import checkpoint_activations
-from trainers.model.as_made import (
-    AsMade,
-    frozen_digests,
-    place,
-    train_as_made,
-    trained_beside,
-)
 from trainers.model.moving_average import MovingAverage
 from trainers.model.optimizer import (
     check_optimizer,
@@ -45,6 +38,13 @@ from trainers.model.optimizer import (
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
+from trainers.model.state import (
+    AsMade,
+    frozen_digests,
+    place,
+    train_as_made,
+    trained_beside,
+)
 from trainers.model.strategy import (
     Replicated,
     compile_loss,

@@ -1,9 +1,6 @@
-"""Keep a run's checkpoints in its loop: say when, note where, and resume.
+"""Keep a run's checkpoints in its loop, and let all ranks agree on when, and on an end.
 
-Let all ranks decide together every few steps: stop, write a checkpoint, or fail.
-
-On CUDA nothing waits for the device: what ranks have put in is read at the next
-agreement, ten steps later, unless it is needed at once.
+Every few steps they decide together: stop, write a checkpoint, or fail.
 """
 
 import logging
@@ -34,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 STREAM_S = 600.0
 """Between two checkpoints of a stream, which has no epochs, where nothing was chosen.
+"""
+AGREE_EVERY_STEPS = 10
+"""Steps between two agreements of all ranks: the longest that a bad loss or a stop
+waits; on CUDA twice as many.
 """
 
 
@@ -287,12 +288,6 @@ class Checkpointing:
             self._keeper.checkpoints.abandon()
 
 
-AGREE_EVERY_STEPS = 10
-"""Steps between two agreements of all ranks: the longest that a bad loss or a stop
-waits; on CUDA twice as many.
-"""
-
-
 @dataclass(frozen=True)
 class Agreement:
     """What one rank wants, or, once agreed, what any of them wants."""
@@ -314,7 +309,11 @@ _DIVERGED = [field.name for field in fields(Agreement)].index("diverged")
 
 
 class Agreements:
-    """Those of an attempt, one after another."""
+    """Those of an attempt, one after another.
+
+    On CUDA nothing waits for the device: what ranks have put in is read at the next
+    agreement, ten steps later, unless it is needed at once.
+    """
 
     def __init__(self, attempt: Attempt, checkpointing: Checkpointing) -> None:
         self.attempt = attempt

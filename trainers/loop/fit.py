@@ -1,20 +1,8 @@
 """Train one worker's run: the same `fit` in a test, under torchrun, Ray, and in a lane.
 
 build     device, seed, data, model, optimizer; the microbatch that fits (build.py)
-train     from the newest complete checkpoint on (training.py)
+train     from the newest complete checkpoint on (`Training`)
 again     both, with a smaller microbatch, where training runs out of memory
-
-Run a worker's steps, and between them whatever is due, in this order.
-
-Until the last step (of this launcher's part of the run), or until asked to stop:
-
-- set the learning rate, run one step (trainers/step/train_step.py), count it;
-- every ten steps, and before anything is kept, agree with all ranks on stop, divergence
-  and checkpoint time (agreement.py);
-- every `log_every_steps`, whatever else is due, log those steps' mean loss (figures.py);
-- when due, evaluate (figures.py), checkpoint (checkpointing.py) and report.
-
-Then evaluate and checkpoint the end, and write `result.json` (figures.py).
 """
 
 import contextlib
@@ -76,10 +64,25 @@ _TUNED_STEPS = 300
 for itself.
 """
 _MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyLinear)"
+_Plan = tuple[list[Tensor], list[int]]
+"""A step's microbatches, and how many samples each of them counts."""
+_LONGEST_WAIT_S = 6e5  # the store's ends at 24 days
+_DOUBLE_BACKWARD = "does not currently support double backward"  # aot_autograd's words
 
 
 class Training:
-    """Trains one attempt from its first step to its last."""
+    """Runs an attempt's steps, and between them whatever is due, in this order.
+
+    Until the last step (of this launcher's part of the run), or until asked to stop:
+
+    - set the learning rate, run one step (trainers/step/train_step.py), count it;
+    - every ten steps, and before anything is kept, agree with all ranks on stop,
+      divergence and checkpoint time (checkpointing.py);
+    - every `log_every_steps`, whatever else is due, log those steps' mean loss;
+    - when due, evaluate (monitor.py), checkpoint (checkpointing.py) and report.
+
+    Then evaluate and checkpoint the end, and write `result.json` (monitor.py).
+    """
 
     def __init__(
         self,
@@ -395,10 +398,6 @@ class Training:
         return self.checkpointing.improves(validate(self.attempt))
 
 
-_Plan = tuple[list[Tensor], list[int]]
-"""A step's microbatches, and how many samples each of them counts."""
-
-
 def step_batches(
     attempt: Attempt, first: int, last: int
 ) -> tuple[Iterator[Batch], Iterator[list[int]]]:
@@ -436,10 +435,6 @@ def _loader_seeds(
     for step, (microbatches, _) in enumerate(plans, start):
         for piece in range(len(microbatches)):
             yield batch_seed(seed, rank, step, piece)
-
-
-_LONGEST_WAIT_S = 6e5  # the store's ends at 24 days
-_DOUBLE_BACKWARD = "does not currently support double backward"  # aot_autograd's words
 
 
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:

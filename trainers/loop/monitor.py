@@ -1,11 +1,6 @@
-"""Measure each worker while it trains, and compare the ranks.
+"""What a run measures and tells of itself: windows of its log, evaluations, its result.
 
-Measured are speed, memory, GPU readings and MFU.
-
-Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event
-made before). All else is read when a window is logged, and waits for nothing.
-
-What a run tells of itself: the windows of its log, its evaluations, and its result.
+Nothing of it waits for the device within a step: it is read when a window is logged.
 """
 
 import itertools
@@ -31,9 +26,9 @@ from trainers.devices.device import (
 from trainers.errors import Status, counted
 from trainers.loop.attempt import Attempt
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
+from trainers.measure.figures import RankFigures, findings, total_energy_j
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
-from trainers.measure.step_times import RankFigures, findings, total_energy_j
 from trainers.model.optimizer import averaged
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import share_buffers, share_tensors
@@ -49,10 +44,14 @@ _MEMORY_EVERY_S = (
     1.0  # a reading is a tenth of a millisecond, and a window may be a single step
 )
 _EVENT_PAIRS = 64
+_OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 class Monitor:
-    """Measure a worker: in each log window, between comparisons, and in the whole run."""
+    """Measure a worker: in each log window, between comparisons, and in the whole run.
+
+    Measured are speed, memory, GPU readings and MFU, and the ranks are compared.
+    """
 
     def __init__(self, parts: Replica, clock: StepClock) -> None:
         self.device = parts.device
@@ -188,7 +187,8 @@ class Monitor:
 class BackwardTimer:
     """Time a rank from the end of DDP's forward to its last gradient.
 
-    No collective lies between them.
+    No collective lies between them. Its two hooks are all that runs within a step: they
+    read a clock (on a GPU: record an event made before).
 
     The last gradient is that of the first parameter, as DDP's own buckets assume. On a
     GPU both ends are events, of which a fixed number of pairs is recorded between two
@@ -268,9 +268,6 @@ class BackwardTimer:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-_OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:

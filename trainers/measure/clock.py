@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainers.devices.device import synchronize
-from trainers.measure.step_times import StepTimes
+from trainers.measure.figures import StepTimes
 
 WARMUP_STEPS = 5
 """Steps at the start of a run that no throughput counts: allocation, autotuning,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from trainers.errors import Status, counted
 from trainers.measure.clock import Throughput
-from trainers.measure.step_times import RankFigures, table
+from trainers.measure.figures import RankFigures, table
 from trainers.storage import parse_json
 
 
@@ -77,7 +77,7 @@ class RunResult:
     not known.
     """
     ranks: list[RankFigures] = field(default_factory=list)
-    """Every rank after warm-up, side by side (trainers/measure/step_times.py)."""
+    """Every rank after warm-up, side by side (trainers/measure/figures.py)."""
     samples: int | None = None
     """Samples trained, each as often as it was; None in results of the first versions.
     """

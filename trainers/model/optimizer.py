@@ -1,6 +1,6 @@
-"""Optimizer, learning-rate schedule and batch-size rules from configuration.
+"""Optimizer, learning rate and batch-size rules from configuration.
 
-Join several optimizers, each with parameters of its own, into one.
+Several optimizers, each with parameters of its own, are joined into one.
 """
 
 import contextlib
@@ -18,13 +18,23 @@ from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError, shorten
-from trainers.model.as_made import left_beside
 from trainers.model.moving_average import MovingAverage
 from trainers.model.precision import NARROW, narrow_adamw
 from trainers.model.sharding import is_shard
+from trainers.model.state import left_beside
+
+logger = logging.getLogger(__name__)
 
 _FLAGS = ("found_inf", "grad_scale")
 """What a fused step reads of its optimizer."""
+_CLASSES: dict[str, type[Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+"""What torch and torchao give Adam where nothing is said."""
+_FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
 class JoinedOptimizer(Optimizer):
@@ -168,18 +178,6 @@ def join(
     if not given:
         raise ConfigError(field, {}, "has no optimizer", fix)
     return JoinedOptimizer(given)
-
-
-logger = logging.getLogger(__name__)
-
-_CLASSES: dict[str, type[Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-"""What torch and torchao give Adam where nothing is said."""
-_FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
 def lr_scale(config: TrainConfig, size: int) -> float:

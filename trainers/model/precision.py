@@ -1,6 +1,7 @@
 """Say what each precision means for autocast, scaler, parameters and matmul: `TABLE`.
 
-Use torchao: Linear layers that multiply in float8, and AdamW with narrow moments.
+What torch lacks is torchao's: Linear layers that multiply in float8, and AdamW with
+narrow moments.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError, first_line
 
+logger = logging.getLogger(__name__)
+
 _MULTIPLE = 16
 """Of both sizes of a layer: what the GPU's float8 products take."""
 NARROW = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 """Classes of torchao.optim by `optimizer.name`."""
+_AMPERE = (8, 0)
+_ADA = (8, 9)
 
 
 def _import(module: str, key: str, value: str, instead: str) -> Any:
@@ -151,9 +156,6 @@ def _filled(
     return state
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class PrecisionSpec:
     """One row of the table.
@@ -236,8 +238,6 @@ class PrecisionSpec:
         return tensor
 
 
-_AMPERE = (8, 0)
-_ADA = (8, 9)
 _ROWS = (
     PrecisionSpec("fp32"),
     PrecisionSpec("tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE),

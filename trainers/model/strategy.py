@@ -9,14 +9,6 @@
 
 With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module keeps
 its parameters' names always.
-
-Average gradients over ranks: by DDP, or quicker for small models on CPU workers.
-
-gloo's all-reduce passes parts of a buffer around in turns, and hands each turn to a
-thread of its own. For gradients of a few hundred kilobytes that waiting is the larger
-part of a step. There every rank sends all it has to all others at once and adds up what
-comes in the order of ranks: one turn, and the same bits on every rank (with two those
-of gloo).
 """
 
 import contextlib
@@ -36,12 +28,22 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError, shorten
 from trainers.model.sharding import is_sharded, shard_units
 
+logger = logging.getLogger(__name__)
+
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 MAX_BYTES = 1 << 20
 """What a rank may receive of one step; above this all-reduce moves less (2 / n of it).
 """
 _BUCKET_BYTES = 25 << 20  # DDP's own
+BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""torch's own: in training they normalise by the batch, and read no buffer."""
+_BROADCAST_BYTES = 250 << 20  # DDP's own
+_GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
+_WITHOUT_CUDA_GRAPHS = {
+    "reduce-overhead": "default",
+    "max-autotune": "max-autotune-no-cudagraphs",
+}
 
 
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -124,7 +126,11 @@ def _average_rows(parameter: Tensor, group: Group) -> None:
 def exchanged(rank: int, world_size: int) -> Hook:
     """Send gradients that are all in one small bucket to every rank directly.
 
-    A DDP communication hook.
+    A DDP communication hook for CPU workers. gloo's all-reduce passes parts of a buffer
+    around in turns, and hands each turn to a thread of its own. For gradients of a few
+    hundred kilobytes that waiting is the larger part of a step. Here every rank sends
+    all it has to all others at once and adds up what comes in the order of ranks: one
+    turn, and the same bits on every rank (with two those of gloo).
     """
     peers = [peer for peer in range(world_size) if peer != rank]
 
@@ -157,17 +163,6 @@ def exchanged(rank: int, world_size: int) -> Hook:
     # DDP compares them with types, and here they are text
     average.__annotations__.clear()
     return average
-
-
-logger = logging.getLogger(__name__)
-BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""torch's own: in training they normalise by the batch, and read no buffer."""
-_BROADCAST_BYTES = 250 << 20  # DDP's own
-_GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
-_WITHOUT_CUDA_GRAPHS = {
-    "reduce-overhead": "default",
-    "max-autotune": "max-autotune-no-cudagraphs",
-}
 
 
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:

@@ -1,8 +1,6 @@
-"""Train one run, or do another job, as a Ray TorchTrainer around it.
+"""Train a run or a user's own function, or do another job, by Ray's TorchTrainer (Ray).
 
-Train with a user's own training function, as Ray's TorchTrainer does.
-
-A run's records, from rank 0 to the driver through the key-value store (Ray).
+A run's records come from rank 0 to the driver through the key-value store.
 """
 
 import contextlib
@@ -36,7 +34,7 @@ from trainers.launch.process import StopSignals, setup_logging
 from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
-from trainers.on_ray.connect import (
+from trainers.on_ray.cluster import (
     VitalSigns,
     check_cluster,
     ending_with_cluster,
@@ -60,7 +58,7 @@ from trainers.on_ray.internals import (
     run_register,
     starts_again,
 )
-from trainers.on_ray.worker import (
+from trainers.on_ray.worker_group import (
     FailurePolicy,
     GroupConfig,
     RayContext,
@@ -70,7 +68,14 @@ from trainers.on_ray.worker import (
 from trainers.output import Record, Take, sending
 from trainers.storage import Storage
 
+logger = logging.getLogger(__name__)
+
 _LOOK_S = 0.25
+_NEWEST = "newest_report.json"
+"""The metrics that a training function has reported last."""
+_ANSWER_S = 10.0  # within which Ray's coordinator answers
+_GONE_S = 15.0  # within which a node that is taken away is gone
+_MANY = 1000
 
 
 def send(run: Storage, records: list[Record]) -> None:
@@ -135,9 +140,6 @@ def _take(run: Storage, take: Take) -> None:
 
 def _prefix(run: Storage) -> bytes:
     return f"paceline-records {run.uri} ".encode()
-
-
-_NEWEST = "newest_report.json"
 
 
 @dataclass(frozen=True)
@@ -245,13 +247,6 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     return FunctionRun(
         metrics, result.checkpoint.path if result.checkpoint else None, storage.uri
     )
-
-
-logger = logging.getLogger(__name__)
-
-_ANSWER_S = 10.0  # within which Ray's coordinator answers
-_GONE_S = 15.0  # within which a node that is taken away is gone
-_MANY = 1000
 
 
 def _run_worker(loop_config: dict[str, Any]) -> None:

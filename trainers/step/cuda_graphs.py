@@ -12,12 +12,10 @@ does not wait for the host.
 
 Random numbers go on from where the generator is, in a replay too. The task's Python
 code runs only in steps that are captured or run as they are: a schedule in forward(), a
-counter, an `if` stand still in replays. So a graph is proved:
-when it is captured, and before its 2nd, 11th, 101st and 1,001st replay. A few replays
-and the same steps as they are begin from the same state, and must end in the same. What
+counter, an `if` stand still in replays. So a graph is proved by throw-away steps: when
+it is captured, and before its 2nd, 11th, 101st and 1,001st replay. A few replays and
+the same steps as they are begin from the same state, and must end in the same. What
 differs ends capturing for good.
-
-Prove that a captured step does what the plain one does, by throw-away steps.
 """
 
 import functools
@@ -45,9 +43,24 @@ from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import throwaway
 from trainers.step.train_step import TrainStep
 
+logger = logging.getLogger(__name__)
+
 STEPS = 3
 """Of a pass: what counts steps, or draws outside torch, shows in the second."""
-_SPREADS = 3.0
+_SPREADS = 3.0  # times what plain steps differ by from each other
+CAPTURE_AFTER_STEPS = 3
+"""Steps of a shape before it is captured (torch's own number for models without DDP).
+"""
+PROVED_BEFORE = (1, 10, 100, 1000)
+"""Replays of a graph after which it is proved again, besides at its start."""
+LEAST_GAIN = 1.03
+"""By which captured steps must be faster."""
+_HOST_SHARE = 0.5
+"""Of a step: where the host has issued it sooner, the device is what takes long."""
+_REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
+_MOST_SHAPES = 64  # that are counted: more of them never come back
+# One of a device: cuBLAS keeps a workspace for each that it sees.
+_capture_stream = functools.cache(torch.cuda.Stream)
 
 
 @dataclass(frozen=True)
@@ -128,24 +141,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max())
-
-
-logger = logging.getLogger(__name__)
-
-CAPTURE_AFTER_STEPS = 3
-"""Steps of a shape before it is captured (torch's own number for models without DDP).
-"""
-PROVED_BEFORE = (1, 10, 100, 1000)
-"""Replays of a graph after which it is proved again, besides at its start."""
-LEAST_GAIN = 1.03
-"""By which captured steps must be faster."""
-_HOST_SHARE = 0.5
-"""Of a step: where the host has issued it sooner, the device is what takes long."""
-_REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
-_MOST_SHAPES = 64  # that are counted: more of them never come back
-_capture_stream = functools.cache(
-    torch.cuda.Stream
-)  # one of a device: cuBLAS keeps a workspace for each that it sees
 
 
 class CudaCapture:

@@ -26,9 +26,9 @@ from trainers.data.feed import Feed
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import Group
 from trainers.errors import FIX, MISSING, ConfigError, RunFailedError, first_line
-from trainers.model.as_made import modules_beside
 from trainers.model.precision import PrecisionSpec
 from trainers.model.sharding import is_sharded
+from trainers.model.state import modules_beside
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
 from trainers.step.forward import ForwardPass
 from trainers.task import Task, weight_of

@@ -1,6 +1,6 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision.
 
-Explain torch's complaint about mixed devices: name the tensors that are elsewhere.
+Where torch complains about mixed devices, the tensors that are elsewhere are named.
 """
 
 import contextlib
@@ -32,67 +32,6 @@ _MISMATCH = (
     "passed weights are on",
     "Placeholder storage",
 )
-
-
-def raise_if_mismatch(
-    error: RuntimeError,
-    task: Task,
-    model: nn.Module,
-    batch: Batch,
-    device: torch.device,
-) -> None:
-    """Raise DeviceMismatchError from torch's complaint about devices; else return.
-
-    Looks at the batch, at the model's parameters and buffers, and at tensors that
-    modules or the task hold as plain attributes, which `model.to(device)` does not
-    move.
-    """
-    if not any(words in str(error) for words in _MISMATCH):
-        return
-    bare = (
-        model.module
-        if isinstance(model, (DistributedDataParallel, DataParallel))
-        else model
-    )
-    found = {
-        "batch": named_tensors(batch, "batch"),
-        "state": (
-            *(
-                (f"parameter `{name}`", tensor)
-                for name, tensor in bare.named_parameters()
-            ),
-            *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
-        ),
-        "attribute": (
-            (f"attribute {name}", tensor)
-            for path, module in bare.named_modules()
-            for name, tensor in _held(module, path or type(module).__name__)
-        ),
-        "task": _held(task, type(task).__name__),
-    }
-    names = []
-    fixes = []
-    for place, tensors in found.items():
-        elsewhere = [
-            f"{name} on {tensor.device}"
-            for name, tensor in tensors
-            if _is_elsewhere(tensor, device)
-        ]
-        names += elsewhere
-        fixes += [_FIXES[place]] if elsewhere else []
-    if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
-    elif "device" in str(error):
-        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
-        fixes = ["give it the `device=` of one of its inputs"]
-    else:
-        return
-    raise DeviceMismatchError(
-        f"{said}; {'; '.join(fixes)} (torch: {str(error).splitlines()[0]})"
-    ) from error
-
-
 _FIXES = {
     "batch": "move what `transform()` makes to the batch's device, and keep a batch's tensors in tuples, lists, dicts "
     "and dataclasses",
@@ -100,41 +39,6 @@ _FIXES = {
     "attribute": "keep a module's tensors with `register_buffer()`, which moves them with the model",
     "task": "move a task's tensors to the batch's device where they are used",
 }
-
-
-def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
-    is_number = (
-        tensor.device.type == "cpu" and tensor.ndim == 0
-    )  # torch takes these as plain numbers
-    return tensor.device != device and not is_number
-
-
-def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an object's attributes, without what a module registers."""
-    for key, value in vars(owner).items():
-        if key not in ("_parameters", "_buffers", "_modules"):
-            yield from named_tensors(value, f"{name}.{key}", depth - 1)
-
-
-def named_tensors(
-    value: Any, name: str, depth: int = _DEPTH
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nested batch with its path, and those in other objects.
-
-    A path is one such as `batch['image'][0]`.
-    """
-    if isinstance(value, Tensor):
-        yield f"`{name}`", value
-    elif isinstance(value, nn.Module):
-        for path, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"`{name}.{path}`", tensor
-    elif depth == 0:  # objects may hold each other
-        return
-    elif isinstance(value, (dict, tuple, list)):
-        for key, item in parts_of(value) or ():
-            yield from named_tensors(item, f"{name}[{key!r}]", depth - 1)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        yield from _held(value, name, depth)
 
 
 @dataclass(frozen=True)
@@ -217,3 +121,97 @@ class ForwardPass:
         """Raise ours for torch's words on devices or unused parameters."""
         raise_if_unused(error, self.model)
         raise_if_mismatch(error, self.task, self.model, batch, self.device)
+
+
+def raise_if_mismatch(
+    error: RuntimeError,
+    task: Task,
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+) -> None:
+    """Raise DeviceMismatchError from torch's complaint about devices; else return.
+
+    Looks at the batch, at the model's parameters and buffers, and at tensors that
+    modules or the task hold as plain attributes, which `model.to(device)` does not
+    move.
+    """
+    if not any(words in str(error) for words in _MISMATCH):
+        return
+    bare = (
+        model.module
+        if isinstance(model, (DistributedDataParallel, DataParallel))
+        else model
+    )
+    found = {
+        "batch": named_tensors(batch, "batch"),
+        "state": (
+            *(
+                (f"parameter `{name}`", tensor)
+                for name, tensor in bare.named_parameters()
+            ),
+            *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
+        ),
+        "attribute": (
+            (f"attribute {name}", tensor)
+            for path, module in bare.named_modules()
+            for name, tensor in _held(module, path or type(module).__name__)
+        ),
+        "task": _held(task, type(task).__name__),
+    }
+    names = []
+    fixes = []
+    for place, tensors in found.items():
+        elsewhere = [
+            f"{name} on {tensor.device}"
+            for name, tensor in tensors
+            if _is_elsewhere(tensor, device)
+        ]
+        names += elsewhere
+        fixes += [_FIXES[place]] if elsewhere else []
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
+    elif "device" in str(error):
+        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
+        fixes = ["give it the `device=` of one of its inputs"]
+    else:
+        return
+    raise DeviceMismatchError(
+        f"{said}; {'; '.join(fixes)} (torch: {str(error).splitlines()[0]})"
+    ) from error
+
+
+def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
+    is_number = (
+        tensor.device.type == "cpu" and tensor.ndim == 0
+    )  # torch takes these as plain numbers
+    return tensor.device != device and not is_number
+
+
+def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in an object's attributes, without what a module registers."""
+    for key, value in vars(owner).items():
+        if key not in ("_parameters", "_buffers", "_modules"):
+            yield from named_tensors(value, f"{name}.{key}", depth - 1)
+
+
+def named_tensors(
+    value: Any, name: str, depth: int = _DEPTH
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a nested batch with its path, and those in other objects.
+
+    A path is one such as `batch['image'][0]`.
+    """
+    if isinstance(value, Tensor):
+        yield f"`{name}`", value
+    elif isinstance(value, nn.Module):
+        for path, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"`{name}.{path}`", tensor
+    elif depth == 0:  # objects may hold each other
+        return
+    elif isinstance(value, (dict, tuple, list)):
+        for key, item in parts_of(value) or ():
+            yield from named_tensors(item, f"{name}[{key!r}]", depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _held(value, name, depth)

@@ -1,7 +1,4 @@
-"""Put Python objects back in place as they were before a throw-away pass.
-
-Take throw-away passes: training begins as if there had been none.
-"""
+"""Take throw-away passes, after which every object is as if there had been none."""
 
 import contextlib
 import copy

@@ -1,10 +1,7 @@
 """Take one optimizer step: the exact global mean over microbatches, and an update.
 
-Replica: what one worker trains with.
-
-Take steps of several phases, each with its own loss and optimizer.
-
-Adversarial training and gradient penalties are such.
+Or steps of several phases, each with its own loss and optimizer, as adversarial
+training and gradient penalties have them. A Replica is what one worker trains with.
 """
 
 import contextlib
@@ -26,7 +23,6 @@ from trainers.data.sampler import StepSampler
 from trainers.devices.device import to_host
 from trainers.devices.group import Group
 from trainers.errors import MISSING, ConfigError, shorten
-from trainers.model.as_made import AsMade
 from trainers.model.moving_average import MovingAverage
 from trainers.model.optimizer import (
     JoinedOptimizer,
@@ -39,6 +35,7 @@ from trainers.model.optimizer import (
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
+from trainers.model.state import AsMade
 from trainers.model.strategy import (
     Replicated,
     as_real,
@@ -50,6 +47,8 @@ from trainers.model.strategy import (
 from trainers.step.forward import ForwardPass
 from trainers.task import Task, weight_of
 
+logger = logging.getLogger(__name__)
+
 Losses = dict[str, tuple[float, int]]
 """By the name under which each is logged: the sum of a loss over steps, and how many
 they are.
@@ -58,8 +57,8 @@ WEIGHTLESS = "weightless"
 """Among them: of how many steps the samples weigh nothing, and the loss is the mean of
 nothing.
 """
-
-logger = logging.getLogger(__name__)
+ONLY = "train"
+"""The phase of a task that has one optimizer."""
 
 
 class TrainStep:
@@ -535,10 +534,6 @@ class Replica:
         """End loader processes and let go of the data."""
         for feed in self.feeds:
             feed.close()
-
-
-ONLY = "train"
-"""The phase of a task that has one optimizer."""
 
 
 def is_phased(task: Task) -> bool:

@@ -1,23 +1,13 @@
-"""Send what a run left on storage to one tracker, each step at least once.
+"""Send what a run left on storage to its trackers, each step at least once.
 
-A run has the same id in every resume.
+A run has the same id in every resume. `tracking/<tracker>.json` in the run's directory
+keeps, for the run (of a sweep for each trial too), the id and what was sent. Storage is
+the queue: what a tracker has not got is sent later, by this process or the next.
 
-`tracking/<tracker>.json` in the run's directory keeps, for the run (of a sweep for each
-trial too), the id and what was sent. Storage is the queue: what a tracker has not got
-is sent later, by this process or the next.
-
-Sends a training run to its trackers.
-
-`python -m trainers.tracking.delivery` is the process that trainers/tracking/delivery.py
-starts.
-
-The process that sends to trackers: what starts it, and what it does.
-
+`python -m trainers.tracking.delivery` is the process that sends a run while it trains.
 Its arguments are what to send; standard input says how the driver has ended: an end
 without a word, that it was killed. Its standard output is the log, a sentence in each
 line; what clients print there is nobody's.
-
-What a run has left on storage so far, as trackers are told of it.
 """
 
 from __future__ import annotations
@@ -48,6 +38,8 @@ from trainers.measure.run_log import read_part, scalars
 from trainers.storage import Storage
 from trainers.tracking.sinks import Row, Sink, TrackedRun, check_trackers, make_sink
 
+logger = logging.getLogger(__name__)
+
 KILLED = "killed"
 """How a run has ended whose driver could not say it."""
 _OF_RESULT = (
@@ -59,11 +51,23 @@ _OF_RESULT = (
     "mfu",
     "throughput",
 )
+LOOK_EVERY_S = 5.0
+_RETRY_S = 20.0
+_SHARE = 20
+"""A pause is so many times as long as the sending before it: no more than 5 % of a core
+goes to one tracker.
+"""
+GRACE_S = 10.0
+"""How long trackers may take for the rest, after the driver's end."""
+_LATE_S = 5.0  # what the process itself may take besides
+_NICE = 10
+"""So much the process that sends steps back for the run."""
+_CODE = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
 class History:
-    """One run: what it is, and what there is of it."""
+    """One run: what it is, and what there is of it so far, as trackers are told."""
 
     name: str
     kind: str
@@ -181,16 +185,6 @@ class RunHistory:
         """When a file was written, Unix time, s."""
         info = self._run.filesystem.get_file_info(f"{self._run.path}/{name}")
         return float(info.mtime.timestamp()) if info.mtime is not None else 0.0
-
-
-logger = logging.getLogger(__name__)
-
-LOOK_EVERY_S = 5.0
-_RETRY_S = 20.0
-_SHARE = 20
-"""A pause is so many times as long as the sending before it: no more than 5 % of a core
-goes to one tracker.
-"""
 
 
 @dataclass
@@ -348,13 +342,6 @@ class Delivery:
     def _note(self) -> None:
         everything = {key: asdict(sent) for key, sent in self._sent.items()}
         self._storage.write(_file(self.name), json.dumps(everything).encode())
-
-
-GRACE_S = 10.0
-"""How long trackers may take for the rest, after the driver's end."""
-_LATE_S = 5.0  # what the process itself may take besides
-_NICE = 10
-_CODE = str(Path(__file__).parents[2])
 
 
 @contextlib.contextmanager

@@ -1,12 +1,10 @@
-"""The sinks by their tracker's name, each around the tracker's own client.
+"""What an experiment tracker has to do (Sink), and those around trackers' own clients.
+
+A sink of your own derives from Sink (`tracking: [my_module:MySink]`).
 
 Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the
 configuration names no experiment; whatever the clients read. Set, unless it is:
 MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
-
-Sink: what an experiment tracker has to do.
-
-A sink of your own derives from it (`tracking: [my_module:MySink]`).
 """
 
 from __future__ import annotations
@@ -28,6 +26,11 @@ from trainers.errors import ConfigError
 from trainers.launch.spec import add_to_path, load_named
 from trainers.measure.run_log import encode_events, events_name
 from trainers.storage import Storage
+
+_IMPORTS = threading.Lock()
+"""Clients are imported one at a time: two threads in circular imports may each see half
+of a module.
+"""
 
 
 class Row(NamedTuple):
@@ -97,12 +100,6 @@ class Sink(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Called when nothing more will come."""
-
-
-_IMPORTS = threading.Lock()
-"""Clients are imported one at a time: two threads in circular imports may each see half
-of a module.
-"""
 
 
 def _client(name: str) -> Any:

@@ -14,8 +14,8 @@ from ray.train.backend import BackendConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.errors import RunFailedError
-from trainers.on_ray.connect import show_life
-from trainers.on_ray.worker import as_failure
+from trainers.on_ray.cluster import show_life
+from trainers.on_ray.worker_group import as_failure
 from tune.ray_internals import (
     ControllerCallback,
     FixedScalingPolicy,

@@ -28,7 +28,7 @@ from ray.util.placement_group import (
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.process import without_collection
-from trainers.on_ray.connect import is_alive, ray_scaling
+from trainers.on_ray.cluster import is_alive, ray_scaling
 from trainers.on_ray.environment import embedded
 from trainers.storage import Storage
 from tune.forks.zygote import Preload

@@ -36,7 +36,7 @@ from trainers.launch.process import setup_logging
 from trainers.launch.spec import FunctionSpec
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.on_ray.internals import is_leaving, quiet_reports
-from trainers.on_ray.worker import (
+from trainers.on_ray.worker_group import (
     Gauges,
     WorkerContext,
     hide_unassigned_gpus,

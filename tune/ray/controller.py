@@ -27,7 +27,7 @@ import ray.train.collective
 from ray.util.queue import Empty
 
 from trainers.on_ray.internals import accepted, actor_record
-from trainers.on_ray.worker import listen, own_gpu
+from trainers.on_ray.worker_group import listen, own_gpu
 from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from trainers.config.sections import direction_of
 from trainers.errors import POLICIES, counted
-from trainers.measure.step_times import student_t
+from trainers.measure.figures import student_t
 from tune.config import (
     BATCH_KEYS,
     MEASURED,

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.measure.step_times import student_t, student_t95
+from trainers.measure.figures import student_t, student_t95
 from tune.config import TO_TARGET, Objective, SweepConfig
 from tune.trials.record import (
     APART,

@@ -30,7 +30,7 @@ from trainers.errors import (
 )
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray.capacity import nodes_at_most
-from trainers.on_ray.connect import (
+from trainers.on_ray.cluster import (
     VitalSigns,
     check_cluster,
     connect,

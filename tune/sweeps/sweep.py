@@ -263,7 +263,7 @@ def _run_to_end(
     report while it ends.
     """
     with without_collection(own_process=is_command):
-        from trainers.on_ray.connect import connect, leaving
+        from trainers.on_ray.cluster import connect, leaving
     with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
         with leaving(), closing(spec.zygote()) as zygote:
             imported = beside.submit(import_module, "tune.sweeps.run")

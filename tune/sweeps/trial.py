@@ -9,7 +9,7 @@ import ray
 from ray.tune import Trainable
 
 from trainers.errors import StorageError
-from trainers.on_ray.connect import show_life
+from trainers.on_ray.cluster import show_life
 from trainers.storage import Storage
 from tune.config import TO_TARGET, Objective
 from tune.forks.assignment import Assignment

@@ -1,15 +1,4 @@
-"""Step times as running sums, at the same cost after any step.
-
-They give the mean and its confidence interval.
-
-The ranks of a run side by side: who waits, who is slow, who has nothing to do.
-
-Pure functions over plain rows.
-
-Under DDP every rank's step takes equally long, because the fast ones wait in the
-all-reduce. So ranks are compared by what each does before it waits for anybody: the
-time until its batches are there, and the time of its own backward pass.
-"""
+"""What figures of speed say: the step time with its interval, and ranks side by side."""
 
 import itertools
 import math
@@ -27,6 +16,17 @@ _OF_STEP = 0.05
 _IDLE_SHARE = 0.1
 _EVIDENCE_S = 1.0  # of training, below which a difference in time is noise
 _HARMFUL = ("hardware", "heat", "heat (hardware)", "power brake")
+STRETCHES = 30
+"""Most stretches of steps that an interval is made from, and the fewest steps that say
+how long a step takes.
+"""
+_FEWEST = 5  # stretches of which one can be said to be unlike the others
+_OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
+_DISTURBED = 0.1
+_LEAST_S = 0.5
+"""The share of the time, and the time, that outlying stretches have lost from which on
+they say nothing of the training itself: a few milliseconds are any short trial's.
+"""
 
 
 class RankFigures(TypedDict):
@@ -78,6 +78,10 @@ def total_energy_j(rows: list[RankFigures]) -> float | None:
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
     """Return what is uneven between ranks, and slowed GPUs.
+
+    Under DDP every rank's step takes equally long, because the fast ones wait in the
+    all-reduce. So ranks are compared by what each does before it waits for anybody: the
+    time until its batches are there, and the time of its own backward pass.
 
     Each is a key that names rank and kind, and the sentence to log.
     """
@@ -177,19 +181,6 @@ def table(rows: list[RankFigures]) -> list[str]:
     ]
 
 
-STRETCHES = 30
-"""Most stretches of steps that an interval is made from, and the fewest steps that say
-how long a step takes.
-"""
-_FEWEST = 5  # stretches of which one can be said to be unlike the others
-_OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
-_DISTURBED = 0.1
-_LEAST_S = 0.5
-"""The share of the time, and the time, that outlying stretches have lost from which on
-they say nothing of the training itself: a few milliseconds are any short trial's.
-"""
-
-
 @dataclass(frozen=True)
 class _Stretch:
     """Consecutive steps."""
@@ -210,7 +201,10 @@ class _Stretch:
 
 
 class StepTimes:
-    """The time and the samples of each step, in order."""
+    """The time and the samples of each step, in order, as running sums.
+
+    Mean and interval cost the same after any step.
+    """
 
     def __init__(self) -> None:
         self._time_s = array("d", [0.0])

@@ -1,17 +1,7 @@
-"""A worker of Ray's: its context, process group, GPUs and metrics (Ray).
+"""A worker group of Ray Train: its ranks' contexts, GPUs, metrics and process group (Ray).
 
-Whether a failed worker group starts again: decided in Ray's controller.
-
-The loop's context in a worker of a Ray TorchTrainer, and its metrics (Ray).
-
-The process group of Ray Train's workers, without torch in Ray's controller.
-
-Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the
-controller and in Ray's own record of the runs, too), leaves the choice of a backend to
-the controller's node, which may be a head without a GPU, and lets the store in which
-the ranks meet listen on every address of rank 0's node.
-
-Which GPUs a process of Ray's may use; torch is not imported here (Ray).
+And whether it starts again after a failure, which Ray's controller asks. No torch is
+imported where that runs.
 """
 
 import logging
@@ -49,6 +39,29 @@ from trainers.on_ray.internals import (
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+PREEMPTION_POLL_S = 2.0
+"""Seconds between two looks for a drained node; each is a small collective of Ray's
+own.
+"""
+REPORT_EVERY_S = 20.0
+"""Seconds between two reports to Ray's controller; each blocks for up to its polling
+interval of 0.5 s.
+"""
+FIGURES: dict[str, tuple[str, ...]] = {
+    "samples_per_s": ("run",),
+    "step_time_s": ("run",),
+    "loss": ("run",),
+    "mfu": ("run",),
+    "data_wait_share": ("run", "rank"),
+    "gpu_memory_bytes": ("run", "rank"),
+}
+"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends
+it.
+"""
+_LEAVE_S = 10.0
+# Rank 0's, between `_listen` and `_join`: nobody else can take the port.
+_listening: list[socket.socket] = []
 
 
 class FailurePolicy(UserCallback):
@@ -153,28 +166,6 @@ def own_gpu() -> int:
     given = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible.index(given[0]) if given and given[0] in visible else 0
-
-
-PREEMPTION_POLL_S = 2.0
-"""Seconds between two looks for a drained node; each is a small collective of Ray's
-own.
-"""
-REPORT_EVERY_S = 20.0
-"""Seconds between two reports to Ray's controller; each blocks for up to its polling
-interval of 0.5 s.
-"""
-
-FIGURES: dict[str, tuple[str, ...]] = {
-    "samples_per_s": ("run",),
-    "step_time_s": ("run",),
-    "loss": ("run",),
-    "mfu": ("run",),
-    "data_wait_share": ("run", "rank"),
-    "gpu_memory_bytes": ("run", "rank"),
-}
-"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends
-it.
-"""
 
 
 class WorkerContext(RunContext):
@@ -291,14 +282,15 @@ def request_stop(storage: Storage, wanted: bool) -> None:
         kv_delete(_stop_key(storage))
 
 
-_LEAVE_S = 10.0
-# Rank 0's, between `_listen` and `_join`: nobody else can take the port.
-_listening: list[socket.socket] = []
-
-
 @dataclass
 class GroupConfig(BackendConfig):
-    """Takes the place of Ray's TorchConfig."""
+    """Takes the place of Ray's TorchConfig.
+
+    That does the same, imports torch wherever it is unpickled (in the controller and in
+    Ray's own record of the runs, too), leaves the choice of a backend to the
+    controller's node, which may be a head without a GPU, and lets the store in which
+    the ranks meet listen on every address of rank 0's node.
+    """
 
     backend: str
     """nccl or gloo."""

@@ -1,16 +1,8 @@
-"""Record what of a model may change while it trains, beside values.
+"""What a model and its task have to keep beside the values of the model's tensors.
 
-That is which parameters are frozen, the modes of modules, and which buffers there are.
-
-A checkpoint keeps what has changed since the task's model() made it: a resumed run
-makes the model anew.
-
-Leave frozen parameters out of checkpoints (`checkpoint.parameters: trained`).
-
-Find what a task trains beside its model, such as a loss with parameters.
-
-It is the model's equal: on its device, alike on all ranks, averaged over them, kept in
-checkpoints.
+Which parameters are frozen, how modules and buffers have changed since the task's
+model() made them, and what the task trains beside the model: a checkpoint keeps these,
+and a resumed run makes the model anew.
 """
 
 import hashlib
@@ -29,7 +21,8 @@ from trainers.model.sharding import is_sharded
 def frozen_digests(model: nn.Module) -> dict[str, str]:
     """Return by name a SHA-256 of each parameter that needs no gradient.
 
-    `model` is as the task makes it, on the CPU, so that digests depend on neither
+    A checkpoint with `checkpoint.parameters: trained` has these in their place. `model`
+    is as the task makes it, on the CPU, so that digests depend on neither
     precision nor strategy.
     """
     return {
@@ -88,9 +81,11 @@ def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
 def trained_beside(
     task: Any, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Return by name what the optimizer holds beside the model.
+    """Return by name what the optimizer holds beside the model, such as a loss's own.
 
-    With it comes what else is in the same attributes of the task.
+    With it comes what else is in the same attributes of the task. All of it is the
+    model's equal: on its device, alike on all ranks, averaged over them, kept in
+    checkpoints.
 
     Raises ConfigError for what no checkpoint would find again.
     """
@@ -210,7 +205,7 @@ def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 class AsMade:
-    """A model's switches as it was made."""
+    """A model as it was made: what is frozen, modes of modules, and which tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._required, self._training = _switches(model)

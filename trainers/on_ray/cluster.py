@@ -1,23 +1,10 @@
-"""Join a Ray cluster, and refuse a run that it can never hold.
+"""Join a Ray cluster, leave it, and notice when it or an actor in it is gone (Ray).
+
+A run that the cluster can never hold is refused.
 
 Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on
-this machine.
-
-The end of this process, with a sentence, when the cluster under it is gone.
-
-Ray itself waits for its GCS to come back, and then ends the process from C++ without a
-word. The processes of an embedded cluster never come back; those of any other may.
-
-Environment read: RAY_gcs_rpc_server_reconnect_timeout_s, how long Ray waits (60): three
-quarters of it are waited here.
-
-Whether the actors of a run or sweep are alive.
-
-Each says so every few seconds, in the key-value store of Ray's GCS.
-
-Ray notices that a process has died, and not that it was stopped or hangs: who waits for
-its answer waits forever. The driver kills an actor that has been silent for a minute,
-so that there follows what follows a death.
+this machine. RAY_gcs_rpc_server_reconnect_timeout_s says how long Ray waits for its GCS
+(60): three quarters of it are waited here.
 """
 
 import atexit
@@ -71,191 +58,19 @@ from trainers.on_ray.internals import (
     read_token_again,
 )
 
+logger = logging.getLogger(__name__)
+
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _RAYS_PATIENCE_S = 60.0
-_SHARE = 0.75
-
-
-@contextmanager
-def ending_with_cluster(
-    words: str, close: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Within the block, `close` and end this process once its cluster is gone.
-
-    The exit code is 1; `words` come last.
-
-    Nothing can be cleaned up then: every call of Ray's waits for the dead. What an
-    embedded cluster leaves is killed by trainers/on_ray/reaper.py.
-    """
-    over = threading.Event()
-    patience_s = _patience_s(os.environ)
-    node = own_node()
-
-    def look() -> None:
-        answered = time.monotonic()
-        while not over.wait(_LOOK_S):
-            what = _dead(node)
-            alive = is_alive()
-            if alive is False:
-                what = (
-                    what
-                    or "Ray's GCS has given up the node of this process, whose raylet does not answer"
-                )
-            if what is None and alive:
-                answered = time.monotonic()
-            elif what is not None or time.monotonic() - answered > patience_s:
-                close()
-                complain(
-                    f"{what or f'Ray at {node.gcs_address} did not answer for {patience_s:g} s'}; {words}"
-                )
-                sys.stdout.flush()
-                os._exit(1)
-
-    watch = threading.Thread(target=look, name="cluster-end", daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watch.join()
-
-
-def _patience_s(environ: Mapping[str, str]) -> float:
-    """How long a GCS on another machine may be away: less than Ray's own patience."""
-    try:
-        return _SHARE * float(
-            environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", _RAYS_PATIENCE_S)
-        )
-    except ValueError:  # Ray takes its default, too
-        return _SHARE * _RAYS_PATIENCE_S
-
-
-def _dead(node: Any) -> str | None:
-    """Say how a process that this one's own cluster needs has ended; None: all live."""
-    for kind, process in node.dead_processes():
-        if kind in _NEEDED:
-            code = process.returncode
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"has ended with exit code {code}"
-            )
-            return f"Ray's {kind} {how}, and with it the cluster of this process"
-    return None
-
-
-def is_alive() -> bool | None:
-    """Whether the GCS counts this process's node as alive; None: it does not answer."""
-    try:
-        return own_node_is_alive(_ANSWER_S)
-    except ray.exceptions.RayError:
-        return None
-
-
-logger = logging.getLogger(__name__)
-
+_PATIENCE_SHARE = 0.75
 _BEAT_S = 5.0
 _LOOKS = 12
 """How many times in a row, a beat apart, the driver hears nothing new before it kills:
 a machine that sleeps, or a driver that was stopped itself, hears nothing and counts
 nothing.
 """
-
-
-def show_life() -> None:
-    """Begin to say that the process of this actor is alive, until it ends.
-
-    Nothing happens in any other process.
-    """
-    context = ray.get_runtime_context() if ray.is_initialized() else None
-    if context is None or context.get_actor_id() is None:
-        return
-    name = f"{_prefix()}{context.get_actor_id()}"
-    handle = cloudpickle.dumps(context.current_actor)
-    threading.Thread(
-        target=_beat, args=(name, handle), name="vital-signs", daemon=True
-    ).start()
-
-
-def _prefix() -> str:
-    return f"paceline/alive/{ray.get_runtime_context().get_job_id()}/"
-
-
-def _beat(name: str, handle: bytes) -> None:
-    for count in itertools.count():
-        with contextlib.suppress(
-            Exception
-        ):  # the GCS is away: it cannot be asked either
-            if count == 0:
-                kv_put(f"{name}/handle", handle)
-            kv_put(name, str(count))
-        time.sleep(_BEAT_S)
-
-
-class VitalSigns:
-    """Kills the actors of this driver that have fallen silent, while its block runs."""
-
-    def __init__(self) -> None:
-        self._heard: dict[bytes, bytes] = {}
-        self._silent: dict[bytes, int] = {}
-        self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="vital-signs", daemon=True
-        )
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.set()
-        self._thread.join(_BEAT_S)
-        # After an error the cluster may be gone, and would not answer; without one Ray
-        # would start another.
-        if error is None and not self._thread.is_alive() and ray.is_initialized():
-            with contextlib.suppress(Exception):
-                kv_delete(_prefix(), del_by_prefix=True)
-
-    def _watch(self) -> None:
-        while not self._closing.wait(_BEAT_S):
-            try:
-                if ray.is_initialized():
-                    self.look()
-            except Exception as error:
-                logger.debug("nobody could be heard: %s", error)
-
-    def look(self) -> None:
-        """Hear every actor once, and kill those that have been silent for too long."""
-        for name in kv_list(_prefix()):
-            if name.endswith(b"/handle"):
-                continue
-            beat = kv_get(name)
-            self._silent[name] = (
-                self._silent.get(name, 0) + 1 if beat == self._heard.get(name) else 0
-            )
-            self._heard[name] = beat
-            if self._silent[name] == _LOOKS:
-                self._end(name)
-
-    def _end(self, name: bytes) -> None:
-        """Kill a silent actor; one that is dead has nothing more to say."""
-        handle = kv_get(name + b"/handle")
-        known = actor_record(name.decode().rpartition("/")[2])
-        kv_delete(name, del_by_prefix=True)
-        if known.get("State") == "ALIVE":
-            words = "%s (pid %s) has shown no life for %.0f s: it is killed, and what waits for it goes on without it"
-            logger.warning(
-                words, known.get("ActorClassName"), known.get("Pid"), _LOOKS * _BEAT_S
-            )
-            ray.kill(cloudpickle.loads(handle))
-
-
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 (a name)
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
 _put_back = contextlib.ExitStack()
@@ -557,3 +372,181 @@ def where_the_token_is() -> str:
     if path := os.environ.get(_TOKEN_PATH):
         return f" (it asks for the token in {path})"
     return " (it asks for the token that `ray get-auth-token` prints)"
+
+
+@contextmanager
+def ending_with_cluster(
+    words: str, close: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Within the block, `close` and end this process once its cluster is gone.
+
+    The exit code is 1; `words` come last.
+
+    Ray itself waits for its GCS to come back, and then ends the process from C++
+    without a word. The processes of an embedded cluster never come back; those of any
+    other may.
+
+    Nothing can be cleaned up then: every call of Ray's waits for the dead. What an
+    embedded cluster leaves is killed by trainers/on_ray/reaper.py.
+    """
+    over = threading.Event()
+    patience_s = _patience_s(os.environ)
+    node = own_node()
+
+    def look() -> None:
+        answered = time.monotonic()
+        while not over.wait(_LOOK_S):
+            what = _dead(node)
+            alive = is_alive()
+            if alive is False:
+                what = (
+                    what
+                    or "Ray's GCS has given up the node of this process, whose raylet does not answer"
+                )
+            if what is None and alive:
+                answered = time.monotonic()
+            elif what is not None or time.monotonic() - answered > patience_s:
+                close()
+                complain(
+                    f"{what or f'Ray at {node.gcs_address} did not answer for {patience_s:g} s'}; {words}"
+                )
+                sys.stdout.flush()
+                os._exit(1)
+
+    watch = threading.Thread(target=look, name="cluster-end", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _patience_s(environ: Mapping[str, str]) -> float:
+    """How long a GCS on another machine may be away: less than Ray's own patience."""
+    try:
+        return _PATIENCE_SHARE * float(
+            environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", _RAYS_PATIENCE_S)
+        )
+    except ValueError:  # Ray takes its default, too
+        return _PATIENCE_SHARE * _RAYS_PATIENCE_S
+
+
+def _dead(node: Any) -> str | None:
+    """Say how a process that this one's own cluster needs has ended; None: all live."""
+    for kind, process in node.dead_processes():
+        if kind in _NEEDED:
+            code = process.returncode
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"has ended with exit code {code}"
+            )
+            return f"Ray's {kind} {how}, and with it the cluster of this process"
+    return None
+
+
+def is_alive() -> bool | None:
+    """Whether the GCS counts this process's node as alive; None: it does not answer."""
+    try:
+        return own_node_is_alive(_ANSWER_S)
+    except ray.exceptions.RayError:
+        return None
+
+
+def show_life() -> None:
+    """Begin to say that the process of this actor is alive, until it ends.
+
+    Nothing happens in any other process.
+    """
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.get_actor_id() is None:
+        return
+    name = f"{_prefix()}{context.get_actor_id()}"
+    handle = cloudpickle.dumps(context.current_actor)
+    threading.Thread(
+        target=_beat, args=(name, handle), name="vital-signs", daemon=True
+    ).start()
+
+
+def _prefix() -> str:
+    return f"paceline/alive/{ray.get_runtime_context().get_job_id()}/"
+
+
+def _beat(name: str, handle: bytes) -> None:
+    for count in itertools.count():
+        with contextlib.suppress(
+            Exception
+        ):  # the GCS is away: it cannot be asked either
+            if count == 0:
+                kv_put(f"{name}/handle", handle)
+            kv_put(name, str(count))
+        time.sleep(_BEAT_S)
+
+
+class VitalSigns:
+    """Kills the actors of this driver that have fallen silent, while its block runs.
+
+    Ray notices that a process has died, and not that it was stopped or hangs: who waits
+    for its answer waits forever. So each says every few seconds, in the key-value store
+    of Ray's GCS, that it lives (`show_life`); the driver kills what has been silent for
+    a minute, and there follows what follows a death.
+    """
+
+    def __init__(self) -> None:
+        self._heard: dict[bytes, bytes] = {}
+        self._silent: dict[bytes, int] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="vital-signs", daemon=True
+        )
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._thread.join(_BEAT_S)
+        # After an error the cluster may be gone, and would not answer; without one Ray
+        # would start another.
+        if error is None and not self._thread.is_alive() and ray.is_initialized():
+            with contextlib.suppress(Exception):
+                kv_delete(_prefix(), del_by_prefix=True)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_BEAT_S):
+            try:
+                if ray.is_initialized():
+                    self.look()
+            except Exception as error:
+                logger.debug("nobody could be heard: %s", error)
+
+    def look(self) -> None:
+        """Hear every actor once, and kill those that have been silent for too long."""
+        for name in kv_list(_prefix()):
+            if name.endswith(b"/handle"):
+                continue
+            beat = kv_get(name)
+            self._silent[name] = (
+                self._silent.get(name, 0) + 1 if beat == self._heard.get(name) else 0
+            )
+            self._heard[name] = beat
+            if self._silent[name] == _LOOKS:
+                self._end(name)
+
+    def _end(self, name: bytes) -> None:
+        """Kill a silent actor; one that is dead has nothing more to say."""
+        handle = kv_get(name + b"/handle")
+        known = actor_record(name.decode().rpartition("/")[2])
+        kv_delete(name, del_by_prefix=True)
+        if known.get("State") == "ALIVE":
+            words = "%s (pid %s) has shown no life for %.0f s: it is killed, and what waits for it goes on without it"
+            logger.warning(
+                words, known.get("ActorClassName"), known.get("Pid"), _LOOKS * _BEAT_S
+            )
+            ray.kill(cloudpickle.loads(handle))
