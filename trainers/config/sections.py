@@ -583,7 +583,7 @@ def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
     ]
 
 
-def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
+def _check_trackers(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
     known = set()
     for entry in chosen(tracking):
         name = entry.tracker
@@ -600,4 +600,4 @@ def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
     return tracking
 
 
-Tracking = Annotated[list[str | TrackerConfig], AfterValidator(_check)]
+Tracking = Annotated[list[str | TrackerConfig], AfterValidator(_check_trackers)]

@@ -164,8 +164,8 @@ class Training:
             "done" if is_done else "stopped", attempt, self.monitor, self.inspection
         )
 
-    def tell_start(self) -> None:
-        """Tell how the run trains from here on."""
+    def say_start(self) -> None:
+        """Tell and log how the run trains: batch arithmetic, data, learning rate."""
         parts = self.attempt.parts
         config = self.attempt.config
         context = self.attempt.context
@@ -182,13 +182,6 @@ class Training:
             "precision": parts.spec.name,
         }
         self.attempt.tell("start", told)
-
-    def say_start(self) -> None:
-        """Tell and log the batch arithmetic, the data and the learning rate."""
-        parts = self.attempt.parts
-        config = self.attempt.config
-        context = self.attempt.context
-        self.tell_start()
         workers = counted(context.world_size, "worker")
         sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
         where = f"{context.launcher}, {parts.device}, {parts.spec.name}"

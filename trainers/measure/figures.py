@@ -1,4 +1,4 @@
-"""What figures of speed say: the step time with its interval, and ranks side by side."""
+"""What a run's figures say: a step's time with its interval, and ranks side by side."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""What the connected cluster has, and may grow to by its cluster file.
+"""What the connected cluster has, and may grow to by its cluster file (Ray).
 
 Ray has a register for the latter, which its own autoscaler of 2.60 leaves empty (ray
 pull request 63012). So the file is read where a job's driver finds it: on the head of a

@@ -6,7 +6,7 @@ while an embedded cluster starts, whose processes inherit it:
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 until an embedded cluster ends:
 RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has
-                                        none: see connect.py
+                                        none: see cluster.py
 while an embedded cluster starts, and while Ray Train has a run of ours, or lanes
 (others are as Ray has them):
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its

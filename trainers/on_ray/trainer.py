@@ -71,6 +71,7 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
+_AGAIN = "the same command goes on from the newest checkpoint"
 _NEWEST = "newest_report.json"
 """The metrics that a training function has reported last."""
 _ANSWER_S = 10.0  # within which Ray's coordinator answers
@@ -236,8 +237,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
             callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
         ),
     )
-    again = "the same command goes on from the newest checkpoint"
-    with ending_with_cluster(again), VitalSigns(), receiving(storage, take):
+    with ending_with_cluster(_AGAIN), VitalSigns(), receiving(storage, take):
         result = fit(trainer)
     metrics = (
         storage.read_json(_NEWEST, dict[str, Any], finite=False)
@@ -360,8 +360,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
         ),
     )
     try:
-        again = "the same command goes on from the newest checkpoint"
-        with ending_with_cluster(again), VitalSigns(), receiving(spec.storage, take):
+        with ending_with_cluster(_AGAIN), VitalSigns(), receiving(spec.storage, take):
             _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None

@@ -25,7 +25,7 @@ from ray.util.metrics import Gauge
 from trainers.causes import failure_of
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import POLICIES, RunFailedError, Status
+from trainers.errors import POLICIES, RunFailedError
 from trainers.launch.process import without_collection
 from trainers.loop.watchdog import read_hang, saved_hangs
 from trainers.on_ray.internals import (
@@ -98,7 +98,8 @@ class FailurePolicy(UserCallback):
         ):  # a watchdog's exit is a death to Ray
             cause = RunFailedError.first(new)
         self._met[cause.status] += 1
-        budget = 0 if cause.config else budget_of(self._budgets, cause.status)
+        usual = POLICIES[cause.status].restarts
+        budget = 0 if cause.config else getattr(self._budgets, cause.status, usual)
         if cause.smaller:  # sizes halve: this ends by itself
             budget = -1
         # Ray's own words are tracebacks of its controller, and what ranks raised as it
@@ -110,12 +111,6 @@ class FailurePolicy(UserCallback):
         restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
         failed = f"worker group failed as {cause.status} ({cause.message})"
         logger.warning("%s; %s from the newest checkpoint", failed, restart)
-
-
-def budget_of(budgets: FailureConfig, status: Status) -> int:
-    """How often a run starts again after a kind of failure; -1: without limit."""
-    budget: int = getattr(budgets, status, POLICIES[status].restarts)
-    return budget
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
