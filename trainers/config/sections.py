@@ -15,6 +15,33 @@ from pydantic import AfterValidator, Field, model_validator
 from trainers.config.model import Settings
 from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean, nearest
 
+LARGEST = 2**31 - 1
+"""Of any count: what torch, numpy and Arrow take everywhere."""
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
+Seconds = Annotated[
+    float, Field(gt=0, le=1e9)
+]  # the longest that every clock and lock takes
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
+PATH = r"^[^\x00-\x1f\x7f]+$"
+PATH_RULE = "must be a path or URI, without control characters"
+RunName = Annotated[
+    str,
+    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
+]
+Place = Annotated[
+    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
+]
+AutoOrBool = Annotated[
+    Literal["auto"] | bool,
+    Field(json_schema_extra={"rule": "must be auto, true or false"}),
+]
+PHASE_FACTOR = 4
+"""How many times `hang_timeout_s` a phase without batches may take."""
+LEAST_PHASE_S = 60.0
+"""What such a phase may always take."""
 TRACKERS = ("mlflow", "wandb", "tensorboard")
 """All but a user's own; each needs a package of its name but for the last."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -73,33 +100,6 @@ _BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
 _LONG = 6  # letters of a word that can be told from others by most of them
 _LONGEST = 3  # words of a name in the table
-LARGEST = 2**31 - 1
-"""Of any count: what torch, numpy and Arrow take everywhere."""
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Positive = Annotated[int, Field(ge=1, le=LARGEST)]
-Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
-Seconds = Annotated[
-    float, Field(gt=0, le=1e9)
-]  # the longest that every clock and lock takes
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-NAME_RULE = "must be at most 128 letters, digits, `.`, `_` and `-`"
-PATH = r"^[^\x00-\x1f\x7f]+$"
-PATH_RULE = "must be a path or URI, without control characters"
-RunName = Annotated[
-    str,
-    Field(pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE}),
-]
-Place = Annotated[
-    str | None, Field(pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-]
-AutoOrBool = Annotated[
-    Literal["auto"] | bool,
-    Field(json_schema_extra={"rule": "must be auto, true or false"}),
-]
-PHASE_FACTOR = 4
-"""How many times `hang_timeout_s` a phase without batches may take."""
-LEAST_PHASE_S = 60.0
-"""What such a phase may always take."""
 
 
 def direction_of(metric: str) -> Mode | None:

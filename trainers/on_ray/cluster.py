@@ -61,11 +61,13 @@ from trainers.on_ray.internals import (
 logger = logging.getLogger(__name__)
 
 _NEEDED = ("gcs_server", "raylet")
+"""Processes without which an embedded cluster is gone."""
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _RAYS_PATIENCE_S = 60.0
 _PATIENCE_SHARE = 0.75
 _BEAT_S = 5.0
+"""Between two signs of life, and two looks at those of others."""
 _LOOKS = 12
 """How many times in a row, a beat apart, the driver hears nothing new before it kills:
 a machine that sleeps, or a driver that was stopped itself, hears nothing and counts
