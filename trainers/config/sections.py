@@ -18,16 +18,19 @@ from pydantic import AfterValidator, Field, model_validator
 from trainers.config.model import Settings
 from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean, nearest
 
-TRACKERS = ("mlflow", "wandb", "tensorboard")
-"""All but a user's own; each needs a package of its name but for the last."""
+TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": None}
+"""The package that each tracker needs but for ours: all but a user's own."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class TrackerConfig(Settings):
     """One experiment tracker."""
 
-    tracker: str = Field(max_length=256, examples=["mlflow"])
-    """mlflow, wandb, tensorboard, or a sink of your own as `module:Class`."""
+    tracker: str = Field(
+        max_length=256,
+        examples=["mlflow"],
+        description=f"{', '.join(TRACKERS)}, or a sink of your own as `module:Class`.",
+    )
     project: str | None = Field(
         default=None, min_length=1, max_length=128, examples=["digits"]
     )
@@ -59,7 +62,16 @@ def _check(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
     return tracking
 
 
-Tracking = Annotated[list[str | TrackerConfig], AfterValidator(_check)]
+Tracking = Annotated[
+    list[str | TrackerConfig],
+    AfterValidator(_check),
+    Field(
+        examples=[["mlflow"]],
+        description=f"Trackers that get a run, or a sweep with its trials: {', '.join(TRACKERS)}, or your sink as "
+        "`module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say "
+        "where they are (MLFLOW_TRACKING_URI).",
+    ),
+]
 
 
 Mode = Literal["min", "max"]
