@@ -233,7 +233,7 @@ def _report(directory: str, has_more: bool, output: Output) -> int:
         rule = "trains nothing and changes nothing"
         raise ConfigError("--report", directory, rule, "leave out the other options")
     spec = read_saved(directory)
-    if spec.config.search != "random" and not is_complete(spec):
+    if not spec.config.redraws and not is_complete(spec):
         print(f"the sweep has not ended: `{spec.resume()}` goes on")
     return _show(saved_answer(spec), output)
 

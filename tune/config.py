@@ -441,6 +441,16 @@ class SweepConfig(Settings):
         return next(iter(self._all_around), None)
 
     @property
+    def learns(self) -> bool:
+        """Whether the search chooses by how trials have ended, and goes on from them."""
+        return self.search == "optuna"
+
+    @property
+    def redraws(self) -> bool:
+        """Whether each start draws the same trials again, from the seed alone."""
+        return self.search != "grid" and not self.learns
+
+    @property
     def ends_beaten(self) -> bool:
         """Whether a trial ends once another is certain to beat it."""
         is_race = self.objective.metric in TO_TARGET

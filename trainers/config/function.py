@@ -99,13 +99,7 @@ class FunctionConfig(Settings):
     failure: FunctionFailure = FunctionFailure()
     """Restarts."""
 
-    tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Trackers that get a run, or a sweep with its trials: mlflow, wandb,
-    tensorboard, or your sink as `module:Class`.
-
-    `{tracker: mlflow, project: digits}` names the project. Their own environment
-    variables say where they are (MLFLOW_TRACKING_URI).
-    """
+    tracking: Tracking = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _keys_are_there(self) -> Self:

@@ -269,20 +269,15 @@ class TrainConfig(Settings):
     """When training state goes to storage."""
     failure: sections.FailureConfig = sections.FailureConfig()
     """Restarts for each kind of failure (`launcher: ray`)."""
-    tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Trackers that get a run, or a sweep with its trials: mlflow, wandb,
-    tensorboard, or your sink as `module:Class`.
-
-    `{tracker: mlflow, project: digits}` names the project. Their own environment
-    variables say where they are (MLFLOW_TRACKING_URI).
-    """
+    tracking: Tracking = Field(default_factory=list)
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
     directory (`--profile`: 5).
     """
     launcher: Literal["ray", "local", "spawn"] = "ray"
-    """What starts the workers; torchrun, where it has started this process, takes its
-    place.
+    """What starts the workers: Ray, nothing (local: one worker in this process), or
+    this process (spawn: all on this machine); torchrun, where it has started this
+    process, takes its place.
     """
 
     @model_validator(mode="after")

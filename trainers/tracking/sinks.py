@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainers.config.sections import TrackerConfig
+from trainers.config.sections import TRACKERS, TrackerConfig
 from trainers.errors import ConfigError
 from trainers.launch.spec import add_to_path, load_named
 from trainers.measure.run_log import encode_events, events_name
@@ -284,8 +284,10 @@ def check_trackers(
         name = tracker.tracker
         if name not in _SINKS:
             _own_sink(name, path, source)
-        elif name != "tensorboard" and importlib.util.find_spec(name) is None:
-            rule = f"needs the package {name}, which is not here"
+            continue
+        package = TRACKERS[name]
+        if package is not None and importlib.util.find_spec(package) is None:
+            rule = f"needs the package {package}, which is not here"
             fix = f"`pip install 'paceline[{name}]'`"
             raise ConfigError("tracking", name, rule, fix, source)
 

@@ -89,8 +89,7 @@ class SweepPlan:
         return cls(
             train=train,
             num_trials=spec.num_trials,
-            is_independent=config.search in ("grid", "random")
-            and config.around is None,
+            is_independent=not config.learns and config.around is None,
             precisions=tuple(
                 precision if isinstance(precision, list) else precision.choice or []
             ),

@@ -201,10 +201,9 @@ class _Run:
         self._num_to_run = max(1, num_missing(spec.config, records))
         self._deadline = math.inf
         """When the budget is used up, by this machine's clock."""
-        # A grid and a random search come to their old trials again; optuna goes on
-        # from them.
+        # The other searches come to their old trials again.
         self._before: list[TrialRecord] = []
-        if spec.config.search == "optuna":
+        if spec.config.learns:
             self._before = [record for record in records if record.purpose == "trial"]
         at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
         self._search = ray_search.searcher(

@@ -77,11 +77,10 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
         )
     is_drawn = (old.config.search, old.config.space)
     is_redrawn = is_drawn != (new.config.search, new.config.space)
-    if new.config.search == "random" and is_redrawn:
+    if new.config.redraws and is_redrawn:
         rule = "draws its trials anew from another space, whatever is known"
-        raise ConfigError(
-            "search", "random", rule, "add `--search optuna`, which goes on from it"
-        )
+        better = "add `--search optuna`, which goes on from it"
+        raise ConfigError("search", new.config.search, rule, better)
     # The value of a swept key is that of its first trial, and nothing of the run's.
     swept = {key: sample_values(values)[0] for key, values in new.config.space.items()}
     then = trial_tree(old.train, swept)
