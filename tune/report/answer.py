@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from trainers.config.function import BATCH_KEYS
 from trainers.config.sections import direction_of
 from trainers.errors import POLICIES, counted
 from trainers.measure.step_times import student_t
 from tune.config import (
-    BATCH_KEYS,
     MEASURED,
     TO_TARGET,
     Objective,
