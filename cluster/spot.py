@@ -1,13 +1,6 @@
-"""Spot machines on Ray: a notice drains the node, a refusal makes way for on-demand.
+"""Spot machines on Ray: a notice drains the node, a refusal makes way (Ray).
 
-(Ray) Needs Linux.
-
-At a notice runs write a checkpoint. Ray 2.60 ranks node types by whether they could be
-had of late before it looks at their `priority`: for ten minutes after a failure the
-other type is taken, and then the preferred one again. But it counts as failures only
-machines that never came up (ALLOCATION_TIMEOUT), none that the cloud refused at once,
-such as EC2's InsufficientInstanceCapacity (ALLOCATION_FAILED): it asks for those again
-every few seconds, for ever. `autoscale` alone knows of it.
+Needs Linux.
 """
 
 import os
@@ -52,7 +45,8 @@ class Raylet:
 def watch(cloud: str, address: str, node_id: str | None = None) -> int:
     """Wait for this machine's spot notice, and drain its Ray node; return the exit code.
 
-    Ends with Ray, and at once on a machine that is not spot. Raises ClusterError where
+    Runs on it write a checkpoint then. Ends with Ray, and at once on a machine that is
+    not spot. Raises ClusterError where
     there is no such node.
     """
     raylet = find_raylet(node_id)
@@ -69,24 +63,20 @@ def find_raylet(node_id: str | None = None) -> Raylet:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
-            program, *arguments = (
-                (process / "cmdline").read_text(errors="replace").split("\0")
-            )
+            command = (process / "cmdline").read_text(errors="replace")
+            program, *arguments = command.split("\0")
             if program.endswith("/raylet/raylet"):
-                flags = dict(
-                    argument.lstrip("-").split("=", 1)
-                    for argument in arguments
-                    if "=" in argument
-                )
+                flags = {}
+                for argument in arguments:
+                    name, _, value = argument.partition("=")
+                    flags[name.lstrip("-")] = value
                 found.append((int(process.name), flags))
     chosen = [
         (pid, flags) for pid, flags in found if node_id in (None, flags.get("node_id"))
     ]
     if len(chosen) != 1:
-        nodes = (
-            ", ".join(flags.get("node_id", "one unnamed") for _, flags in found)
-            or "none"
-        )
+        names = [flags.get("node_id", "one unnamed") for _, flags in found]
+        nodes = ", ".join(names) or "none"
         raise ClusterError(
             f"one node of Ray is watched, and on this machine run {nodes}: start Ray, or give --node"
         )
@@ -113,16 +103,15 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
         time.time() < notice.deadline_s and not raylet.has_ended(_AGAIN_S)
     ):
         is_first = False
-        deadline_ms = int(
-            max(notice.deadline_s, time.time() + 1) * 1e3
-        )  # 0 would be none at all
+        # 0 would be none at all.
+        deadline_s = max(notice.deadline_s, time.time() + 1)
+        deadline_ms = int(deadline_s * 1e3)
         try:
             accepted, words = drain_node(
                 raylet.gcs_address, raylet.node_id, notice.reason, deadline_ms, _RPC_S
             )
-        except (
-            Exception
-        ) as error:  # whatever it is, the time that is left is for trying again
+        # Whatever it is, the time that is left is for trying again.
+        except Exception as error:
             accepted = False
             words = f"{type(error).__name__}: {error}"
         if accepted:
@@ -138,7 +127,15 @@ def say(words: str) -> None:
 
 
 def heed_refusals() -> None:
-    """Have Ray's autoscaler count machines that the cloud refuses as failed."""
+    """Have Ray's autoscaler count machines that the cloud refuses as failed.
+
+    Ray 2.60 ranks node types by whether they could be had of late before it looks at
+    their `priority`: for ten minutes after a failure the other type is taken, and then
+    the preferred one again. But it counts as failures only machines that never came up
+    (ALLOCATION_TIMEOUT), none that the cloud refused at once, such as EC2's
+    InsufficientInstanceCapacity (ALLOCATION_FAILED): it asks for those again every few
+    seconds, for ever.
+    """
     reconciler, subscriber, failed = autoscaler_parts()
     for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
         setattr(

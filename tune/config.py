@@ -1,7 +1,4 @@
-"""SweepConfig: everything that `sweep.yaml` may say, strict, without torch and Ray.
-
-What the best trial of a sweep is best at, and in which direction.
-"""
+"""SweepConfig: everything that `sweep.yaml` may say, strict, without torch and Ray."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
-from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
 from trainers.config.sections import (
     NAME,
@@ -32,6 +28,18 @@ from trainers.errors import MISSING, ConfigError
 TO_TARGET = ("time_to_target", "usd_to_target")
 MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
 """Measured of every trial, whatever its task reports."""
+MOST_TRIALS = 10_000
+_NAMES = {
+    "budget.trials": "n_trials num_trials num_samples max_trials run_cap",
+    "budget.time_s": "timeout time_budget time_budget_s",
+    "lanes": "max_concurrent max_concurrent_trials n_jobs parallelism",
+    "space": "parameters params param_space search_space config distributions",
+    "search": "search_alg algorithm sampler searcher method",
+    "scheduler": "pruner early_terminate early_stopping",
+    "objective.mode": "direction goal",
+    "train.tracking": "tracking",
+}
+"""What other libraries call a key, by what it is called here."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class Target:
         value = metrics.get(self.metric)
         if value is None:
             return False
-        return value <= self.value if self.mode == "min" else value >= self.value
+        if self.mode == "min":
+            return value <= self.value
+        return value >= self.value
 
 
 class Objective(Settings):
@@ -157,13 +167,9 @@ class Objective(Settings):
 def check_reported(watches: Sequence[str], reported: Iterable[str]) -> None:
     """Raise ConfigError where a trial has not reported a metric of the objective."""
     names = {*reported, *MEASURED}
-    for key, name in zip(
-        ("objective.metric", "objective.target"), watches, strict=False
-    ):
+    keys = ("objective.metric", "objective.target")
+    for key, name in zip(keys, watches, strict=False):
         check_metric(key, name, names)
-
-
-MOST_TRIALS = 10_000
 
 
 class Range(Settings):
@@ -201,28 +207,20 @@ class Range(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = self.model_dump(exclude_none=True)
-        if set(given) not in (
-            {"uniform"},
-            {"loguniform"},
-            {"choice"},
-            {"min", "max"},
-            {"around"},
-        ):
+        alone = {"uniform", "loguniform", "choice", "around"}
+        is_alone = len(given) == 1 and given.keys() <= alone
+        if not is_alone and given.keys() != {"min", "max"}:
             rule = "must be exactly one of uniform, loguniform, choice, around, or min with max"
-            raise ConfigError(
-                "", given, rule, "write for example {loguniform: [1e-4, 1e-2]}"
-            )
+            fix = "write for example {loguniform: [1e-4, 1e-2]}"
+            raise ConfigError("", given, rule, fix)
         fix = "write the smaller number first"
         low, high = self.uniform or (1.0, 2.0)
         self.refuse_if(not 0 < high - low < math.inf, "uniform", "must rise", fix)
         low, high = self.loguniform or (1.0, 2.0)
         self.refuse_if(not 0 < low < high, "loguniform", "must rise from above 0", fix)
-        self.refuse_if(
-            (self.min or 1) >= (self.max or 2),
-            "max",
-            f"must be greater than min ({self.min})",
-            "raise it",
-        )
+        falls = (self.min or 1) >= (self.max or 2)
+        rule = f"must be greater than min ({self.min})"
+        self.refuse_if(falls, "max", rule, "raise it")
         return self
 
     @property
@@ -238,9 +236,8 @@ def sample_values(values: list[Any] | Range) -> list[Any]:
         return values
     if values.around:
         return [values.start, 2 * values.start, values.start / 2]
-    return (
-        values.uniform or values.loguniform or values.choice or [values.min, values.max]
-    )
+    listed = values.uniform or values.loguniform or values.choice
+    return listed or [values.min, values.max]
 
 
 class Budget(Settings):
@@ -256,16 +253,11 @@ class Budget(Settings):
     """Dollars, at `usd_per_hour`."""
 
 
-_NAMES = {
-    "budget.trials": "n_trials num_trials num_samples max_trials run_cap",
-    "budget.time_s": "timeout time_budget time_budget_s",
-    "lanes": "max_concurrent max_concurrent_trials n_jobs parallelism",
-    "space": "parameters params param_space search_space config distributions",
-    "search": "search_alg algorithm sampler searcher method",
-    "scheduler": "pruner early_terminate early_stopping",
-    "objective.mode": "direction goal",
-    "train.tracking": "tracking",
-}
+def _below_train(keys: tuple[str, ...] | str) -> tuple[str, ...] | str:
+    """Return where a sweep has keys of a run; words stay."""
+    if isinstance(keys, str):
+        return keys
+    return tuple(f"train.{key}" for key in keys)
 
 
 class SweepConfig(Settings):
@@ -274,10 +266,7 @@ class SweepConfig(Settings):
     call: ClassVar[str] = "python -m tune"
     holds: ClassVar[Mapping[str, type[Settings]]] = {"train": TrainConfig}
     foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {
-        name: meant
-        if isinstance(meant, str)
-        else tuple(f"train.{key}" for key in meant)
-        for name, meant in TrainConfig.foreign.items()
+        name: _below_train(meant) for name, meant in TrainConfig.foreign.items()
     } | by_name(_NAMES)
 
     name: str = Field(
@@ -361,9 +350,8 @@ class SweepConfig(Settings):
     def check_function(self) -> None:
         """Raise ConfigError for a key that needs a task, not a training function."""
         rule = "repeats trials with other seeds, which a train_func is not given"
-        self.refuse_if(
-            self.finalists not in ("auto", 0), "finalists", rule, "remove it"
-        )
+        repeats = self.finalists not in ("auto", 0)
+        self.refuse_if(repeats, "finalists", rule, "remove it")
 
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
@@ -374,10 +362,9 @@ class SweepConfig(Settings):
         rule = f"says how many trials search {self.search} makes"
         unlimited = self.search != "grid" and self.budget.trials is None
         self.refuse_if(unlimited, "budget.trials", rule, "add `trials: 20`")
-        lists = [
-            len(values) for values in self.space.values() if isinstance(values, list)
-        ]
-        trials = math.prod(lists) if self.search == "grid" else sum(lists)
+        lists = [values for values in self.space.values() if isinstance(values, list)]
+        lengths = map(len, lists)
+        trials = math.prod(lengths) if self.search == "grid" else sum(lengths)
         if trials > MOST_TRIALS:
             rule = f"makes {trials} trials, more than {MOST_TRIALS}"
             fix = "list fewer values, or set `search: random`"
@@ -416,15 +403,15 @@ class SweepConfig(Settings):
 
     @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
-        needs = "budget.usd" if self.budget.usd is not None else "usd_to_target"
-        needed = self.budget.usd is not None or self.objective.metric == "usd_to_target"
+        needed_for = ""
+        if self.objective.metric == "usd_to_target":
+            needed_for = "usd_to_target"
+        if self.budget.usd is not None:
+            needed_for = "budget.usd"
+        has_none = bool(needed_for) and self.usd_per_hour is None
+        rule = f"is needed for {needed_for}"
         fix = "add for example `usd_per_hour: 9.69`; `python -m tune plan` says what a cluster costs"
-        self.refuse_if(
-            needed and self.usd_per_hour is None,
-            "usd_per_hour",
-            f"is needed for {needs}",
-            fix,
-        )
+        self.refuse_if(has_none, "usd_per_hour", rule, fix)
         return self
 
     @property
@@ -463,5 +450,6 @@ class SweepConfig(Settings):
         if self.budget.time_s is not None:
             limits.append(self.budget.time_s)
         if self.budget.usd is not None and self.usd_per_hour is not None:
-            limits.append(min(1e9, self.budget.usd / self.usd_per_hour * 3600))
+            hours = self.budget.usd / self.usd_per_hour
+            limits.append(min(1e9, hours * 3600))
         return min(limits, default=None)

@@ -173,7 +173,8 @@ class Tools:
             rule = "is no sweep that this server runs"
             fix = "name a trial, or end the sweep where it was started"
             raise ConfigError("directory", directory, rule, fix)
-        self._processes[uri][0].send_signal(signal.SIGTERM)
+        process, _ = self._processes[uri]
+        process.send_signal(signal.SIGTERM)
         return {"said": "the sweep ends within seconds", "not_known": [_TO_COME]}
 
     def explain(self, directory: _Directory, trial: _Trial) -> Result:
@@ -181,10 +182,13 @@ class Tools:
         spec = read_kept(directory)
         records = {record.id: record for record in Journal(spec.storage).records()}
         record = records[named_trial(trial, records, spec.uri)]
+        advice = ""
+        if not record.finished:
+            advice = POLICIES[record.status].advice
         return {
             "said": f"{record.id} ended as {record.status} {record.message}".rstrip(),
             "trial": asdict(record),
-            "advice": POLICIES[record.status].advice if not record.finished else "",
+            "advice": advice,
             "not_known": ["whether another run of it would end so, too"],
         }
 
@@ -213,7 +217,10 @@ class Tools:
                 raise ConfigError(f"budget.{key}", given, rule, fix)
 
     def _is_running(self, uri: str) -> bool:
-        return uri in self._processes and self._processes[uri][0].poll() is None
+        if uri not in self._processes:
+            return False
+        process, _ = self._processes[uri]
+        return process.poll() is None
 
     def _run(self, spec: SweepSpec, location: str, keys: dict[str, Any]) -> Result:
         """Take the sweep's budget from the limits; start the sweep unless it runs."""

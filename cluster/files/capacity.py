@@ -1,7 +1,4 @@
-"""Nodes and their resources: how many worker groups fit, at which price an hour.
-
-The list prices are those of prices.csv, whose rows have a source and its date.
-"""
+"""Nodes and their resources: how many worker groups fit, at which price an hour."""
 
 import csv
 import datetime as dt
@@ -207,7 +204,7 @@ def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
 
 @functools.cache
 def read_prices() -> tuple[Price, ...]:
-    """Return all rows of the table."""
+    """Return all rows of prices.csv, which have a source and its date."""
     with PRICES.open(newline="", encoding="utf-8") as stream:
         return tuple(
             Price(

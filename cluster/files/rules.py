@@ -107,9 +107,8 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
                     "is no field of it",
                     fix,
                 )
-        machine = str(
-            node_type["node_config"].get("InstanceType") or ""
-        )  # of EC2's: family.size
+        # Of EC2's: family.size.
+        machine = str(node_type["node_config"].get("InstanceType") or "")
         size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
         if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
             field = f"available_node_types.{name}.node_config.InstanceType"
@@ -424,9 +423,8 @@ def version_finding(field: str, package: str, version: str) -> Iterator[Finding]
         yield warning(
             field, package, "must be pinned, or nodes that start later differ", fix
         )
-    elif (
-        right is not None and version.split("+")[0] != right.split("+")[0]
-    ):  # but for the build: 2.15.0+cu130
+    # But for the build: 2.15.0+cu130.
+    elif right is not None and version.split("+")[0] != right.split("+")[0]:
         # Ray's client and cluster must be the same version; others merely should be.
         level = error if package == "ray" else warning
         yield level(

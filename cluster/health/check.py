@@ -1,4 +1,4 @@
-"""Examine a live cluster: an actor on every node measures, verdicts.py judges (Ray).
+"""Examine a live cluster: an actor on every node measures, probes.py judges (Ray).
 
 Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is
 proved.

@@ -1,8 +1,7 @@
-"""Measure a node, alone and with another; every function runs on the node it is about.
+"""Measure nodes, judge what they have measured, and show it.
 
-What a sweep imports before its Ray is up imports no torch.
-
-Judge what nodes have measured, and show it: far below the others' median is slow.
+What measures runs on the node that it is about, and imports torch late: a sweep imports
+this file before its Ray is up.
 """
 
 import contextlib
@@ -42,6 +41,9 @@ _SLOW_FIX = {
     False: "look for another process, heat or a power limit there",
 }
 _COLUMNS = ("node", "address", "device", "matmul GFLOP/s", "network MB/s", "verdict")
+_SAMPLES = 5
+# how late a file of another node may appear: NFS caches a directory for a few seconds
+_SEEN_WITHIN_S = 5.0
 
 
 @dataclass
@@ -183,9 +185,8 @@ def print_report(
             file=out, width=1000, markup=False, emoji=False, highlight=False
         )
         console.print(table)
-        print(
-            *(" ".join(pair) for pair in nodes[0].versions.items()), sep=", ", file=out
-        )
+        pairs = [" ".join(pair) for pair in nodes[0].versions.items()]
+        print(*pairs, sep=", ", file=out)
         for each in found:
             print(f"{each.level}: {each}", file=out)
         good = len(nodes) - len(bad - {""})
@@ -193,9 +194,8 @@ def print_report(
     if not exclude_bad:
         return int(bool(found))
     print(json.dumps(label_selector(found)))
-    return int(
-        sum(node.trains and node.node_id not in bad for node in nodes) < (wanted or 1)
-    )
+    num_training = sum(node.trains and node.node_id not in bad for node in nodes)
+    return int(num_training < (wanted or 1))
 
 
 def _lowest(node: Node, is_link: bool) -> str:
@@ -206,11 +206,6 @@ def _lowest(node: Node, is_link: bool) -> str:
 
 def _unit(name: str) -> str:
     return "MB/s" if name == NETWORK else "GFLOP/s"
-
-
-_SAMPLES = 5
-# how late a file of another node may appear: NFS caches a directory for a few seconds
-_SEEN_WITHIN_S = 5.0
 
 
 def versions() -> dict[str, str]:
@@ -237,12 +232,10 @@ def device_name() -> str:
         return torch.cuda.get_device_name(0)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [
-        line.partition(":")[2].strip()
-        for line in lines
-        if line.startswith("model name")
-    ]
-    return models[0] if models else platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def gpu_findings(least: int) -> list[Finding]:
@@ -472,11 +465,9 @@ def seen_markers(uri: str, names: list[str]) -> list[str]:
     while True:
         with contextlib.suppress(StorageError, OSError):
             there = set(storage.names()) - set(seen)
-            seen += [
-                name
-                for name in names
-                if name in there and storage.read(name) == name.encode()
-            ]
+            for name in names:
+                if name in there and storage.read(name) == name.encode():
+                    seen.append(name)
         if len(seen) == len(names) or time.monotonic() > deadline:
             return seen
         time.sleep(0.1)

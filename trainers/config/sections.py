@@ -42,8 +42,8 @@ PHASE_FACTOR = 4
 """How many times `hang_timeout_s` a phase without batches may take."""
 LEAST_PHASE_S = 60.0
 """What such a phase may always take."""
-TRACKERS = ("mlflow", "wandb", "tensorboard")
-"""All but a user's own; each needs a package of its name but for the last."""
+TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": None}
+"""The package that each tracker needs but for ours: all but a user's own."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""
@@ -567,8 +567,11 @@ class FailureConfig(Settings):
 class TrackerConfig(Settings):
     """One experiment tracker."""
 
-    tracker: str = Field(max_length=256, examples=["mlflow"])
-    """mlflow, wandb, tensorboard, or a sink of your own as `module:Class`."""
+    tracker: str = Field(
+        max_length=256,
+        examples=["mlflow"],
+        description=f"{', '.join(TRACKERS)}, or a sink of your own as `module:Class`.",
+    )
     project: str | None = Field(
         default=None, min_length=1, max_length=128, examples=["digits"]
     )
@@ -600,4 +603,13 @@ def _check_trackers(tracking: list[str | TrackerConfig]) -> list[str | TrackerCo
     return tracking
 
 
-Tracking = Annotated[list[str | TrackerConfig], AfterValidator(_check_trackers)]
+Tracking = Annotated[
+    list[str | TrackerConfig],
+    AfterValidator(_check_trackers),
+    Field(
+        examples=[["mlflow"]],
+        description=f"Trackers that get a run, or a sweep with its trials: {', '.join(TRACKERS)}, or your sink as "
+        "`module:Class`. `{tracker: mlflow, project: digits}` names the project. Their own environment variables say "
+        "where they are (MLFLOW_TRACKING_URI).",
+    ),
+]

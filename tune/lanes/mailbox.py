@@ -60,7 +60,9 @@ class Mailbox:
         """Why the sweep ends: what it decides by is a name of nothing."""
 
     def __repr__(self) -> str:
-        return f"{self._sweep.name}, mailbox" if self._sweep else "mailbox"
+        if self._sweep is None:
+            return "mailbox"
+        return f"{self._sweep.name}, mailbox"
 
     # Trials' Tune actors, and the driver
 
@@ -125,9 +127,8 @@ class Mailbox:
 
     def _open(self) -> int:
         """Return how many trials' Tune actors wait for their end."""
-        return sum(
-            not (trial.told or trial.cancelled) for trial in self._trials.values()
-        )
+        trials = self._trials.values()
+        return sum(not trial.told and not trial.cancelled for trial in trials)
 
     async def expect(self, count: int) -> None:
         """Hold back each trial's end until `count` submissions still wait for theirs.
@@ -154,9 +155,8 @@ class Mailbox:
 
     async def heard(self, name: str) -> list[Event]:
         """Return a trial's evaluations, and its end, of the furthest submission."""
-        return max(
-            (trial.events for trial in self._submissions(name)), key=len, default=[]
-        )
+        found = [trial.events for trial in self._submissions(name)]
+        return max(found, key=len, default=[])
 
     async def forget(self, name: str) -> None:
         """Drop a submission, or those of a trial, whose end is in the journal."""
@@ -237,10 +237,14 @@ class Mailbox:
         trial = self._running.pop(lane, None)
         if trial is None or trial.ended:
             return
-        why = f"its worker group died: {words}" if cause else "its worker group died"
-        is_known = cause is not None and cause.status != "error"
-        status = cause.status if cause and is_known else "node_lost"
-        await self._start_again(trial, {"status": status, "message": why, "lane": lane})
+        why = "its worker group died"
+        status = "node_lost"
+        if cause is not None:
+            why += f": {words}"
+            if cause.status != "error":
+                status = cause.status
+        outcome = {"status": status, "message": why, "lane": lane}
+        await self._start_again(trial, outcome)
 
     async def killed(self, lanes: Sequence[int]) -> None:
         """Note that lanes were killed before they were up, and do not come back."""
@@ -274,10 +278,9 @@ class Mailbox:
                 trial = self._queue.next(lane, running)
                 if trial is not None:
                     return self._start(trial, lane)
+                left_s = deadline - time.monotonic()
                 try:
-                    await asyncio.wait_for(
-                        self._arrived.wait(), deadline - time.monotonic()
-                    )
+                    await asyncio.wait_for(self._arrived.wait(), left_s)
                 except TimeoutError:
                     return None
         self._lanes.ends(lane)
@@ -305,7 +308,9 @@ class Mailbox:
 
     def _runs(self, lane: int, ticket: str) -> Submission | None:
         trial = self._running.get(lane)
-        return trial if trial and trial.assignment.ticket == ticket else None
+        if trial is None or trial.assignment.ticket != ticket:
+            return None
+        return trial
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """Keep an evaluation of a running trial; returns whether the trial should go on.
@@ -313,9 +318,10 @@ class Mailbox:
         What a trial reports again after it was started again is not kept twice.
         """
         trial = self._trials[ticket]
-        if not trial.events or metrics["step"] > trial.events[-1].metrics.get(
-            "step", -1
-        ):
+        last_step = -1.0
+        if trial.events:
+            last_step = trial.events[-1].metrics.get("step", -1.0)
+        if not trial.events or metrics["step"] > last_step:
             trial.tell(Event(metrics))
         self._reported.update(metrics)
         return not self._is_unwanted(trial)
@@ -480,8 +486,9 @@ class Mailbox:
             )
             await self._enqueue(trial, first=True)
             return
-        times = f", {trial.losses} times" if trial.losses > 1 else ""
-        await self._finish(trial, outcome | {"message": f"{why}{times}"})
+        if trial.losses > 1:
+            why += f", {trial.losses} times"
+        await self._finish(trial, outcome | {"message": why})
 
     async def _finish(self, trial: Submission, outcome: dict[str, Any]) -> None:
         stopped = self._queue.steering.stopped

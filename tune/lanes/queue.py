@@ -1,11 +1,8 @@
-"""Which trial starts next, and on which lane.
-
-What the trials of a sweep have found to fit, and why another is not tried.
-"""
+"""Which trial starts next: what waits, which lanes are up, and what fits on them."""
 
 import asyncio
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from trainers.config.function import build_run
@@ -22,7 +19,7 @@ Bounds = tuple[int | None, int | None]
 
 
 class Microbatches:
-    """One for each sweep, kept in its directory.
+    """What the trials of a sweep have found to fit; kept in its directory.
 
     `device` is the model of the lane's devices, empty where that is not known yet.
     """
@@ -30,12 +27,16 @@ class Microbatches:
     def __init__(self, sweep: Storage | None) -> None:
         """`sweep` None: nothing is kept."""
         self._sweep = sweep
-        self._boundary = Boundary() if sweep is None else read_boundary(sweep)
+        self._boundary = Boundary()
+        if sweep is not None:
+            self._boundary = read_boundary(sweep)
         self._writing = asyncio.Lock()
 
     def bounds(self, trial: Submission, device: str) -> Bounds:
         """What is known of trials like one."""
-        return self._of(trial.key(device))
+        key = trial.key(device)
+        largest = self._boundary.largest_fit(key)
+        return largest, self._boundary.smallest_misfit(key)
 
     def why_not(self, trial: Submission, device: str) -> str | None:
         """Why a trial cannot fit on a device; None when it may."""
@@ -47,7 +48,8 @@ class Microbatches:
             return None
         failed = self._boundary.smallest_misfit(key)
         what = "microbatch" if trial.function is None else "batch"
-        return f"a {what} of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
+        label = _label(trial, device)
+        return f"a {what} of {size} is not tried: one of {failed} ran out of memory ({label})"
 
     def observe(
         self, trial: Submission, device: str, size: int, fits: bool
@@ -59,20 +61,20 @@ class Microbatches:
         key = trial.key(device)
         is_news = self._boundary.fits(key, size) is not fits
         contradiction = self._boundary.observe(key, size, fits)
-        return is_news, contradiction and f"{_label(trial, device)}: {contradiction}"
+        if contradiction is not None:
+            contradiction = f"{_label(trial, device)}: {contradiction}"
+        return is_news, contradiction
 
     async def keep(self) -> str | None:
         """Write what is known; returns, in words, why it could not be."""
-        if self._sweep is not None:
-            async with self._writing:
-                try:
-                    await asyncio.to_thread(write_boundary, self._sweep, self._boundary)
-                except StorageError as error:
-                    return f"what is known of microbatches could not be kept: {error}"
+        if self._sweep is None:
+            return None
+        async with self._writing:
+            try:
+                await asyncio.to_thread(write_boundary, self._sweep, self._boundary)
+            except StorageError as error:
+                return f"what is known of microbatches could not be kept: {error}"
         return None
-
-    def _of(self, key: str) -> Bounds:
-        return self._boundary.largest_fit(key), self._boundary.smallest_misfit(key)
 
 
 def _label(trial: Submission, device: str) -> str:
@@ -120,12 +122,14 @@ class Roll:
     def comes(self, lane: int) -> None:
         """Note that a lane is up, whose workers have all started."""
         self.groups[lane] += 1
-        names = " and ".join(sorted(set(self._coming.pop(lane).values())))
-        self.up[lane] = self._known[lane] = names
+        devices = set(self._coming.pop(lane).values())
+        self._known[lane] = " and ".join(sorted(devices))
+        self.up[lane] = self._known[lane]
         self._leaving.discard(lane)
         if lane in self._down:
             since, why = self._down.pop(lane)
-            self.restarts.append((time.monotonic() - since, why))
+            down_s = time.monotonic() - since
+            self.restarts.append((down_s, why))
 
     def goes(self, lane: int, why: str) -> None:
         """Note that a lane is down; the first reason stays."""
@@ -149,7 +153,7 @@ class Queue:
     def __init__(self, lanes: Roll, microbatches: Microbatches) -> None:
         self._lanes = lanes
         self._microbatches = microbatches
-        self._waiting: deque[Submission] = deque()
+        self._waiting: list[Submission] = []
         self.steering = Steering()
 
     def add(self, trial: Submission, first: bool = False) -> None:
@@ -157,7 +161,7 @@ class Queue:
         if self._is_over(trial):
             return
         if first:
-            self._waiting.appendleft(trial)
+            self._waiting.insert(0, trial)
         else:
             self._waiting.append(trial)
         self._sort()
@@ -170,8 +174,7 @@ class Queue:
 
     def drop_ended(self) -> None:
         """Drop trials that are over, or cannot start as is known by now."""
-        live = [trial for trial in self._waiting if not self._is_over(trial)]
-        self._waiting = deque(live)
+        self._waiting = [trial for trial in self._waiting if not self._is_over(trial)]
 
     def _sort(self) -> None:
         """Put what a user wants first before the rest."""
@@ -181,7 +184,7 @@ class Queue:
             name = trial.assignment.trial
             return first.index(name) if name in first else len(first)
 
-        self._waiting = deque(sorted(self._waiting, key=place))
+        self._waiting.sort(key=place)
 
     def next(self, lane: int, running: Collection[str]) -> Submission | None:
         """Take the first trial out of the queue that may run and fit on a lane.

@@ -1,13 +1,6 @@
-"""A worker of a lane (Ray).
+"""A worker of a lane: it has a process forked for each trial, and answers it (Ray).
 
-It takes trials from the mailbox, and has the node's zygote fork a process for each. It
-holds nothing of a trial, and does not import torch.
-
-A trial of the user's own training function, in the worker of a lane (Ray).
-
-Its process gets Ray Train's own answers of the worker, but for what belongs to one
-trial: reports go to the mailbox, where Ray has a controller, and checkpoints into a
-directory of the trial's own.
+It holds nothing of a trial, and does not import torch.
 """
 
 from __future__ import annotations
@@ -57,10 +50,21 @@ from tune.ray_internals import (
 from tune.trials.microbatch_bounds import fixed_size
 from tune.trials.record import placed
 
+_IDLE_S = 20.0  # an idle lane's ranks meet this often
+_LOOK_S = 0.5
+_CAUSE_S = 10.0
+"""How long a rank whose collective failed waits for another to say why."""
+_RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
+"""Signals that come from outside: the trial starts again."""
+
 
 @dataclass
 class FunctionContext(TrainContext):
-    """Ray's context of a worker, for one trial."""
+    """Ray's context of a worker, for one trial of a training function.
+
+    Reports go to the mailbox, where Ray has a controller, and checkpoints into a
+    directory of the trial's own.
+    """
 
     lane: Any = None
     assignment: Any = None
@@ -90,12 +94,12 @@ class FunctionContext(TrainContext):
             for key, value in flatten_dict(metrics).items()
             if _is_number(value)
         }
-        self.row = placed(
-            {"step": self.report_call_index + 1.0, **known, "train_time_s": time_s}
-        )
+        step = self.report_call_index + 1.0
+        self.row = placed({"step": step, **known, "train_time_s": time_s})
         if checkpoint is not None:
             self.storage_context._create_validation_file()
-        mode = CheckpointUploadMode.SYNC if mode is CheckpointUploadMode.ASYNC else mode
+        if mode is CheckpointUploadMode.ASYNC:
+            mode = CheckpointUploadMode.SYNC
         super().report(metrics, checkpoint, name, mode, *given)
 
     def _sync_checkpoint_dir_name_across_ranks(
@@ -108,13 +112,14 @@ class FunctionContext(TrainContext):
         stored = training_report.checkpoint
         self.current_report_index = report_call_index
         self.checkpoint = stored or self.checkpoint
+        row = self.row if self.get_world_rank() == 0 else {}
         goes_on = self.lane.tell(
             "report_part",
             self.assignment.ticket,
             self.assignment.attempt,
             report_call_index,
             self.get_world_size(),
-            self.row if self.get_world_rank() == 0 else {},
+            row,
             stored and stored.path,
         )
         if not goes_on:
@@ -149,7 +154,7 @@ def _is_number(value: Any) -> bool:
 
 
 class FunctionTrial:
-    """A trial, in one rank of its lane.
+    """A trial of the user's own training function, in one rank of its lane.
 
     Its process asks the attributes of Ray's own implementation, which answers in the
     worker, with the trial's context.
@@ -173,8 +178,9 @@ class FunctionTrial:
     def begins(self) -> None:
         """Note that the function is about to be called."""
         self._called_s = time.perf_counter()
-        begun = self._assignment.begun
-        self._context.began = self._called_s - (begun.train_time_s if begun else 0.0)
+        self._context.began = self._called_s
+        if self._assignment.begun:
+            self._context.began -= self._assignment.begun.train_time_s
 
     def run(
         self,
@@ -263,14 +269,6 @@ def _context(own: TrainContext, lane: Any, assignment: Assignment) -> FunctionCo
     return FunctionContext(**given, lane=lane, assignment=assignment)
 
 
-_IDLE_S = 20.0  # an idle lane's ranks meet this often
-_LOOK_S = 0.5
-_CAUSE_S = 10.0
-"""How long a rank whose collective failed waits for another to say why."""
-_RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
-"""Signals that come from outside: the trial starts again."""
-
-
 class Asked(WorkerContext):
     """What the process of a trial asks: reports go to the mailbox."""
 
@@ -287,7 +285,9 @@ class Asked(WorkerContext):
         told = metrics | self._used
         goes_on: bool = self._lane.tell("report", self._assignment.ticket, told)
         target = self._assignment.target
-        return goes_on and not (target is not None and target.is_met(metrics))
+        if target is not None and target.is_met(metrics):
+            return False
+        return goes_on
 
     def observe(self, figures: dict[str, float]) -> None:
         """Pass the figures of this rank on to Ray's metrics."""
@@ -365,10 +365,10 @@ class Lane:
 
     def serve(self) -> None:
         """Take trials until there will be none."""
-        label = self._zygote.fork(
-            "tune.forks.task:device_label", self._place.device_index
-        ).serve(None)
-        self.tell("hello", self.number, label, self._place.rank, self._place.world_size)
+        place = self._place
+        fork = self._zygote.fork("tune.forks.task:device_label", place.device_index)
+        label = fork.serve(None)
+        self.tell("hello", self.number, label, place.rank, place.world_size)
         while not (self.may_drain and is_leaving()):
             assignment, place, files = self._take()
             if assignment == "close":
@@ -378,7 +378,8 @@ class Lane:
             with contextlib.ExitStack() as stack:
                 for file in files:
                     stack.enter_context(file)
-                if not self._run(assignment, place, [file.fileno() for file in files]):
+                numbers = [file.fileno() for file in files]
+                if not self._run(assignment, place, numbers):
                     break
         self._leave_node()
 
@@ -446,10 +447,9 @@ class Lane:
         """Run a trial in a process; returns its outcome."""
 
         def serve(fork: Fork, asked: Any) -> dict[str, Any]:
+            default_s = FailureConfig().hang_timeout_s
             failure = assignment.tree.get("failure", {})
-            hang_timeout_s = failure.get(
-                "hang_timeout_s", FailureConfig().hang_timeout_s
-            )
+            hang_timeout_s = failure.get("hang_timeout_s", default_s)
             outcome: dict[str, Any] = fork.serve(
                 asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s
             )
@@ -515,7 +515,8 @@ class Pressure:
         now_us = _waited_us()
         if self._before_us is None or now_us is None or elapsed_s <= 0:
             return None
-        return min(1.0, (now_us - self._before_us) / 1e6 / elapsed_s)
+        waited_s = (now_us - self._before_us) / 1e6
+        return min(1.0, waited_s / elapsed_s)
 
 
 def _waited_us() -> int | None:

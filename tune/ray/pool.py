@@ -3,8 +3,6 @@
 A lane is a placement group and the worker processes in it, which hold nothing of a
 trial. A trial borrows one of its shape, and gives it back; one whose worker does not
 answer then is ended.
-
-A lane: a placement group and the workers in it, and who has them (Ray).
 """
 
 import asyncio
@@ -30,6 +28,14 @@ from tune.ray.shape import Shape
 
 if TYPE_CHECKING:
     from tune.ray_internals import ActorMetadata
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 10.0
+"""Within which a function that was stopped reports once more, and so ends."""
+_PLACE_S = 0.5
+_WATCH_S = 1.0
+_MAKE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,17 +108,14 @@ def start_workers(
     Returns:
         The handles of their actors.
     """
-    make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(
-        LaneWorker
-    )
-    places = [
-        PlacementGroupSchedulingStrategy(group, index)
-        for index in range(shape.num_workers)
-    ]
-    return [
-        make.options(scheduling_strategy=place).remote(zygote, f"{shown}, worker")
-        for place in places
-    ]
+    options = worker_options(shape.resources, shape.runtime_env)
+    actor: Any = ray.remote(**options)(LaneWorker)
+    workers = []
+    for index in range(shape.num_workers):
+        place = PlacementGroupSchedulingStrategy(group, index)
+        placed = actor.options(scheduling_strategy=place)
+        workers.append(placed.remote(zygote, f"{shown}, worker"))
+    return workers
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
@@ -123,15 +126,6 @@ def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
         if each
     ]
     return max(1, math.floor(min(fits, default=1.0)))
-
-
-logger = logging.getLogger(__name__)
-
-_SETTLE_S = 10.0
-"""Within which a function that was stopped reports once more, and so ends."""
-_PLACE_S = 0.5
-_WATCH_S = 1.0
-_MAKE_S = 1.0
 
 
 class Pool:
@@ -186,10 +180,11 @@ class Pool:
         What they bring to a report becomes None where their trial stops.
         """
         lane = self._lanes[number]
-        if given.get("caller_method_name") == "ray.train.report":
+        is_report = given.get("caller_method_name") == "ray.train.report"
+        if is_report:
             given["data"] = given["data"], lane.stopping
         answer = await getattr(lane.barrier, method)(*args, **given)
-        if given.get("caller_method_name") != "ray.train.report":
+        if not is_report:
             return answer
         data, stops = answer
         return None if stops else data
@@ -243,7 +238,9 @@ class Pool:
             (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
-        most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
+        most = 1
+        if shapes:
+            most = most_lanes(shapes[-1], ray.cluster_resources())
         up = sum(lane.is_up for lane in self._lanes.values())
         now = time.monotonic()
         serving_s = 0.0 if self._first_lent is None else now - self._first_lent
@@ -279,14 +276,12 @@ class Pool:
 
     def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
         """Whether a lane that nobody has takes the room of one that is waited for."""
-        waiting = [wish for wish in self._waiting if wish.shape == lane.shape]
-        if not waiting or other.borrower is not None:
+        wanted = {wish.shape for wish in self._waiting}
+        if lane.shape not in wanted or other.borrower is not None:
             return False
-        if other.shape != lane.shape:
-            return other.is_up or all(
-                wish.shape != other.shape for wish in self._waiting
-            )
-        return False
+        if other.shape == lane.shape:
+            return False
+        return other.is_up or other.shape not in wanted
 
     def _lend(self, lane: Lane, wish: Wish) -> Loan:
         self._first_lent = self._first_lent or time.monotonic()
@@ -298,13 +293,14 @@ class Pool:
     def _start_wanted(self) -> None:
         """Start lanes for trials that wait for more than start, or are given back."""
         coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
-        settling = [
-            lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""
-        ]
+        settling = Counter(
+            lane.shape
+            for lane in self._lanes.values()
+            if lane.is_up and lane.borrower == ""
+        )
         for wish in self._waiting:
-            fitting = [lane for lane in settling if lane.shape == wish.shape]
-            if fitting:
-                settling.remove(fitting[0])
+            if settling[wish.shape] > 0:
+                settling[wish.shape] -= 1
             elif coming[wish.shape] > 0:
                 coming[wish.shape] -= 1
             else:
@@ -318,9 +314,8 @@ class Pool:
     ) -> None:
         group = group or reserve(shape)
         placed = asyncio.ensure_future(group.ready())
-        lane = Lane(
-            self._count, shape, group, placed, list(actors), since=time.monotonic()
-        )
+        lane = Lane(self._count, shape, group, placed, list(actors))
+        lane.since = time.monotonic()
         self._count += 1
         self._lanes[lane.number] = lane
         self._do(self._start(lane))
@@ -331,22 +326,20 @@ class Pool:
             await self._placed(lane)
             if lane.number not in self._lanes:
                 return
+            shown = f"{self._sweep}, lane {lane.number}"
             lane.actors = lane.actors or start_workers(
-                lane.shape,
-                lane.group,
-                self._zygote,
-                f"{self._sweep}, lane {lane.number}",
+                lane.shape, lane.group, self._zygote, shown
             )
-            places = await asyncio.gather(
-                *(actor.get_metadata.remote() for actor in lane.actors)
-            )
+            calls = [actor.get_metadata.remote() for actor in lane.actors]
+            places = await asyncio.gather(*calls)
         except Exception as error:
             if lane.number in self._lanes:
                 await self._end(lane)
                 self._fail(lane.shape, error)
             return
         lane.workers = list(zip(lane.actors, places, strict=True))
-        now = self._last_up = time.monotonic()
+        now = time.monotonic()
+        self._last_up = now
         self._start_s = now - lane.since
         lane.is_up = True
         lane.since = now
@@ -382,9 +375,10 @@ class Pool:
                 wish.loan.set_result(self._lend(lane, wish))
 
     def _fail(self, shape: Shape, error: Exception) -> None:
-        for wish in [wish for wish in self._waiting if wish.shape == shape]:
-            self._waiting.remove(wish)
-            wish.loan.set_exception(error)
+        for wish in list(self._waiting):
+            if wish.shape == shape:
+                self._waiting.remove(wish)
+                wish.loan.set_exception(error)
 
     def _take_back(self, lane: Lane, stop: bool) -> None:
         lane.borrower = ""
@@ -397,22 +391,17 @@ class Pool:
             calls = [actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers]
             await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
-            if (
-                lane.number in self._lanes
-            ):  # else it was ended meanwhile, with all others
-                self._say(
-                    lane, f"a worker died or did not answer: {type(error).__name__}"
-                )
+            # Else it was ended meanwhile, with all others.
+            if lane.number in self._lanes:
+                why = f"a worker died or did not answer: {type(error).__name__}"
+                logger.warning("lane %d starts again: %s", lane.number, why)
+                self._restarts.append(why)
                 await self._end(lane)
         if lane.number in self._lanes:
             lane.borrower = None
             lane.since = time.monotonic()
         self._serve()
         self._start_wanted()
-
-    def _say(self, lane: Lane, why: str) -> None:
-        logger.warning("lane %d starts again: %s", lane.number, why)
-        self._restarts.append(why)
 
     async def _end(self, lane: Lane) -> None:
         if self._lanes.pop(lane.number, None) is None:

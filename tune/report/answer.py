@@ -1,9 +1,4 @@
-"""What a sweep says: its trials ranked, the answer in one line, and what is in doubt.
-
-Configurations that ran with several seeds: a seed is a repeat, never a choice.
-
-What a sweep does not know, each with what would settle it.
-"""
+"""What a sweep says: its trials ranked, the answer in one line, and what is in doubt."""
 
 import itertools
 import math
@@ -12,11 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from trainers.config.function import BATCH_KEYS
 from trainers.config.sections import direction_of
 from trainers.errors import POLICIES, counted
 from trainers.measure.figures import student_t
 from tune.config import (
-    BATCH_KEYS,
     MEASURED,
     TO_TARGET,
     Objective,
@@ -50,10 +45,22 @@ from tune.search.finalists import (
 from tune.search.space import is_inside, scores_of
 from tune.trials.record import EQUAL, Interval, TrialRecord, trial_id, value_of
 
+_BUSY = 0.25
+_TELLING = 10.0
+"""A bound on how much faster another trial may be says nothing above it."""
+_EQUAL_SCORE = 0.01
+_UNITS = {
+    "peak_memory_bytes": " of peak memory",
+    "energy_j": " of energy",
+    "step_time_s": " a step",
+    "samples_per_s": "",
+}
+"""What follows the value of a metric that its unit tells."""
+
 
 @dataclass(frozen=True)
 class Configuration:
-    """What its seeds say of a configuration."""
+    """What its seeds say of a configuration: a seed is a repeat, never a choice."""
 
     record: TrialRecord
     """The run whose value is the median, without its seed."""
@@ -71,10 +78,8 @@ class Configuration:
 
 def without_seed(record: TrialRecord) -> TrialRecord:
     """Return a record as one of its configuration, whatever its seed."""
-    return replace(
-        record,
-        config={key: value for key, value in record.config.items() if key != "seed"},
-    )
+    config = {key: value for key, value in record.config.items() if key != "seed"}
+    return replace(record, config=config)
 
 
 def by_configuration(
@@ -91,11 +96,11 @@ def by_configuration(
     pairs: the best is chosen by the same values (Bonferroni). Means of what is measured
     are geometric.
     """
-    counted = _first_runs(records)
-    tried = Counter(_key(record) for record in counted.values())
+    first = _first_runs(records)
+    tried = Counter(_key(record) for record in first.values())
     groups: dict[str, list[tuple[float, TrialRecord]]] = {}
     for value, record in ranked:
-        if record.id in counted:
+        if record.id in first:
             groups.setdefault(_key(record), []).append((value, record))
     if not groups:
         return []
@@ -148,11 +153,6 @@ def _key(record: TrialRecord) -> str:
     return trial_id(without_seed(record).config)
 
 
-_BUSY = 0.25
-_TELLING = 10.0
-"""A bound on how much faster another trial may be says nothing above it."""
-
-
 @dataclass(frozen=True)
 class Doubt:
     """Something that the sweep does not know."""
@@ -194,10 +194,9 @@ def _once(
     """Doubt the order where configurations ran once and may be faster."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
         return None
-    bound = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
-    how_much = (
-        bound if most_ahead <= _TELLING else "faster by an amount that nothing limits"
-    )
+    how_much = "faster by an amount that nothing limits"
+    if most_ahead <= _TELLING:
+        how_much = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
     repeated = [final.record.id for final in found]
     rest = [record for record in rivals(config, records) if record.id not in repeated]
     if not found:
@@ -269,23 +268,11 @@ def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
     ]
     if not shares:
         return None
-    what = (
-        f"Work on the nodes waited for a processor ({', '.join(shares)} of their time)"
-    )
+    time = f"{', '.join(shares)} of their time"
     return Doubt(
-        f"{what}: times are those of a busy machine",
+        f"Work on the nodes waited for a processor ({time}): times are those of a busy machine",
         "`lanes: 1`, or a machine without other work",
     )
-
-
-_EQUAL_SCORE = 0.01
-_UNITS = {
-    "peak_memory_bytes": " of peak memory",
-    "energy_j": " of energy",
-    "step_time_s": " a step",
-    "samples_per_s": "",
-}
-"""What follows the value of a metric that its unit tells."""
 
 
 @dataclass(frozen=True)
@@ -327,13 +314,9 @@ class Answer:
     @property
     def text(self) -> str:
         """All that there is to say, a line each."""
-        return "\n".join(
-            [
-                self.line,
-                *filter(None, [self.fastest, self.largest]),
-                *(f"- {doubt.text}" for doubt in self.doubts),
-            ]
-        )
+        lines = [line for line in (self.line, self.fastest, self.largest) if line]
+        lines += [f"- {doubt.text}" for doubt in self.doubts]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -492,9 +475,8 @@ def _line(
         return f"{head}; it is the only trial."
     if not others:
         return f"{head}; nothing else has a value to compare."
-    equal = [
-        in_words(names, place.record).removeprefix("batch ") for place in _tied(places)
-    ]
+    tied = [in_words(names, place.record) for place in _tied(places)]
+    equal = [name.removeprefix("batch ") for name in tied]
     if not equal:
         next_ = in_words(names, others[0].record)
         return f"{head}, {others[0].margin} the next, {next_}."
@@ -523,8 +505,9 @@ def _achieved(objective: Objective, place: _Place) -> str:
     if not is_repeated:
         time = span(record.missed_target_s, place.value)
     usd = _usd(record, place.value)
-    price = f" and {amount('usd_to_target', usd)}" if usd is not None else ""
-    return f"{time}{price} to {target(objective)}"
+    if usd is not None:
+        time += f" and {amount('usd_to_target', usd)}"
+    return f"{time} to {target(objective)}"
 
 
 def _between(metric: str, mean: Interval) -> str:
@@ -549,7 +532,8 @@ def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
     """
     low = (first.samples_per_s or 0.0) * (1 - _half_width(first))
     high = (other.samples_per_s or 0.0) * (1 + _half_width(other))
-    return low * (1 - (other.cpu_pressure or 0.0)) > (1 + EQUAL) * high
+    undisturbed = 1 - (other.cpu_pressure or 0.0)
+    return low * undisturbed > (1 + EQUAL) * high
 
 
 def _half_width(record: TrialRecord) -> float:
@@ -685,11 +669,8 @@ def largest_size(
     if not sizes or config.around is None or not as_good:
         return ""
     size = max(sample_values(config.space[sizes[0]]))
-    tried = [
-        record
-        for record in records
-        if record.purpose == "trial" and record.config.get(sizes[0]) == size
-    ]
+    searched = [record for record in records if record.purpose == "trial"]
+    tried = [record for record in searched if record.config.get(sizes[0]) == size]
     if not tried:
         return ""
     scores = scores_of(config.objective, tried)

@@ -1,12 +1,4 @@
-"""Draw the report's figures: objective, throughput, memory and learning curves.
-
-Gather what the figures share: the key of the x axis, that of the colour, and values.
-
-Of the keys that vary, batch size or the first number is the x axis, and precision or
-the first key of few values the colour.
-
-Charts as inline SVG in matplotlib's style; colours are CSS variables.
-"""
+"""Draw the report's figures: objective, throughput, memory and learning curves."""
 
 import functools
 import html
@@ -15,13 +7,14 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tune.config import BATCH_KEYS, TO_TARGET, SweepConfig
+from trainers.config.function import BATCH_KEYS
+from tune.config import TO_TARGET, SweepConfig
 from tune.report.words import (
     amount,
     duration,
@@ -45,6 +38,8 @@ BAD = "#0a0b03"
 _GRID = "#0a0b04"
 _CARD = "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
+MARKERS = "os^DvP"
+"""The shape of each series' marks, for who does not see their colours."""
 _COLORS = {
     FG: "var(--fg)",
     MUTED: "var(--muted)",
@@ -55,33 +50,42 @@ _COLORS = {
 
 _SIZE_IN = (4.2, 2.7)
 _LEGEND_CHARS = 52  # as many as there is room for in one row
+_ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
+_TICK_CHARS = 56  # as many as fit side by side below the axes
+SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
 _STYLE = {
-    **dict.fromkeys(
-        ["axes.facecolor", "figure.facecolor", "savefig.facecolor", "svg.fonttype"],
-        "none",
-    ),
-    **dict.fromkeys(
-        ["axes.edgecolor", "grid.color", "xtick.color", "ytick.color"], _GRID
-    ),
-    **dict.fromkeys(["axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"], MUTED),
-    **dict.fromkeys(
-        ["axes.spines.left", "axes.spines.right", "axes.spines.top", "legend.frameon"],
-        False,
-    ),
+    "axes.edgecolor": _GRID,
+    "axes.facecolor": "none",
     "axes.formatter.useoffset": False,
     "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "none",
     "font.size": 9,
+    "grid.color": _GRID,
     "grid.linewidth": 0.6,
+    "legend.frameon": False,
     "legend.handletextpad": 0.4,
     "lines.markeredgecolor": _CARD,
     "lines.markeredgewidth": 0.8,
     "lines.markersize": 5.5,
+    "savefig.facecolor": "none",
+    "svg.fonttype": "none",
     "svg.hashsalt": "paceline",
     "text.color": FG,
     # names come from the user's configuration: a `$` is a dollar
     "text.parse_math": False,
+    "xtick.color": _GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.color": _GRID,
+    "ytick.labelcolor": MUTED,
     "ytick.major.size": 0,
 }
+
+Points = list[tuple[float, float]]
+"""A trial's evaluations: training time, s, and a metric."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,10 @@ def styled() -> Iterator[None]:
 
 
 class Canvas:
-    """One set of axes, and the hover text of its marks."""
+    """One set of axes in matplotlib's style, and the hover text of its marks.
+
+    It becomes inline SVG, whose colours are CSS variables.
+    """
 
     def __init__(self, name: str) -> None:
         from matplotlib.figure import Figure as Sheet
@@ -120,9 +127,8 @@ class Canvas:
         self.sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
-        self.axes.locator_params(
-            axis="x", nbins=5
-        )  # as many as have room for six digits each
+        # As many as have room for six digits each.
+        self.axes.locator_params(axis="x", nbins=5)
         self._tips: dict[str, str] = {}
 
     def tip(self, text: str) -> str:
@@ -145,10 +151,10 @@ class Canvas:
         """Draw one point that shows `text` when the mouse is over it."""
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
-    def legend(self, series: Iterable[tuple[str, str]]) -> None:
-        """Write the names of what was drawn, and of further colours, above the axes."""
-        for color, name in series:
-            self.axes.plot([], [], color=color, linewidth=2.5, label=name)
+    def legend(self, series: Mapping[int, str]) -> None:
+        """Write the names of what was drawn, and of series, above the axes."""
+        for at, name in series.items():
+            self.axes.plot([], [], color=SERIES[at], marker=MARKERS[at], label=name)
         handles, names = self.axes.get_legend_handles_labels()
         if names:
             widths = [len(name) + 6 for name in names]
@@ -161,23 +167,16 @@ class Canvas:
         """Render what was drawn."""
         stream = io.StringIO()
         self.sheet.savefig(stream, format="svg", metadata={"Date": None})
-        svg = re.sub(
-            r"<metadata>.*?</metadata>|<style .*?</style>",
-            "",
-            stream.getvalue(),
-            flags=re.DOTALL,
-        )
+        left_out = r"(?s)<metadata>.*?</metadata>|<style .*?</style>"
+        svg = re.sub(left_out, "", stream.getvalue())
         svg = svg[svg.index("<svg") :]
         head = svg[: svg.index(">")]
         box = re.search(r'viewBox="[^"]*"', head)
         assert box is not None
         body = re.sub(r"<[^>]*>", self._inlined, svg.removeprefix(head))
         label = html.escape(f"{title}. {caption}")
-        return Figure(
-            title,
-            caption,
-            f'<svg role="img" aria-label="{label}" {box[0]}{body}'.strip(),
-        )
+        svg = f'<svg role="img" aria-label="{label}" {box[0]}{body}'
+        return Figure(title, caption, svg.strip())
 
     def _inlined(self, found: re.Match[str]) -> str:
         """Return a tag with the canvas's name in its ids, and variables for colours.
@@ -190,10 +189,10 @@ class Canvas:
                 tag = tag.replace(color, css)
         tip = re.match(r'<g id="(tip-\d+)">', tag)
         tag = re.sub(r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self.name}-", tag)
-        return f"{tag}<title>{html.escape(self._tips[tip[1]])}</title>" if tip else tag
-
-
-SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
+        if tip is None:
+            return tag
+        text = html.escape(self._tips[tip[1]])
+        return f"{tag}<title>{text}</title>"
 
 
 @dataclass(frozen=True)
@@ -220,10 +219,9 @@ class Axis:
     @functools.cached_property
     def positions(self) -> list[float]:
         """Their places on the axis."""
-        return [
-            float(value if self.is_numeric else at)
-            for at, value in enumerate(self.values)
-        ]
+        if self.is_numeric:
+            return [float(value) for value in self.values]
+        return [float(at) for at in range(len(self.values))]
 
     def index(self, record: TrialRecord) -> int:
         """Return which of the values a trial has."""
@@ -241,11 +239,17 @@ class Axis:
 
     def name(self, value: Any) -> str:
         """Return a value as a legend has it."""
-        return cut(("" if self.key == "precision" else f"{self.label} ") + shown(value))
+        if self.key == "precision":
+            return cut(shown(value))
+        return cut(f"{self.label} {shown(value)}")
 
 
 class FigureData:
-    """The trials of a sweep, with a place on the x axis and a series each."""
+    """The trials of a sweep, with a place on the x axis and a series each.
+
+    Of the keys that vary, batch size or the first number is the x axis, and precision
+    or the first key of few values the series.
+    """
 
     def __init__(
         self, config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None
@@ -259,17 +263,14 @@ class FigureData:
         ]
         names = telling(config, records)
         self._words = {record.id: in_words(names, record) for record in records}
-        axes = {
-            key: Axis(key, label, _tried(key, records))
-            for key, label in labels(config, records).items()
-        }
+        axes = []
+        for key, label in labels(config, records).items():
+            axes.append(Axis(key, label, _tried(key, records)))
         self.varied = [
-            axis
-            for axis in axes.values()
-            if len(axis.values) > 1 and axis.key != "seed"
+            axis for axis in axes if len(axis.values) > 1 and axis.key != "seed"
         ]
         """The keys of which more than one value was tried; a seed is a repeat."""
-        self.x = _choose_x(list(axes.values()))
+        self.x = _choose_x(axes)
         # More values than colours would be a legend larger than its figure, or nothing
         # to compare.
         rest = [axis for axis in self.varied if axis != self.x]
@@ -288,12 +289,10 @@ class FigureData:
         """Return the colour of a trial's series."""
         return SERIES[self.series(record)]
 
-    def legend(self, records: Iterable[TrialRecord]) -> list[tuple[str, str]]:
-        """Return colours and names of the series that these trials belong to."""
-        return [
-            (SERIES[at], self.names[at])
-            for at in sorted({self.series(record) for record in records})
-        ]
+    def legend(self, records: Iterable[TrialRecord]) -> dict[int, str]:
+        """Return the names of the series that these trials belong to."""
+        series = sorted({self.series(record) for record in records})
+        return {at: self.names[at] for at in series}
 
     def each(self) -> str:
         """Return the series in words."""
@@ -315,7 +314,9 @@ def _tried(key: str, records: list[TrialRecord]) -> list[Any]:
         value = record.config.get(key)
         tried.setdefault(repr(value), value)
     values = list(tried.values())
-    return sorted(values) if all(map(is_number, values)) else values
+    if all(map(is_number, values)):
+        values.sort()
+    return values
 
 
 def _choose_x(axes: list[Axis]) -> Axis:
@@ -329,15 +330,9 @@ def _choose_x(axes: list[Axis]) -> Axis:
 
 def cut(text: str) -> str:
     """Return text that fits beside an axis."""
-    return text if len(text) <= 26 else text[:23] + "..."
-
-
-_ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
-_TICK_CHARS = 56  # as many as fit side by side below the axes
-
-Points = list[
-    tuple[float, float]
-]  # a trial's evaluations: training time, s, and a metric
+    if len(text) <= 26:
+        return text
+    return text[:23] + "..."
 
 
 def figures(
@@ -374,10 +369,9 @@ def objective(data: FigureData) -> Figure | None:
     notes = ["A mark a trial."]
     if data.best:
         notes.append("The largest is the best.")
-    if metric in TO_TARGET and len(marks) < len(trials):
-        notes.append(
-            f"{len(trials) - len(marks)} of {len(trials)} did not reach the target."
-        )
+    num_missed = len(trials) - len(marks)
+    if metric in TO_TARGET and num_missed > 0:
+        notes.append(f"{num_missed} of {len(trials)} did not reach the target.")
     if any(mark.is_repeated for mark in marks):
         notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
     title = label = printable(metric)
@@ -387,7 +381,8 @@ def objective(data: FigureData) -> Figure | None:
         size, unit = time_unit(max(mark.value for mark in marks))
         label = f"time to target, {unit}"
     panels: list[Figure] = []
-    for axis in [data.x, *(axis for axis in data.varied if axis != data.x)]:
+    others = [axis for axis in data.varied if axis != data.x]
+    for axis in [data.x, *others]:
         canvas = Canvas(f"objective{len(panels) or ''}")
         _draw(data, axis, canvas, marks, size)
         canvas.axes.set_ylabel(label)
@@ -409,8 +404,10 @@ def _marks(data: FigureData) -> list[Mark]:
             continue
         if record.id in times:
             time_s = times[record.id]
+            low = duration(time_s.low)
+            high = duration(time_s.high)
+            text = f"{duration(time_s.value)}, 95 % interval {low} to {high}"
             ends = time_s.low, time_s.high
-            text = f"{duration(time_s.value)}, 95 % interval {duration(ends[0])} to {duration(ends[1])}"
             marks.append(Mark(record, time_s.value, text, ends, True))
         elif metric == "time_to_target" and record.missed_target_s is not None:
             ends = record.missed_target_s, value
@@ -453,12 +450,15 @@ def memory(data: FigureData) -> Figure | None:
     _draw(data, data.x, canvas, marks, size, is_joined=True)
     cross: dict[str, Any] = {"marker": "X", "markersize": 8}
     for record in data.out_of_memory:
+        y = 0.96 - _ROW * data.series(record)
+        text = data.tip(record, "out of memory")
+        place = canvas.axes.get_xaxis_transform()
         canvas.mark(
             data.x.position(record),
-            0.96 - _ROW * data.series(record),
-            data.tip(record, "out of memory"),
+            y,
+            text,
             data.color(record),
-            transform=canvas.axes.get_xaxis_transform(),
+            transform=place,
             **cross,
         )
     caption = f"Largest over the workers{data.each()}."
@@ -483,7 +483,8 @@ def curves(data: FigureData) -> Figure | None:
             lines.append((record, points))
     if not lines:
         return None
-    size, unit = time_unit(max(max(points)[0] for _, points in lines))
+    longest_s, _ = max(max(points) for _, points in lines)
+    size, unit = time_unit(longest_s)
     target = data.config.objective.goal
     goal = None
     if target and target.metric == metric and is_number(target.value):
@@ -532,17 +533,18 @@ def _lines(
 ) -> None:
     """Draw a line a trial, the best thick and on top; `size` is a unit of time, s."""
     for record, points in sorted(lines, key=lambda line: data.is_best(line[0])):
-        is_best = data.is_best(record)
+        look: dict[str, Any] = {"linewidth": 1.1, "alpha": 0.75, "zorder": 2}
+        if data.is_best(record):
+            look = {"linewidth": 2.8, "alpha": 1, "zorder": 3}
         end_x, end_y = points[-1]
         canvas.axes.plot(
             [x / size for x, _ in points],
             [y for _, y in points],
             color=data.color(record),
-            linewidth=2.8 if is_best else 1.1,
-            alpha=1 if is_best else 0.75,
-            marker="." if len(points) == 1 else None,
-            zorder=3 if is_best else 2,
+            marker=MARKERS[data.series(record)],
+            markevery=[-1],
             gid=canvas.tip(data.tip(record, f"ends at {end_y:.4g}")),
+            **look,
         )
         if not record.finished:
             text = data.tip(record, record.status)
@@ -563,12 +565,13 @@ def _draw(
 
     If joined, a grid has a line a series through medians.
     """
-    found: dict[str, dict[float, list[float]]] = {}
+    found: dict[int, dict[float, list[float]]] = {}
     for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
         x = axis.position(mark.record)
         y = mark.value / size
-        color = data.color(mark.record)
-        found.setdefault(color, {}).setdefault(x, []).append(y)
+        at = data.series(mark.record)
+        color = SERIES[at]
+        found.setdefault(at, {}).setdefault(x, []).append(y)
         before = len(canvas.axes.lines)
         if mark.between is not None:
             ends = [end / size for end in mark.between]
@@ -577,15 +580,15 @@ def _draw(
         look: dict[str, Any] = {"linestyle": "none", "clip_on": False, "zorder": 3}
         look["markersize"] = 8.5 if data.is_best(mark.record) else 5
         text = data.tip(mark.record, mark.text)
-        canvas.mark(x, y, text, color, marker="o", **look)
+        canvas.mark(x, y, text, color, marker=MARKERS[at], **look)
         if axis != data.by and not is_joined:
             middle = (len(data.names) - 1) / 2
-            canvas.move(canvas.axes.lines[before:], data.series(mark.record) - middle)
+            canvas.move(canvas.axes.lines[before:], at - middle)
     if is_joined and data.config.search == "grid":
-        for color, values in found.items():
+        for at, values in found.items():
             xs = sorted(values)
             medians = [median(values[x]) for x in xs]
-            canvas.axes.plot(xs, medians, color=color, linewidth=1.6)
+            canvas.axes.plot(xs, medians, color=SERIES[at], linewidth=1.6)
     _set_axis(axis, canvas)
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
@@ -599,35 +602,45 @@ def _closer(lines: list[list[float]], goal: float | None) -> tuple[float, float]
     """Return limits of a metric's axis without the worst fifth, where runs are alike."""
     values = sorted(itertools.chain.from_iterable(lines))
     fifth = len(values) // 5
-    rises = sum(own[-1] - own[0] for own in lines) > 0
-    kept = values[fifth:] if rises else values[: len(values) - fifth]
+    if sum(own[-1] - own[0] for own in lines) > 0:
+        kept = values[fifth:]
+        best = kept[-1]
+    else:
+        kept = values[: len(values) - fifth]
+        best = kept[0]
     if goal is not None:  # and a way to go up to it: where it is crossed is what counts
-        beyond = (max if rises else min)(kept) - goal
-        kept += [goal, goal - 0.35 * beyond]
-    margin = 0.05 * (max(kept) - min(kept)) or 0.05 * abs(kept[0]) or 1.0
-    return min(kept) - margin, max(kept) + margin
+        kept += [goal, goal - 0.35 * (best - goal)]
+    low = min(kept)
+    high = max(kept)
+    margin = 0.05 * (high - low) or 0.05 * abs(kept[0]) or 1.0
+    return low - margin, high + margin
 
 
 def _set_axis(axis: Axis, canvas: Canvas) -> None:
     """Set ticks of the x axis at the values that were tried; base 2 for batch sizes."""
-    positions = axis.positions
-    log = axis.is_log
-    if log:
+    places = axis.positions
+    if axis.is_log:
         canvas.axes.set_xscale("log", base=2)
-    scale = math.log2 if log else float
-    first = scale(positions[0])
-    width = scale(positions[-1]) - scale(positions[0])
-    margin = 0.06 * width or (0.5 if log else abs(first) / 2 or 0.5)
-    limits = (first - margin, first + width + margin)
-    canvas.axes.set_xlim(*(2**limit for limit in limits) if log else limits)
-    ticks: list[tuple[float, str]] = []
-    for position, value in zip(positions, axis.values, strict=True):
-        if not ticks or scale(position) - scale(ticks[-1][0]) >= width / 9:
-            ticks.append((position, cut(shown(value))))
-    canvas.axes.set_xticks(
-        [position for position, _ in ticks], [text for _, text in ticks]
-    )
-    if sum(len(text) + 2 for _, text in ticks) > _TICK_CHARS:
+        places = [math.log2(position) for position in places]
+    first = places[0]
+    width = places[-1] - first
+    margin = 0.06 * width or 0.5
+    if width == 0 and not axis.is_log:
+        margin = abs(first) / 2 or 0.5
+    low = first - margin
+    high = first + width + margin
+    if axis.is_log:
+        low = 2**low
+        high = 2**high
+    canvas.axes.set_xlim(low, high)
+    ticks: dict[float, str] = {}
+    next_place = -math.inf
+    for at, place in enumerate(places):
+        if place >= next_place:
+            ticks[axis.positions[at]] = cut(shown(axis.values[at]))
+            next_place = place + width / 9
+    canvas.axes.set_xticks(list(ticks), list(ticks.values()))
+    if sum(len(text) + 2 for text in ticks.values()) > _TICK_CHARS:
         canvas.axes.tick_params("x", labelrotation=25)
         for label in canvas.axes.get_xticklabels():
             label.set_horizontalalignment("right")

@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from trainers.config.function import BATCH_KEYS
 from trainers.errors import printable as printable
-from tune.config import BATCH_KEYS, Objective, SweepConfig
+from tune.config import Objective, SweepConfig
 from tune.trials.record import TrialRecord
 
 _MOST_NAMES = 3

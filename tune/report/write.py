@@ -1,7 +1,4 @@
-"""What a sweep leaves: results.parquet, best.yaml, summary.json and report.html.
-
-A sweep's report as a page: what it shows, and its HTML.
-"""
+"""Write what a sweep leaves: results.parquet, best.yaml, summary.json, report.html."""
 
 import base64
 import hashlib
@@ -31,6 +28,8 @@ from tune.search.finalists import Final
 from tune.search.space import trial_tree
 from tune.trials.record import TrialRecord
 
+logger = logging.getLogger(__name__)
+
 _MOST_DRAWN = 300
 
 
@@ -48,7 +47,8 @@ def render(template: str, **shown: Any) -> str:
         lstrip_blocks=True,
         loader=FunctionLoader(source),
     )
-    return escape_controls(environment.get_template(template).render(**shown))
+    page = environment.get_template(template).render(**shown)
+    return escape_controls(page)
 
 
 def best_command(sweep: Storage) -> str:
@@ -68,7 +68,11 @@ def contents(
 
     `train` is the run that is varied.
     """
-    tree = train if found.best is None else trial_tree(train, found.best.config)
+    tree = train
+    if found.best is not None:
+        tree = trial_tree(train, found.best.config)
+    script = source("table.js")
+    digest = hashlib.sha256(script.encode()).digest()
     shown = columns(config, records)
     same = constant(config, records, shown)
     whole = summary(config, records, environment, found)
@@ -81,8 +85,9 @@ def contents(
             said.append(f"{column.header} {cell}")
     return {
         "best": found.best,
-        "script": source("table.js"),
-        "script_hash": _hash(source("table.js")),
+        "script": script,
+        # Its name in the page's Content-Security-Policy.
+        "script_hash": f"sha256-{base64.b64encode(digest).decode()}",
         "columns": [column for column in shown if column not in same],
         "command": best_command(sweep),
         "figures": figures(config, drawn, found.best),
@@ -97,12 +102,6 @@ def contents(
     }
 
 
-def _hash(script: str) -> str:
-    """Return a script's name in a Content-Security-Policy."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
-
-
 def summary(
     config: SweepConfig,
     records: list[TrialRecord],
@@ -113,10 +112,14 @@ def summary(
     counts = Counter(record.status for record in records)
     objective = config.objective.model_dump(exclude_none=True)
     spent = [record.spent for record in records if record.spent is not None]
-    starting_s = sum(each.starting_s for each in spent)
-    training_s = sum(each.training_s for each in spent)
+    starting_s = None
+    training_s = None
+    if spent:
+        starting_s = round(sum(each.starting_s for each in spent), 3)
+        training_s = round(sum(each.training_s for each in spent), 3)
     starts = [record.start_time for record in records]
     ends = [record.end_time for record in records]
+    wall_s = max(ends, default=0.0) - min(starts, default=0.0)
     best = None
     if found.best is not None:
         best = {"id": found.best.id, "config": found.best.config, "value": found.value}
@@ -134,10 +137,10 @@ def summary(
         "others_times_as_fast_at_most": found.most_ahead,
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},
-        "wall_time_s": round(max(ends, default=0.0) - min(starts, default=0.0), 3),
+        "wall_time_s": round(wall_s, 3),
         "trial_time_s": round(sum(ends) - sum(starts), 3),
-        "starting_s": round(starting_s, 3) if spent else None,
-        "training_s": round(training_s, 3) if spent else None,
+        "starting_s": starting_s,
+        "training_s": training_s,
         "environment": dict(environment),
     }
 
@@ -163,9 +166,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-logger = logging.getLogger(__name__)
 
 
 def write_report(
@@ -283,16 +283,17 @@ def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
     kinds = {type(value) for value in possible}
     if kinds == {bool}:
         return pa.array(values, pa.bool_())
-    if kinds and kinds <= {int, float}:
-        whole = [value for value in possible if type(value) is int]
-        if all(-(2**63) <= value < 2**63 for value in whole):
-            if kinds == {int}:
-                return pa.array(values, pa.int64())
-            return pa.array(_as_floats(values), pa.float64())
+    whole = [value for value in possible if type(value) is int]
+    fits = all(-(2**63) <= value < 2**63 for value in whole)
+    if kinds == {int} and fits:
+        return pa.array(values, pa.int64())
+    if kinds and kinds <= {int, float} and fits:
+        return pa.array(_as_floats(values), pa.float64())
     texts = []
     for value in values:
-        is_text = value is None or isinstance(value, str)
-        text = value if is_text else json.dumps(value)
+        text = value
+        if value is not None and not isinstance(value, str):
+            text = json.dumps(value)
         texts.append(text and _encodable(text))
     return pa.array(texts, pa.string())
 

@@ -165,7 +165,8 @@ def compare(
     num_free = len(cells) - int(rank)
     spread = _pooled(float(rest @ rest), num_free)
     covariance = np.linalg.pinv(design.T @ design)
-    level = 1 - LEVEL / 2 / max(1, len(laps) - 1) / len(LOOKS)
+    num_rivals = max(1, len(laps) - 1)
+    level = 1 - LEVEL / 2 / num_rivals / len(LOOKS)
     width = spread * student_t(REPEATS_WEIGHT + num_free, level)
     leader = min(racing, key=lambda entrant: float(effects[columns[entrant]]))
     found = {leader: Standing(0.0, 0.0, 0.0, 0.0, 0.0)}
@@ -203,7 +204,9 @@ def time_alone(record: TrialRecord) -> Interval:
     """
     time_s = record.time_to_target_s or 0.0
     before = record.missed_target_s
-    low_s = time_s if before is None else min(before, time_s)
+    low_s = time_s
+    if before is not None:
+        low_s = min(before, time_s)
     return Interval(time_s, _alone_s(record, low_s), time_s)
 
 
@@ -214,7 +217,8 @@ def _alone_s(record: TrialRecord, time_s: float) -> float:
     in which work on its node waited for a processor.
     """
     idle_share = 1 - (record.cpu_pressure or 0.0)
-    return max(0.0, time_s - (record.disturbed_s or 0.0)) * idle_share
+    trained_s = time_s - (record.disturbed_s or 0.0)
+    return max(0.0, trained_s) * idle_share
 
 
 def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
@@ -234,17 +238,21 @@ def contenders(
         return []
     if config.finalists == "auto":
         least_s = max(1e-9, LOOKS[0] * _mean_cost_s(found))
-        count = min(MOST_FINALISTS, int(_time_for_repeats_s(records) / least_s))
+        affordable = int(_time_for_repeats_s(records) / least_s)
+        count = min(MOST_FINALISTS, affordable)
     else:
         count = config.finalists
-    return found[:count] if count > 1 else []
+    if count < 2:
+        return []
+    return found[:count]
 
 
 def _time_for_repeats_s(records: Sequence[TrialRecord]) -> float:
     """Return how long repeats may take, s: half of the search's time on its lanes."""
     search = [record for record in records if record.purpose != "repeat"]
-    num_lanes = max(1, len({record.lane for record in search}))
-    return max(_FREE_S, _SHARE * sum(map(_cost_s, search)) / num_lanes)
+    lanes = {record.lane for record in search}
+    search_s = sum(map(_cost_s, search)) / max(1, len(lanes))
+    return max(_FREE_S, _SHARE * search_s)
 
 
 def _cost_s(record: TrialRecord) -> float:
@@ -310,9 +318,11 @@ def _standing(
     laps = []
     ended: list[TrialRecord] = []
     for own in repeats:
-        laps.append(
-            {(run.seed or 0) - first_seed: _lap(config.objective, run) for run in own}
-        )
+        rounds = {}
+        for run in own:
+            number = (run.seed or 0) - first_seed
+            rounds[number] = _lap(config.objective, run)
+        laps.append(rounds)
         ended += own
     stands = race(laps)
     if not stands.runs_next:
@@ -321,7 +331,8 @@ def _standing(
     left_s = _time_for_repeats_s(records) - sum(map(_cost_s, ended))
     round_s = max(1e-9, num_racing * _mean_cost_s(ended or found))
     num_more = max(0, int(left_s / round_s))
-    return race(laps, max(LOOKS[0], stands.runs_next[0][1] + num_more))
+    _, next_round = stands.runs_next[0]
+    return race(laps, max(LOOKS[0], next_round + num_more))
 
 
 def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
@@ -333,14 +344,19 @@ def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
     if time_s is None:
         trained = [row.get("train_time_s", 0.0) for row in record.curve]
         whole_s = max(trained, default=0.0)
-        return Lap(math.log(whole_s)) if record.finished and whole_s > 0 else None
+        if not record.finished or whole_s <= 0:
+            return None
+        return Lap(math.log(whole_s))
     lost_s = record.disturbed_s or 0.0  # maybe after it had met the target
     value_s = time_s.value - lost_s
     low_s = time_s.low - lost_s
     if value_s <= 0:
         return None
-    early = math.log(value_s / low_s) if low_s > 0 else math.inf
-    return Lap(math.log(value_s), early, math.log(time_s.high / value_s))
+    early = math.inf
+    if low_s > 0:
+        early = math.log(value_s / low_s)
+    late = math.log(time_s.high / value_s)
+    return Lap(math.log(value_s), early, late)
 
 
 @dataclass(frozen=True)
@@ -383,7 +399,8 @@ def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
     squares = 0.0
     for record, standing in zip(entrants, standings, strict=True):
         runs = _repeats(record, records)
-        laps = [lap for run in runs if (lap := _lap(config.objective, run))]
+        known = [_lap(config.objective, run) for run in runs]
+        laps = [lap for lap in known if lap is not None]
         if standing is None or not laps:
             continue
         groups.append((standing, record, runs, laps))
@@ -461,7 +478,8 @@ def most_ahead(records: Sequence[TrialRecord], found: Sequence[Final]) -> float 
             trained_s = record.curve[-1].get("train_time_s", 0.0)
             earliest_s.append(_alone_s(record, trained_s))
             num_compared += 1
-    width = NormalDist().inv_cdf(1 - LEVEL / max(1, num_compared)) * REPEATS
+    level = 1 - LEVEL / max(1, num_compared)
+    width = NormalDist().inv_cdf(level) * REPEATS
     luck = math.exp(width * math.sqrt(1 + 1 / num_repeats))
     ratios += [_ratio(best_s, time_s) * luck for time_s in earliest_s]
     return max(ratios)
@@ -477,11 +495,11 @@ def pressure(records: Sequence[TrialRecord], repeats: bool = False) -> float | N
     Returns:
         The median; None where nothing is known.
     """
-    known = [
-        record.cpu_pressure
-        for record in records
-        if (record.purpose == "repeat") is repeats and record.cpu_pressure is not None
-    ]
+    known = []
+    for record in records:
+        is_repeat = record.purpose == "repeat"
+        if is_repeat is repeats and record.cpu_pressure is not None:
+            known.append(record.cpu_pressure)
     return statistics.median(known) if known else None
 
 

@@ -60,9 +60,8 @@ def searcher(
     if config.around is not None:
         return ConcurrencyLimiter(AroundSearch(config), max_concurrent=lanes)
     if config.search == "optuna":
-        return ConcurrencyLimiter(
-            _optuna_search(config, before, seed), max_concurrent=lanes
-        )
+        optuna = _optuna_search(config, before, seed)
+        return ConcurrencyLimiter(optuna, max_concurrent=lanes)
     return BasicVariantGenerator(max_concurrent=lanes, random_state=seed)
 
 
@@ -113,9 +112,11 @@ class AroundSearch(Searcher):
     ) -> None:
         """Take in how a trial has ended; without a status it was stopped."""
         result = result or {"status": "error"}
-        has_failed = result.get("status", "stopped") not in ("done", "stopped")
-        found = score(self._config.objective, result.get("objective"), result)
-        self._scores[self._running.pop(trial_id)] = NO_SCORE if has_failed else found
+        found = NO_SCORE
+        if result.get("status", "stopped") in ("done", "stopped"):
+            found = score(self._config.objective, result.get("objective"), result)
+        name = self._running.pop(trial_id)
+        self._scores[name] = found
 
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: the journal has it all."""
@@ -168,10 +169,10 @@ class BeatenScheduler(FIFOScheduler):
             return str(TrialScheduler.CONTINUE)
         for record in self._records.values():
             is_whole = record.status == "done" and record.purpose == "trial"
-            time_s = record.time_to_target_s if is_whole else None
-            if time_s and time_s * FAR_APART <= trained_s:
-                self._why[trial.trial_id] = (
-                    f"certain to be beaten in {self._objective.metric} by trial {record.id}"
-                )
+            time_s = record.time_to_target_s
+            if is_whole and time_s and time_s * FAR_APART <= trained_s:
+                metric = self._objective.metric
+                why = f"certain to be beaten in {metric} by trial {record.id}"
+                self._why[trial.trial_id] = why
                 return str(TrialScheduler.STOP)
         return str(TrialScheduler.CONTINUE)

@@ -1,17 +1,10 @@
-"""The search space: dotted keys of a run and their values, and trials.
-
-Search a rate for each combination of the space's other values: `lr: around`.
-
-Each begins with the run's own value, of which `lr_scaling` makes the rule's rate for
-its batch size, and with the neighbours by 2. Where the best rate is the smallest or
-largest that was tried, the next one beyond it follows, until the best has a worse one
-on either side.
-"""
+"""The search space: which trials it has, and which of `around` come next."""
 
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainers.config.function import build_run, kind_of
@@ -23,6 +16,11 @@ from tune.trials.record import TrialRecord, trial_id, value_of
 _FIRST_STEPS = (0, 1, -1)
 _MOST_STEPS = 6
 """Doublings on either side."""
+_ALL_STEPS = range(-_MOST_STEPS, _MOST_STEPS + 1)
+WHOLE = "whole_trial"
+"""The one key of Tune's configuration of a trial that was not drawn key by key."""
+_FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
+"""Keys of a run that are the same for all trials."""
 
 Score = tuple[float, float]
 """The smaller the better: the objective, and what decides without it, how far the
@@ -58,10 +56,12 @@ def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str,
     for record in records:
         if record.purpose != "trial":
             continue
-        value = None if record.is_censored else value_of(objective.metric, record)
-        found[record.id] = (
-            score(objective, value, record.metrics) if record.finished else NO_SCORE
-        )
+        found[record.id] = NO_SCORE
+        if record.finished:
+            value = None
+            if not record.is_censored:
+                value = value_of(objective.metric, record)
+            found[record.id] = score(objective, value, record.metrics)
     return found
 
 
@@ -70,32 +70,43 @@ def next_trials(
 ) -> list[dict[str, Any]]:
     """Return the trials to run as far as `scores` tell; none where the search is over.
 
+    `lr: around` searches a rate for each combination of the space's other values. It
+    begins with the run's own value, of which `lr_scaling` makes the rule's rate for its
+    batch size, and with the neighbours by 2. Where the best rate is the smallest or
+    largest that was tried, the next one beyond it follows, until the best has a worse
+    one on either side.
+
     Every combination's own rate comes first, then its neighbours: that tells early what
     is beaten.
     """
-    assert config.around is not None
-    others = {
-        key: values for key, values in config.space.items() if key != config.around
-    }
-    wanted: list[tuple[int, dict[str, Any]]] = []
-    for values in itertools.product(*others.values()):
-        trials = {
-            step: _trial(config, dict(zip(others, values, strict=True)), step)
-            for step in _ALL_STEPS
-        }
-        ids = {step: trial_id(trial) for step, trial in trials.items()}
-        known = {step: scores[name] for step, name in ids.items() if name in scores}
-        wanted += [(step, trials[step]) for step in _next_steps(known)]
-    return [trial for _, trial in sorted(wanted, key=lambda pair: abs(pair[0]))]
+    others = dict(config.space)
+    around = others.pop(config.around or "")
+    assert isinstance(around, Range)
+    wanted: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for combination in _combinations(others):
+        trials = {}
+        known = {}
+        for step in _ALL_STEPS:
+            rate = {str(config.around): around.start * 2.0**step}
+            trials[step] = combination | rate
+            name = trial_id(trials[step])
+            if name in scores:
+                known[step] = scores[name]
+        for step in _next_steps(known):
+            wanted[abs(step)].append(trials[step])
+    found = []
+    for distance in sorted(wanted):
+        found += wanted[distance]
+    return found
 
 
-_ALL_STEPS = range(-_MOST_STEPS, _MOST_STEPS + 1)
-
-
-def _trial(config: SweepConfig, others: dict[str, Any], step: int) -> dict[str, Any]:
-    values = config.space[config.around or ""]
-    assert isinstance(values, Range)
-    return {**others, str(config.around): values.start * 2.0**step}
+def _combinations(
+    space: Mapping[str, list[Any] | Range],
+) -> Iterator[dict[str, Any]]:
+    """Yield all combinations of a space's values, in order."""
+    lists = map(sample_values, space.values())
+    for values in itertools.product(*lists):
+        yield dict(zip(space, values, strict=True))
 
 
 def _next_steps(scores: Mapping[int, Score]) -> list[int]:
@@ -105,7 +116,9 @@ def _next_steps(scores: Mapping[int, Score]) -> list[int]:
         return missing
     best = min(scores, key=lambda step: (scores[step], abs(step)))
     beyond = best + 1 if best > 0 else best - 1  # the side of the start has been tried
-    return [] if beyond in scores or abs(beyond) > _MOST_STEPS else [beyond]
+    if beyond in scores or beyond not in _ALL_STEPS:
+        return []
+    return [beyond]
 
 
 def is_inside(
@@ -114,17 +127,9 @@ def is_inside(
     """Whether both neighbours of a trial's rate have been tried."""
     tried = {record.id for record in records}
     key = str(config.around)
-    return all(
-        trial_id({**trial, key: trial[key] * factor}) in tried for factor in (0.5, 2.0)
-    )
-
-
-WHOLE = "whole_trial"
-"""The one key of Tune's configuration of a trial that was not drawn key by key."""
-
-
-_FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
-"""Keys of a run that are the same for all trials."""
+    rate = trial[key]
+    neighbours = [{**trial, key: rate / 2}, {**trial, key: rate * 2.0}]
+    return tried.issuperset(map(trial_id, neighbours))
 
 
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
@@ -133,10 +138,9 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
     Raises ConfigError for one that does not, and where the search is not installed.
     """
     if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
+        rule = "the package optuna is not installed"
         fix = "run `pip install 'paceline[optuna]'`"
-        raise ConfigError(
-            "search", "optuna", "the package optuna is not installed", fix, source
-        )
+        raise ConfigError("search", "optuna", rule, fix, source)
     for key, values in config.space.items():
         for value in sample_values(values):
             check_trial(train, {key: value}, source)
@@ -156,11 +160,12 @@ def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> No
     except ConfigError as error:
         field = error.field
         rule = error.rule
-        if any(f"{field}.".startswith(f"{key}.") for key in trial):
+        own_keys = tuple(f"{key}." for key in trial)
+        if f"{field}.".startswith(own_keys):
             field = f"space.{field}"
         else:
-            keys = ", ".join(f"{key}: {value}" for key, value in trial.items())
-            rule = f"{rule} (in the trial {keys})"
+            pairs = [f"{key}: {value}" for key, value in trial.items()]
+            rule = f"{rule} (in the trial {', '.join(pairs)})"
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
@@ -168,11 +173,7 @@ def grid(config: SweepConfig) -> list[dict[str, Any]]:
     """Return all combinations of a grid's lists, in order; none for any other search."""
     if config.search != "grid":
         return []
-    lists = map(sample_values, config.space.values())
-    return [
-        dict(zip(config.space, values, strict=True))
-        for values in itertools.product(*lists)
-    ]
+    return list(_combinations(config.space))
 
 
 def open_trials(
@@ -181,15 +182,13 @@ def open_trials(
     """Return a grid's trials without a record; of `around` those known to be needed."""
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
-        return [
-            trial
-            for trial in grid(config)[: config.budget.trials]
-            if trial_id(trial) not in ended
-        ]
+        planned = grid(config)[: config.budget.trials]
+        return [trial for trial in planned if trial_id(trial) not in ended]
     num_left = MOST_TRIALS
     if config.budget.trials is not None:
         num_left = max(0, config.budget.trials - len(ended))
-    return next_trials(config, scores_of(config.objective, records))[:num_left]
+    scores = scores_of(config.objective, records)
+    return next_trials(config, scores)[:num_left]
 
 
 def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
@@ -203,16 +202,17 @@ def known_space(
     space: Mapping[str, list[Any] | Range], train: Tree, source: str
 ) -> dict[str, list[Any] | Range]:
     """Return a space by the names of a function's `keys`, with the run's own `around`."""
-    names = {path: name for name, path in (train.get("keys") or {}).items()}
+    keys = train.get("keys") or {}
+    names = {path: name for name, path in keys.items()}
     for path, name in names.items():
         if path in space and name in space:
             rule = f"is {name}, which is there too"
             fix = "keep one of the two"
             raise ConfigError(f"space.{path}", MISSING, rule, fix, source)
-    return {
-        names.get(key, key): _from_run(key, values, train, source)
-        for key, values in space.items()
-    }
+    known = {}
+    for key, values in space.items():
+        known[names.get(key, key)] = _from_run(key, values, train, source)
+    return known
 
 
 def _from_run(
@@ -223,9 +223,8 @@ def _from_run(
     start = value_at(train, key)
     if isinstance(start, bool) or not isinstance(start, int | float) or not start > 0:
         rule = "begins with the run's own value, which is no number above 0"
-        raise ConfigError(
-            f"space.{key}", "around", rule, f"give `{key}` below `train`", source
-        )
+        fix = f"give `{key}` below `train`"
+        raise ConfigError(f"space.{key}", "around", rule, fix, source)
     return Range(around=float(start))
 
 
@@ -240,7 +239,9 @@ def value_at(tree: Tree, key: str) -> Any:
 def planned_trials(config: SweepConfig) -> int:
     """Return how many trials the search makes."""
     budget = config.budget.trials
-    return len(grid(config)[:budget]) if config.search == "grid" else budget or 0
+    if config.search == "grid":
+        return len(grid(config)[:budget])
+    return budget or 0
 
 
 def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The sweep as it runs: lanes, Ray Tune's Tuner over them, and the journal (Ray).
-
-Do what users want of a running sweep: its driver reads the actions (Ray).
-"""
+"""The sweep as it runs: lanes, Ray Tune's Tuner over them, and what users want (Ray)."""
 
 import contextlib
 import logging
@@ -56,9 +53,22 @@ from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, make_record, trial_id
 from tune.trials.steering import Action, Actions, Steering
 
+logger = logging.getLogger(__name__)
+
+_QUIET_TIMEOUT_S = 60.0
+"""A stopped trial may need this long to notice, a lane to start."""
+_LOOK_S = 0.5
+_SAY_AFTER_S = 2.0
+_MAX_ACTORS = 4
+"""Actors that Tune may start for one trial, whose work goes on on its lane without."""
+_LEAST_ROOM_BYTES = 2**20
+
 
 class Steered:
-    """What a user has had the sweep do, as far as it is done."""
+    """What a user has had the sweep do, as far as it is done.
+
+    The driver reads the actions, and does them.
+    """
 
     def __init__(self, spec: SweepSpec, mailbox: Any, progress: Progress) -> None:
         self._spec = spec
@@ -117,14 +127,13 @@ class Steered:
         before = self._steering
         self._steering = steering
         ray.get(self._mailbox.steer.remote(steering))
-        trials = {
-            trial_id(trial): trial
-            for trial in open_trials(self._spec.config, self._journal.records())
-        }
+        config = self._spec.config
+        waiting = open_trials(config, self._journal.records())
+        trials = {trial_id(trial): trial for trial in waiting}
         for name in steering.first:
             if name in trials and name not in before.first:
                 assignment = assignment_of(
-                    trials[name], self._spec.train, self._spec.config.objective
+                    trials[name], self._spec.train, config.objective
                 )
                 ray.get(self._mailbox.submit_ahead.remote(assignment))
         self.is_extended = self.is_extended or steering.extension != before.extension
@@ -144,17 +153,6 @@ class Steered:
             assignment = replace(assignment, source=states)
         ticket = ray.get(self._mailbox.submit.remote(assignment))
         self._running[name] = ticket, time.time()
-
-
-logger = logging.getLogger(__name__)
-
-_QUIET_TIMEOUT_S = 60.0
-"""A stopped trial may need this long to notice, a lane to start."""
-_LOOK_S = 0.5
-_SAY_AFTER_S = 2.0
-_MAX_ACTORS = 4
-"""Actors that Tune may start for one trial, whose work goes on on its lane without."""
-_LEAST_ROOM_BYTES = 2**20
 
 
 def run_sweep(
@@ -211,11 +209,8 @@ class _Run:
         )
         self._lanes = _lanes(spec, plan, zygote)
         self._mailbox = self._lanes.mailbox
-        self._pace = Pace(
-            self._search,
-            self._mailbox,
-            plan.num_trials if plan.is_independent else None,
-        )
+        num_trials = plan.num_trials if plan.is_independent else None
+        self._pace = Pace(self._search, self._mailbox, num_trials)
         grow = self._grow if spec.config.lanes == "auto" else None
         self._progress = Progress(spec, plan, self._mailbox, self._pace, grow, output)
         self._progress.seen.update(
@@ -490,9 +485,10 @@ def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
         return ""
     # Threads and trials are numbered.
     reasons = Counter(re.sub(r"\d+", "#", why) for _, why in restarts)
-    shown = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(5))
+    shown = [f"{why} ({count})" for why, count in reasons.most_common(5)]
     times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    return f"{times}, {duration(sum(time_s for time_s, _ in restarts))}: {shown}"
+    total_s = sum(time_s for time_s, _ in restarts)
+    return f"{times}, {duration(total_s)}: {'; '.join(shown)}"
 
 
 def _goes_on(spec: SweepSpec) -> str:

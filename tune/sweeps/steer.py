@@ -1,6 +1,6 @@
-"""Steer a sweep, wherever it runs: an action in its directory, where its driver looks.
+"""Have a sweep do something else, wherever it runs: actions, and another configuration.
 
-A sweep that goes on with another configuration: what is known stays.
+An action is written into its directory, where its driver looks.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ would make untrue.
 """
 _LENGTHS = ("epochs", "max_steps")
 _HOW = "from their checkpoints, unless none was kept or the learning rate goes by the number of steps"
+Steer = Literal["stop", "pause", "go-on", "clone", "first"]
+_OF_TRIALS = ("stop", "clone", "first")
 
 
 def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
@@ -72,9 +74,8 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
     """Raise ConfigError where a sweep's trials would be none of what it is to become."""
     fix = "sweep under another `--name`"
     if new.uri != old.uri:
-        raise ConfigError(
-            "name", new.config.name, f"is not that of {old.uri}, which goes on", fix
-        )
+        rule = f"is not that of {old.uri}, which goes on"
+        raise ConfigError("name", new.config.name, rule, fix)
     is_drawn = (old.config.search, old.config.space)
     is_redrawn = is_drawn != (new.config.search, new.config.space)
     if new.config.redraws and is_redrawn:
@@ -107,8 +108,10 @@ def apply_extension(spec: SweepSpec) -> int:
         return prepare(spec, False)
     _check(old, spec)
     records = journal.records()
-    lanes = max(1, len({record.lane for record in records}))
-    lane_usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes
+    lanes = {record.lane for record in records}
+    lane_usd_per_hour = spec.config.usd_per_hour
+    if lane_usd_per_hour is not None:
+        lane_usd_per_hour /= max(1, len(lanes))
     num_shorter = 0
     for record in records:
         carried = _carried(record, old, spec, lane_usd_per_hour)
@@ -141,10 +144,10 @@ def _carried(
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
+    names = old.train.get("keys") or {}
     config = {}
     for key in new.config.space:
         if key not in record.config:
-            names = old.train.get("keys") or {}
             config[key] = value_at(old.train, names.get(key, key))
     config |= record.config
     name = trial_id(config, record.purpose, record.seed)
@@ -193,10 +196,6 @@ def _length(record: TrialRecord, run: TrainConfig) -> float:
     return (end.get("epoch", 0) + 1e-9) / (run.epochs or math.inf)
 
 
-Steer = Literal["stop", "pause", "go-on", "clone", "first"]
-_OF_TRIALS = ("stop", "clone", "first")
-
-
 @dataclass(frozen=True)
 class Trial:
     """A trial that is known."""
@@ -228,12 +227,8 @@ def steer(
     """
     spec = read_kept(os.fspath(directory))
     if action not in get_args(Steer):
-        raise ConfigError(
-            "ACTION",
-            action,
-            f"must be one of {', '.join(get_args(Steer))}",
-            "choose one of them",
-        )
+        rule = f"must be one of {', '.join(get_args(Steer))}"
+        raise ConfigError("ACTION", action, rule, "choose one of them")
     if action in _OF_TRIALS and not trial:
         fix = f"name one that `python -m tune steer {spec.uri}` lists"
         raise ConfigError("TRIAL", MISSING, f"{action} needs a trial", fix)
@@ -249,18 +244,16 @@ def steer(
     trials = known_trials(spec)
     name = named_trial(trial, trials, spec.uri)
     if action != "clone":
-        if trials[name].status not in ("waiting", "running"):
-            raise ConfigError(
-                "TRIAL",
-                name,
-                f"has ended already: {trials[name].status}",
-                "name one that has not",
-            )
+        status = trials[name].status
+        if status not in ("waiting", "running"):
+            rule = f"has ended already: {status}"
+            raise ConfigError("TRIAL", name, rule, "name one that has not")
         actions.add(Action(action, name))
         return name
     changed = trials[name].config | plain(keys, "steer()", [])
     check_trial(spec.train, changed, spec.source)
-    actions.add(Action("clone", name, changed, goes_on=keys.keys() <= set(_LENGTHS)))
+    goes_on = keys.keys() <= set(_LENGTHS)
+    actions.add(Action("clone", name, changed, goes_on=goes_on))
     return trial_id(changed, "clone")
 
 
@@ -305,11 +298,9 @@ def trials_of(
 def named_trial(text: str, names: Iterable[str], uri: str) -> str:
     """Return the only trial whose id is, or begins with, a text."""
     found = [name for name in names if name.startswith(text)]
-    if len(found) != 1:
-        rule = "is no trial of this sweep"
-        if found:
-            rule = f"is how {len(found)} trials begin: {', '.join(found)}"
-        raise ConfigError(
-            "TRIAL", text, rule, f"`python -m tune steer {uri}` lists them"
-        )
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    rule = "is no trial of this sweep"
+    if found:
+        rule = f"is how {len(found)} trials begin: {', '.join(found)}"
+    raise ConfigError("TRIAL", text, rule, f"`python -m tune steer {uri}` lists them")

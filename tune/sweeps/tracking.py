@@ -46,11 +46,10 @@ class SweepHistory:
         found = [self._journal.find(name) for name in names]
         self._read |= names
         trials = in_order(filter(None, found))
-        self._end = max([self._end, *(record.end_time for record in trials)])
-        return [
-            self._parent(spec, ended),
-            *(trial_history(spec, record) for record in trials),
-        ]
+        ends = [record.end_time for record in trials]
+        self._end = max([self._end, *ends])
+        parent = self._parent(spec, ended)
+        return [parent, *(trial_history(spec, record) for record in trials)]
 
     def _parent(self, spec: SweepSpec, ended: str | None) -> History:
         params = as_params(spec.saved())
@@ -66,11 +65,8 @@ class SweepHistory:
                 tags["best"] = best["id"]
                 values[f"best/{spec.config.objective.metric}"] = float(best["value"])
             rows.append(Row(int(summary["trials"]), self._end, values))
-            artifacts = {
-                name: self._content(name)
-                for name in _ARTIFACTS
-                if self._sweep.exists(name)
-            }
+            there = filter(self._sweep.exists, _ARTIFACTS)
+            artifacts = {name: self._content(name) for name in there}
         return History(
             spec.config.name,
             "sweep",
@@ -83,17 +79,19 @@ class SweepHistory:
 
     def _content(self, name: str) -> bytes:
         content = self._sweep.read(name)
-        return redact(content.decode()).encode() if name.endswith(".yaml") else content
+        if name.endswith(".yaml"):
+            return redact(content.decode()).encode()
+        return content
 
 
 def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     """Return a trial that has ended: its evaluations, and the figures of its end."""
     rows: dict[int, Row] = {}
     end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
+    # Back from its end: a trial may have begun on its lane before Tune has started it.
+    began = record.end_time - end_s
     for point in record.curve:
-        # Back from its end: a trial may have begun on its lane before Tune has started
-        # it.
-        time_s = record.end_time - (end_s - point["train_time_s"])
+        time_s = began + point["train_time_s"]
         step = int(point["step"])
         rows[step] = Row(step, time_s, _without_position(point))
     last = int(max([record.metrics.get("step", 0.0), *rows]))
@@ -114,10 +112,10 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     }
     if record.seed is not None:
         tags["seed"] = str(record.seed)
+    words = [f"{key} {value}" for key, value in record.config.items()]
+    words.append(record.id)
     return History(
-        name=", ".join(
-            [*(f"{key} {value}" for key, value in record.config.items()), record.id]
-        )[:128],
+        name=", ".join(words)[:128],
         kind="trial",
         params=as_params(trial_tree(spec.train, record.config)),
         tags=tags,

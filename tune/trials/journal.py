@@ -1,14 +1,4 @@
-"""The journal of a sweep: one file a trial that ended, durable before Tune is told.
-
-`<sweep>/trials/<id>.json` is a whole file because object stores have no append. A
-resumed sweep answers a trial that has a record from it and runs only the others. Beside
-it `boundary.json` keeps which microbatches are known to fit.
-
-How far a sweep is: `progress.json`, which its driver writes every few seconds.
-
-Who watches needs no connection to the cluster. A driver that was killed leaves what it
-wrote last: whether it is alive the directory's lease tells.
-"""
+"""What a sweep keeps in its directory: trials that ended, how far it is, what fits."""
 
 import contextlib
 import json
@@ -22,8 +12,11 @@ from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
 from tune.trials.record import Name, TrialRecord, UnixTime, trial_id
 
+logger = logging.getLogger(__name__)
+
 PROGRESS = "progress.json"
 WRITE_EVERY_S = 3.0
+_BOUNDARY = "boundary.json"
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,11 @@ class Running:
 
 @dataclass(frozen=True)
 class Live:
-    """All that the file says."""
+    """How far a sweep is: `progress.json`, which its driver writes every few seconds.
+
+    Who watches needs no connection to the cluster. A driver that was killed leaves what
+    it wrote last: whether it is alive the directory's lease tells.
+    """
 
     state: Literal["running", "ended", "cut off"]
     total: int | None = None
@@ -54,8 +51,9 @@ class Live:
 
 def write_live(sweep: Storage, live: Live) -> None:
     """Write it once; where that fails, or the lease is another's, the sweep goes on."""
+    content = json.dumps(asdict(live))
     with contextlib.suppress(StorageError), sweep.writer(PROGRESS) as stream:
-        stream.write(json.dumps(asdict(live)).encode())
+        stream.write(content.encode())
 
 
 def read_live(sweep: Storage) -> Live | None:
@@ -68,25 +66,26 @@ def read_live(sweep: Storage) -> Live | None:
         return None
 
 
-logger = logging.getLogger(__name__)
-
-_BOUNDARY = "boundary.json"
-
-
 class Journal:
-    """The trial records below a sweep's directory."""
+    """The trial records of a sweep: a file each, durable before Tune is told.
+
+    `<sweep>/trials/<id>.json` is a whole file because object stores have no append. A
+    resumed sweep answers a trial that has a record from it and runs only the others.
+    """
 
     def __init__(self, sweep: Storage) -> None:
         self._storage = sweep.child("trials")
 
     def append(self, record: TrialRecord) -> None:
         """Write a record; return when it is durable."""
-        self._storage.write(f"{record.id}.json", json.dumps(asdict(record)).encode())
+        content = json.dumps(asdict(record))
+        self._storage.write(f"{record.id}.json", content.encode())
 
     def set_aside(self, record: TrialRecord) -> None:
         """Move a record out of the way, to `before/`: its trial runs again, or goes on."""
         name = f"before/{record.id}-{record.end_time:.0f}.json"
-        self._storage.parent.write(name, json.dumps(asdict(record)).encode())
+        content = json.dumps(asdict(record))
+        self._storage.parent.write(name, content.encode())
         self._storage.delete(f"{record.id}.json")
 
     def find(self, trial: str) -> TrialRecord | None:
@@ -101,10 +100,10 @@ class Journal:
 
     def records(self) -> list[TrialRecord]:
         """Return all records, in the order in which the trials started."""
-        return in_order([self._read(f"{name}.json") for name in self.names()])
+        found = [self._read(f"{name}.json") for name in self.names()]
+        return in_order(found)
 
     def _read(self, name: str) -> TrialRecord:
-        where = self._storage.locate(name)
         fix = "delete the file, and the trial runs again"
         try:
             record = self._storage.read_json(name, TrialRecord, finite=False)
@@ -112,6 +111,7 @@ class Journal:
             raise CheckpointError(f"{error}; {fix}") from None
         configured = trial_id(record.config, record.purpose, record.seed)
         if not record.id == configured == name.removesuffix(".json"):
+            where = self._storage.locate(name)
             raise CheckpointError(
                 f"{where} is the record of another trial, {configured}; {fix}"
             )
@@ -128,7 +128,8 @@ def read_boundary(sweep: Storage) -> Boundary:
     try:
         if not sweep.exists(_BOUNDARY):
             return Boundary()
-        return Boundary.from_plain(sweep.read_json(_BOUNDARY, dict[str, Any]))
+        content = sweep.read_json(_BOUNDARY, dict[str, Any])
+        return Boundary.from_plain(content)
     except CheckpointError as error:
         logger.warning(
             "%s is damaged (%s): which microbatches fit is learned anew",
@@ -140,4 +141,5 @@ def read_boundary(sweep: Storage) -> Boundary:
 
 def write_boundary(sweep: Storage, boundary: Boundary) -> None:
     """Write what is known of microbatches; return when it is durable."""
-    sweep.write(_BOUNDARY, json.dumps(boundary.to_plain()).encode())
+    content = json.dumps(boundary.to_plain())
+    sweep.write(_BOUNDARY, content.encode())

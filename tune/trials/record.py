@@ -1,7 +1,4 @@
-"""TrialRecord: how one trial ended, made from what a lane reports.
-
-Figures with a confidence interval, and what repeats of one configuration differ by.
-"""
+"""TrialRecord: how one trial ended, made from what a lane reports; and its figures."""
 
 import hashlib
 import json
@@ -28,29 +25,24 @@ FAR_APART = math.exp(3.24 * math.sqrt(2) * REPEATS)
 REPEATS_WEIGHT = 4  # degrees of freedom that `REPEATS` counts for
 EQUAL = 0.05
 """A smaller relative difference between two configurations is of no interest."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A figure with its 95 % confidence interval; `low == high` where it is exact."""
-
-    value: float
-    low: float
-    high: float
-
-
-def dollars(time_s: float, usd_per_hour: float) -> float:
-    """Return the price of a time on a lane that costs `usd_per_hour`."""
-    return time_s / 3600 * usd_per_hour
-
+BY_HAND = "stopped by hand"
+"""Message of a trial that a user has stopped."""
+USED = ("peak_memory_bytes", "energy_j")
+"""What evaluations say of a trial so far, where the objective asks for it."""
+_SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
+_FIELDS = {
+    "time_to_target": "time_to_target_s",
+    "samples_per_s": "samples_per_s",
+    "step_time_s": "step_time_s",
+    "peak_memory_bytes": "peak_memory_bytes",
+    "energy_j": "energy_j",
+}
+"""The field of a record that has a metric, where one has."""
 
 Purpose = Literal["trial", "repeat", "clone"]
 """trial: one of the search; repeat: a finalist again, alone, with another seed; clone:
 one that a user has added.
 """
-BY_HAND = "stopped by hand"
-"""Message of a trial that a user has stopped."""
-
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=200)]
 """Of a trial: it becomes the name of a file."""
 UnixTime = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
@@ -83,9 +75,18 @@ def trial_id(
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-_SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
-USED = ("peak_memory_bytes", "energy_j")
-"""What evaluations say of a trial so far, where the objective asks for it."""
+@dataclass(frozen=True)
+class Interval:
+    """A figure with its 95 % confidence interval; `low == high` where it is exact."""
+
+    value: float
+    low: float
+    high: float
+
+
+def dollars(time_s: float, usd_per_hour: float) -> float:
+    """Return the price of a time on a lane that costs `usd_per_hour`."""
+    return time_s / 3600 * usd_per_hour
 
 
 @dataclass(frozen=True)
@@ -187,19 +188,15 @@ class TrialRecord:
 
         None where it was not met, or the evaluations do not tell.
         """
-        times = [
-            0.0,
-            *(row["train_time_s"] for row in self.curve if "train_time_s" in row),
-        ]
-        if self.time_to_target_s is None or self.time_to_target_s not in times[1:]:
-            return None
-        return times[times.index(self.time_to_target_s, 1) - 1]
-
-
-_FIELDS = {"time_to_target": "time_to_target_s"} | {
-    name: name
-    for name in ("samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
-}
+        before = 0.0
+        for row in self.curve:
+            time_s = row.get("train_time_s")
+            if time_s is None:
+                continue
+            if time_s == self.time_to_target_s:
+                return before
+            before = time_s
+        return None
 
 
 def value_of(metric: str, record: TrialRecord) -> float | None:
@@ -209,12 +206,17 @@ def value_of(metric: str, record: TrialRecord) -> float | None:
     value = record.metrics.get(metric)
     if metric in _FIELDS:
         value = getattr(record, _FIELDS[metric])
-    return value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
 def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
     """Return the training time, s, at the first evaluation that met the target, if any."""
-    return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
+    for row in curve:
+        if objective.reached(row):
+            return row["train_time_s"]
+    return None
 
 
 def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
@@ -228,8 +230,10 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     time_s = record.time_to_target_s
     before = record.missed_target_s
     goal = objective.goal
-    if goal is None or time_s is None or before is None or not before < time_s:
-        return None if time_s is None else Interval(time_s, time_s, time_s)
+    if time_s is None:
+        return None
+    if goal is None or before is None or not before < time_s:
+        return Interval(time_s, time_s, time_s)
     metric = goal.metric
     values = {
         row["train_time_s"]: row[metric]
@@ -238,10 +242,13 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     }
     missed = values.get(before, math.nan)
     met = values.get(time_s, math.nan)
-    way = (goal.value - missed) / (met - missed) if missed != met else 1.0
+    way = 1.0
+    if missed != met:
+        way = (goal.value - missed) / (met - missed)
     if before <= 0 or not 0 <= way <= 1:
         way = 1.0  # before the first evaluation, or from a figure that was not finite
-    return Interval(before + way * (time_s - before), before, time_s)
+    crossed_s = before + way * (time_s - before)
+    return Interval(crossed_s, before, time_s)
 
 
 def make_record(
@@ -261,9 +268,12 @@ def make_record(
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
-    status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
+    status: Status = "error"
+    if outcome["status"] in STATUSES:
+        status = outcome["status"]
     message = outcome.get("message") or "; ".join(result.get("warnings", ()))
-    metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
+    last = curve[-1] if curve else {}
+    metrics = last | result.get("metrics", {})
     # A training function may report them itself.
     found = {name: speed.get(name, metrics.get(name)) for name in _SPEEDS}
     speeds: Any = {
@@ -277,14 +287,14 @@ def make_record(
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    known = {*metrics, *(name for name in USED if used[name] is not None)}
-    known |= {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
-    if (
-        status == "stopped"
-        and time_s is not None
-        and (objective.ends_at_target or purpose == "repeat")
-    ):
-        status = "done"  # at its target
+    if used["peak_memory_bytes"] is not None:
+        used["peak_memory_bytes"] = int(used["peak_memory_bytes"])
+    known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
+    known |= metrics.keys()
+    known |= {name for name in USED if used[name] is not None}
+    ends_at_target = objective.ends_at_target or purpose == "repeat"
+    if status == "stopped" and time_s is not None and ends_at_target:
+        status = "done"
     missing = sorted(set(objective.watched) - known)
     if status == "done" and missing:
         status = "error"
@@ -296,10 +306,7 @@ def make_record(
         start_time=started,
         end_time=time.time(),
         **speeds,
-        peak_memory_bytes=None
-        if used["peak_memory_bytes"] is None
-        else int(used["peak_memory_bytes"]),
-        energy_j=used["energy_j"],
+        **used,
         metrics=metrics,
         curve=curve,
         time_to_target_s=time_s,
@@ -320,4 +327,6 @@ def _samples(result: Mapping[str, Any]) -> float | None:
     """Return the samples that a trial has trained; a training function's by steps."""
     if result.get("samples") is not None:
         return float(result["samples"])
-    return result["steps"] * result["global_batch_size"] if "steps" in result else None
+    if "steps" not in result:
+        return None
+    return float(result["steps"] * result["global_batch_size"])
