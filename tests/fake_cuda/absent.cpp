@@ -25,7 +25,6 @@ ABSENT(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 ABSENT(cuPointerGetAttribute)
 ABSENT(cuTensorMapEncodeTiled)
 
-ABSENT_NVML(nvmlDeviceGetComputeRunningProcesses)
 ABSENT_NVML(nvmlDeviceGetGpuFabricInfoV)
 ABSENT_NVML(nvmlDeviceGetNvLinkRemoteDeviceType)
 ABSENT_NVML(nvmlDeviceGetNvLinkRemotePciInfo_v2)
