@@ -20,19 +20,21 @@ sweep: install
 
 # Files of which `test` runs nothing, and whose imports take seconds.
 SLOW := tests/unit/test_tracking_clients.py tests/unit/test_recipes_transformers.py tests/unit/test_recipes_tuning.py
-# The slowest come first. Most of them wait, so there are more processes than cores.
-ON_RAY := tests/on_ray tests/distributed tests/faults tests/commands tests/contract
+# With these pytest's processes keep to files, and Ray's cluster and the lab to one process each.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # What a change is likely to break, in about five minutes on two cores; `test-all` is all there is.
 test: install
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 --dist loadfile --no-loadscope-reorder \
-	  $(ON_RAY) tests/unit $(SLOW:%=--ignore=%)
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 $(BY_FILE) \
+	  tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
 test-all: install
-	@echo "=== 1 of 2: all that needs no GPU (the lab is skipped without root)"
-	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder \
-	  tests/lab $(ON_RAY) tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 2: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
+	@echo "=== 1 of 3: plain Python and groups of processes, beside the lab, which mostly waits (skipped without root)"
+	$(BIN)/python -m pytest -m "not campaign" -n 4 $(BY_FILE) \
+	  tests/lab tests/distributed tests/unit tests/gpu benchmarks/tests
+	@echo "=== 2 of 3: commands, beside Ray"
+	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/on_ray tests/faults tests/commands tests/contract
+	@echo "=== 3 of 3: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
 	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
 	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
 
