@@ -58,6 +58,13 @@ class Part:
         """Whether it leaves a verdict on each of its tests."""
         return self.arguments[0] == "pytest"
 
+    def wait(self, process: subprocess.Popen[bytes]) -> int | None:
+        """Return its exit code, or None where its minutes are over before it ends."""
+        try:
+            return process.wait(self.minutes * 60)
+        except subprocess.TimeoutExpired:
+            return None
+
 
 _TESTS = ("pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
 _SPOILS = "tests/gpu/test_failed_capture_gpu.py"
@@ -131,9 +138,7 @@ def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
             start_new_session=True,
         )
         try:
-            code: int | None = process.wait(part.minutes * 60)
-        except subprocess.TimeoutExpired:
-            code = None
+            code = part.wait(process)
         finally:
             text = log.read_text(errors="replace")
             _end(process)
