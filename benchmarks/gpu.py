@@ -129,6 +129,9 @@ def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
     print(f"\n== {' '.join(command[1:])}", flush=True)
     began = time.monotonic()
     log = directory / f"{part.name}.log"
+    # A shell starts what runs in the background with interrupts ignored, and a part
+    # would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -137,6 +140,7 @@ def execute(part: Part, directory: Path, small: bool = False) -> Outcome:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        signal.signal(signal.SIGINT, before)
         try:
             code = part.wait(process)
         finally:
