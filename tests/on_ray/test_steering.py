@@ -4,23 +4,28 @@ trained twice.
 
 import contextlib
 import logging
+import random
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tests.on_ray.embedded import actors
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.on_ray.test_sweep_faults import kill
 from tests.specs import evaluations, make
 from tests.unit.test_extension import record as ended
 from tests.waits import until, when
-from trainers.errors import PacelineError
+from trainers.errors import ConfigError, PacelineError
 from trainers.launch.local import run_local
 from tune import steer
 from tune.sweeps.spec import is_complete, prepare
-from tune.sweeps.steer import apply_extension, order_extension
+from tune.sweeps.steer import apply_extension, known_trials, order_extension
 from tune.sweeps.sweep import run_to_answer
 from tune.trials.journal import Journal
 from tune.trials.record import BY_HAND, trial_id
+from tune.trials.steering import Actions
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
@@ -190,3 +195,68 @@ def test_a_running_sweep_does_what_its_user_wants(tmp_path, driver, caplog):
     assert count(steps) == 3 * 30, (
         "the clone went on from the checkpoint of the trial that was stopped"
     )
+
+
+def has_mailbox():
+    found = actors(("state", "=", "ALIVE"))
+    return any(actor.class_name.endswith("Mailbox") for actor in found)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_hundred_actions_on_a_running_sweep_with_kills_in_between(
+    tmp_path, driver, seed
+):
+    """Each start knows what users wanted before; all trials come to one end each."""
+    steps = tmp_path / "steps"
+    length = {"max_steps": 300, "evaluate": {"every_steps": 20}}
+    seeds = list(range(12))
+    task = {**train(steps, tmp_path), **length}  # the gate is open
+    spec = sweep(tmp_path, {"seed": seeds}, task, lanes=2)
+    prepare(spec, fresh=False)
+    rng = random.Random(seed)
+    kinds = ("stop", "first", "first", "clone", "clone", "pause", "go-on", "go-on")
+    done: list[str] = []
+
+    def use():
+        while len(done) < 100:
+            time.sleep(0.05)
+            kind: Any = rng.choice(kinds)
+            of = []
+            if kind in ("stop", "first", "clone"):
+                of.append(rng.choice(sorted(known_trials(spec))))
+            with contextlib.suppress(ConfigError):  # of a trial that has ended
+                steer(spec.uri, kind, *of)
+                done.append(kind)
+                if len(done) % 25 == 0:
+                    until(has_mailbox, "a sweep that runs")
+                    kill("Mailbox")
+        steer(spec.uri, "go-on")
+        done.append("the end")
+
+    thread = when(lambda: count(steps) >= 3, use)
+    kills = 0
+    while thread.is_alive() or not is_complete(spec):
+        try:
+            run(spec)
+        except PacelineError:
+            kills += 1
+    assert done[-1] == "the end"
+    assert kills >= 2
+
+    wanted = Actions(spec.storage).read()
+    found = Journal(spec.storage).records()
+    records = {record.id: record for record in found}
+    assert len(records) == len(found)
+    planned = {trial_id({"seed": number}) for number in seeds}
+    assert records.keys() == planned | wanted.clones.keys()
+    stopped = {name for name, each in records.items() if each.status == "stopped"}
+    assert stopped <= wanted.stopped
+    whole = [each for each in found if each.status == "done"]
+    assert len(whole) + len(stopped) == len(found)
+    curves = {
+        number: unbroken(tmp_path, number, max_steps=300, evaluate__every_steps=20)
+        for number in seeds
+    }
+    for record in whole:
+        assert rows(record.curve) == curves[record.config["seed"]], record.id
