@@ -20,7 +20,7 @@ sweep: install
 
 # Files of which `test` runs nothing, and whose imports take seconds.
 SLOW := tests/unit/test_tracking_clients.py tests/unit/test_recipes_transformers.py tests/unit/test_recipes_tuning.py
-# With these pytest's processes keep to files; Ray's clusters have two processes, and the lab one.
+# With these pytest's processes keep to files, and Ray's cluster and the lab to one process each.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # What a change is likely to break, in about five minutes on two cores; `test-all` is all there is.
@@ -33,7 +33,7 @@ test-all: install
 	$(BIN)/python -m pytest -m "not campaign" -n 4 $(BY_FILE) \
 	  tests/lab tests/distributed tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: commands, beside Ray"
-	$(BIN)/python -m pytest -m "not campaign" -n 3 $(BY_FILE) tests/on_ray tests/faults tests/commands tests/contract
+	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/on_ray tests/faults tests/commands tests/contract
 	@echo "=== 3 of 3: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
 	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
 	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parent.parent
 OWN_RAY = ("test_embedded.py", "test_first_script.py", "test_ray_scripts.py")
 """The files of tests/on_ray whose commands start clusters of their own."""
-SECOND_HALF = "test_launchers.py"
-"""Where the second half of the others begins, by the time that they take."""
 
 # The suite's environment is a new user's: nothing of Ray's, Python's or ours is set,
 # whoever runs it.
@@ -52,21 +50,18 @@ multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With `--dist loadfile`, the files on Ray's cluster are two: each half of them
-    starts one, and has a process for itself.
+    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once,
+    and has a process for itself.
 
-    Those of the lab are one: a machine has the memory for one at a time.
+    So are those of the lab: a machine has the memory for one at a time.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
             folder, file = nodeid.partition("::")[0].rsplit("/", 1)
-            if folder == "tests/on_ray" and file not in OWN_RAY:
-                return f"{folder}, {file < SECOND_HALF}"
-            if folder == "tests/lab":
-                return folder
-            return str(super()._split_scope(nodeid))
+            is_one = folder in ("tests/on_ray", "tests/lab") and file not in OWN_RAY
+            return folder if is_one else str(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
