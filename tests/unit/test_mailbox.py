@@ -16,6 +16,8 @@ from trainers.storage import Storage
 from tune.forks.assignment import Assignment
 from tune.lanes.mailbox import MAX_LOSSES, Mailbox
 from tune.lanes.messages import Event
+from tune.trials.record import BY_HAND
+from tune.trials.steering import Steering
 
 WAIT_S = 0.05
 DONE = {"lane": 0, "status": "done"}
@@ -216,6 +218,18 @@ async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(
     assert not await mailbox.report("b", {"step": 2})
     await mailbox.hello(0)
     assert await taken(mailbox, 0) == "c", "its lane died, and it does not start again"
+
+
+@asynchronous
+async def test_only_a_trial_that_its_user_stopped_was_stopped_by_hand(mailbox):
+    await mailbox.steer(Steering(stopped=frozenset({"by its user"})))
+    await submit(mailbox, "by its user", "by the search")
+    assert await taken(mailbox) == "by the search"
+    await mailbox.end(0, "by the search", {"status": "stopped", "message": "enough"})
+    [first] = await mailbox.heard("by its user")
+    [second] = await mailbox.heard("by the search")
+    assert first.outcome["message"] == BY_HAND
+    assert second.outcome["message"] == "enough"
 
 
 @asynchronous
