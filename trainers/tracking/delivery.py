@@ -481,4 +481,7 @@ def send_run(location: str) -> bool:
 
 
 if __name__ == "__main__":
-    serve(MARK, RunHistory)
+    # By its own name, below which its warnings are this program's.
+    from trainers.tracking import delivery
+
+    delivery.serve(delivery.MARK, delivery.RunHistory)
