@@ -484,4 +484,4 @@ if __name__ == "__main__":
     # By its own name, below which its warnings are this program's.
     from trainers.tracking import delivery
 
-    delivery.serve(delivery.MARK, delivery.RunHistory)
+    delivery.serve(MARK, delivery.RunHistory)
