@@ -19,7 +19,6 @@ from ray.train.v2._internal.callbacks.placement_group_callback import (
     PlacementGroupCleanerCallback,
 )
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import (
     ControllerCallback,
     WorkerGroupCallback,
@@ -49,6 +48,9 @@ from ray.train.v2._internal.execution.worker_group.state import (
     WorkerGroupState,
     WorkerGroupStateBuilder,
 )
+from ray.train.v2._internal.execution.worker_group.state import (
+    _shutdown_workers as shutdown_workers,
+)
 from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 from ray.train.v2._internal.execution.worker_group.worker import (
     ActorMetadata,
@@ -71,12 +73,13 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     "get_train_fn_utils",
     "set_train_context",
     "set_train_fn_utils",
-    # Ray's controller, which a trial of tune/ray runs in its own process.
+    # Ray's controller, which a lane runs in the driver, and a trial of tune/ray in its
+    # own process.
     "FixedScalingPolicy",
     "TrainController",
     # What a TorchTrainer is without torch.
     "DataParallelTrainer",
-    # Its worker group, which borrows the workers of a lane.
+    # Its worker group; in tune/ray it borrows the workers of a lane.
     "ActorMetadata",
     "DefaultPlacementGroupHandle",
     "RayTrainWorker",
@@ -89,6 +92,7 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     "WorkerGroupStateBuilder",
     "WorkerStatus",
     "group_module",
+    "shutdown_workers",
     # Callbacks: the public one hears of reports and failures only, and Ray's own start
     # actors that a lane does without.
     "ControllerCallback",
@@ -99,28 +103,27 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     # So that a lane's workers, checkpoints and metrics are as Ray would have them.
     "bundle_to_remote_args",
     "flatten_dict",
-    "get_env_vars_to_propagate",
 ]
 
 
-def name_lane(words: str) -> None:
-    """Have Ray show these words for this controller and its workers.
+def named_worker(words: str) -> type[RayTrainWorker]:
+    """Return Ray's worker, for which Ray shows these words.
 
     In `ray list actors --detail` and the dashboard.
-
-    To be called in the controller's constructor: Ray reads what an actor is called at
-    the end of it.
     """
 
     class NamedWorker(RayTrainWorker):
         def __repr__(self) -> str:
-            return f"{words}, worker"
+            return words
 
     NamedWorker.__name__ = NamedWorker.__qualname__ = RayTrainWorker.__name__
-    of_group: Any = WorkerGroup
-    of_group._worker_cls = NamedWorker
-    of_controller: Any = TrainController
-    of_controller.__repr__ = lambda self: f"{words}, controller"
+    return NamedWorker
+
+
+def make_barrier() -> Any:
+    """Return what the ranks of a trial meet at: the object behind Ray's actor."""
+    actor: Any = SynchronizationActor
+    return actor.__ray_metadata__.modified_class()
 
 
 @contextlib.contextmanager

@@ -438,7 +438,7 @@ def _after_signal(scenario: Scenario, fault: Fault) -> Expected:
     if role in ("gcs", "raylet"):
         return Expected(frozenset({0, 1}), "Ray|GCS|raylet|cluster|node")
     if role == "controller":
-        return Expected(frozenset({0} if many else {0, 1}), "controller|actor")
+        return Expected(frozenset({0, 1}), "controller|actor")
     if role == "mailbox":
         return Expected(frozenset({0, 1}), "mailbox")
     if role == "trial actor":

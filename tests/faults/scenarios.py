@@ -110,7 +110,7 @@ class Scenario:
 
 
 _CLUSTER = ("gcs", "raylet")
-_LANES = ("driver", "worker", "controller", "trial actor", "mailbox", *_CLUSTER)
+_LANES = ("driver", "worker", "trial actor", "mailbox", *_CLUSTER)
 _ALONE = {"launcher": "local", "task_args": {"pause_s": 0.005}}
 _TWO = {"scaling": {"num_workers": 2}, "task_args": {"pause_s": 0.005}}
 _SWEEP = {

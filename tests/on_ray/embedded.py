@@ -49,7 +49,7 @@ def await_end_of_trials() -> None:
     """Until the actors of a killed driver are gone, which may still have written a
     record.
     """
-    kinds = {"Mailbox", "ResourceTrainable", "TrainController", "RayTrainWorker"}
+    kinds = {"Mailbox", "ResourceTrainable", "RayTrainWorker"}
     until(
         lambda: (
             not any(

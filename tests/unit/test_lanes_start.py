@@ -4,7 +4,6 @@ measured alone.
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 from tests.waits import when
@@ -12,6 +11,7 @@ from trainers.config.sections import ScalingConfig
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
 from tune.lanes import lanes as module
+from tune.lanes.controller import LaneEnded
 from tune.lanes.lanes import Lanes
 
 
@@ -26,21 +26,16 @@ def test_a_settled_sweep_starts_no_lane_and_ends_those_that_are_not_up(
         killed=SimpleNamespace(remote=ended.extend),
     )
     monkeypatch.setattr(module.ray, "get", lambda value: value)
-    monkeypatch.setattr(module.ray, "kill", threading.Event.set)
     monkeypatch.setattr(module, "is_alive", lambda: True)
-    monkeypatch.setattr(Lanes, "_free", lambda lanes, kept: None)
-    monkeypatch.setattr(Lanes, "_reserved", lambda lanes: {})
     scaling = ScalingConfig()
     storage = Storage(str(tmp_path))
     lanes = Lanes(mailbox, scaling, False, "", Preload(), storage, 1, is_patient=False)
     begun = []
 
     def fit(lane: int) -> None:
-        killed = threading.Event()
-        lanes._trainers[lane] = SimpleNamespace(controller=killed)
         begun.append(lane)
-        killed.wait(60)
-        raise RuntimeError("killed")
+        lanes._rooms[lane].is_over.wait(60)
+        raise LaneEnded
 
     monkeypatch.setattr(
         lanes, "_wait_for_turn", lambda lane: lane < 2 or lanes._settled.wait(60)

@@ -21,7 +21,10 @@ RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     off on an embedded node, which is never 
                                         one actor less for each group; else on,
                                         explicitly: the controller's process has no
                                         RAY_ADDRESS
-and while a sweep of ours is in Tune:
+and while a sweep of ours runs:
+RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING
+                                        lanes' controllers are threads of the driver,
+                                        whose loggers are its own
 RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
                                         the journal is the record; a failed trial has no
@@ -45,6 +48,7 @@ _RUN = {
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "180",
 }
 _SWEEP = {
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
@@ -71,7 +75,7 @@ def run_environment() -> contextlib.AbstractContextManager[None]:
 
 
 def sweep_environment() -> contextlib.AbstractContextManager[None]:
-    """In a block in which Tune runs a sweep of ours, set what the user has not set."""
+    """In a block in which a sweep of ours runs, set what the user has not set."""
     return _set_for(_SWEEP)
 
 

@@ -1,27 +1,53 @@
-"""Where Ray's controller of a lane runs, its callbacks and scaling policy (Ray).
+"""Ray's controller of a lane, which runs in the driver (Ray).
 
-Ray imports this file in the controller, so it must not import torch: two seconds of
-processor time at every start.
+Ray starts an actor for the controller of each run, one for its ranks to meet at, and
+one that watches for drained nodes: each is a Python process that imports Ray, on the
+way to the first trial. A lane's controller is a thread of the driver, which lives as
+long as its lanes do, and its ranks meet in the mailbox.
 """
 
+import asyncio
 import contextlib
-from dataclasses import dataclass
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 import ray.train
 from ray.train.backend import BackendConfig
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.errors import RunFailedError
-from trainers.on_ray.cluster import show_life
+from trainers.on_ray.environment import embedded
 from trainers.on_ray.worker_group import as_failure
 from tune.ray_internals import (
     ControllerCallback,
     FixedScalingPolicy,
+    TrainController,
+    Worker,
+    WorkerGroup,
     WorkerGroupCallback,
-    name_lane,
+    WorkerGroupPollStatus,
+    WorkerGroupState,
+    WorkerGroupStateBuilder,
+    group_module,
+    named_worker,
+    shutdown_workers,
+    watching_in_thread,
 )
+
+_LOOK_S = 0.2
+_MAKE_S = 10.0
+"""Within which Ray makes a group for which there is room, also on a busy machine."""
+_NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
 
 
 def beside_driver() -> dict[str, Any]:
@@ -44,25 +70,90 @@ class NoGroup(BackendConfig):
     """Read by Ray's TorchTrainer."""
 
 
+class LaneEnded(BaseException):
+    """A lane was told to end.
+
+    Not an Exception, after which Ray's controller would start the lane again.
+    """
+
+
+@dataclass(frozen=True)
+class Stub:
+    """Stands for an actor of Ray's: its calls go to a method of another actor."""
+
+    actor: Any
+    method: str
+    key: Any
+    """Tells the method for whom it is called."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle asks
+            raise AttributeError(name)
+
+        def call(*args: Any, **given: Any) -> Any:
+            method = getattr(self.actor, self.method)
+            return method.remote(self.key, name, *args, **given)
+
+        return SimpleNamespace(remote=call)
+
+
+@dataclass
+class Room:
+    """What a lane has reserved, and whether it is to give it back."""
+
+    mailbox: Any
+    sweep: str
+    lane: int
+    is_over: threading.Event = field(default_factory=threading.Event)
+    _group: PlacementGroup | None = None
+
+    def __str__(self) -> str:
+        return f"{self.sweep}, lane {self.lane}"
+
+    def hold(self, group: PlacementGroup) -> None:
+        """Note what the lane reserves.
+
+        Raises:
+            LaneEnded: It was told to end meanwhile.
+        """
+        self._group = group
+        if self.is_over.is_set():
+            _free(group)
+            raise LaneEnded
+
+    def give_back(self) -> None:
+        """End the lane, from any thread: Ray ends workers whose group is removed."""
+        self.is_over.set()
+        if self._group is not None:
+            _free(self._group)
+
+
+def _free(group: PlacementGroup) -> None:
+    """Remove a group, once it is made if it is about to be.
+
+    Removed before, it would keep its node's processors from everybody for as long as
+    the node lives (ray issue 64693).
+    """
+    deadline = time.monotonic() + _MAKE_S
+    while _is_being_made(group) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    remove_placement_group(group)
+
+
+def _is_being_made(group: PlacementGroup) -> bool:
+    """Whether Ray has room for a group, and is about to make it."""
+    found = placement_group_table(group)
+    state = found.get("state")
+    waits = found.get("stats", {}).get("scheduling_state") in _NO_ROOM
+    return state == "PREPARED" or (state == "PENDING" and not waits)
+
+
 class LaneCallback(ControllerCallback, WorkerGroupCallback):
-    """Tells the mailbox what a lane has reserved, and when its workers are gone."""
+    """Tells the mailbox when the workers of a lane are gone."""
 
-    def __init__(self, mailbox: Any, sweep: str, lane: int) -> None:
+    def __init__(self, mailbox: Any, lane: int) -> None:
         self._mailbox = mailbox
-        self._sweep = sweep
         self._lane = lane
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Called by Ray in the controller's constructor."""
-        show_life()
-        name_lane(f"{self._sweep}, lane {self._lane}")
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        """Called by Ray when all workers are a process group."""
-        group = (
-            worker_group.get_worker_group_state().placement_group_handle.placement_group
-        )
-        ray.get(self._mailbox.note_reservation.remote(self._lane, group))
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Called by Ray with the errors of failed ranks.
@@ -94,3 +185,128 @@ class Unannounced(FixedScalingPolicy):
 
     def _cancel_resource_request(self) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class _LaneState(WorkerGroupState):
+    def shutdown(self) -> None:
+        shutdown_workers(self.workers)
+        self.placement_group_handle.shutdown()
+
+
+class _StateBuilder(WorkerGroupStateBuilder):
+    def __init__(self, meeting: Stub) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meeting = meeting
+
+    def with_sync_actor(self, sync_actor: Any) -> "_StateBuilder":
+        self.sync_actor = self._meeting
+        return self
+
+    def build(self) -> WorkerGroupState:
+        return _LaneState(**vars(super().build()))
+
+    def shutdown(self) -> None:
+        self.sync_actor = None  # it is the mailbox's
+        super().shutdown()  # type: ignore[no-untyped-call]
+
+
+class _Nobody:
+    """In place of the actor that Ray would start for ranks to meet at."""
+
+    @classmethod
+    def options(cls, **options: Any) -> Any:
+        return SimpleNamespace(remote=lambda **given: cls)
+
+
+class LaneGroup(WorkerGroup):
+    """Ray's worker group, whose ranks meet in the mailbox."""
+
+    room: Room
+    """Set by the class that a controller makes of this one, as `_worker_cls` is."""
+
+    def _start(self) -> None:
+        module: Any = group_module
+        module.SynchronizationActor = _Nobody
+        self._meeting = Stub(self.room.mailbox, "meet", secrets.token_hex(8))
+        builder = _StateBuilder(self._meeting)
+        try:
+            self._start_impl(builder)
+        except BaseException:
+            if not self.has_started():
+                builder.shutdown()
+            raise
+
+    def _create_placement_group(
+        self, scaling_config: Any, worker_group_context: Any
+    ) -> Any:
+        handle = super()._create_placement_group(scaling_config, worker_group_context)
+        self.room.hold(handle.placement_group)
+        return handle
+
+    def _init_train_context_on_workers(
+        self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]
+    ) -> None:
+        calls = [
+            worker.actor.init_train_context.remote(
+                train_run_context=self._train_run_context,
+                distributed_context=worker.distributed_context,
+                synchronization_actor=self._meeting,
+                storage_context=self._storage_context,
+                worker_callbacks=self._worker_callbacks_to_propagate,
+                controller_actor=None,
+                **{name: values[index] for name, values in given.items()},
+            )
+            for index, worker in enumerate(workers)
+        ]
+        ray.get(calls)
+
+    @staticmethod
+    def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
+        # Where all have the driver's environment, a worker that Ray keeps ready will do.
+        if embedded():
+            return {}
+        return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
+
+
+class LaneController(TrainController):
+    """Ray's controller, in a thread of the driver."""
+
+    def __init__(self, room: Room, **given: Any) -> None:
+        class OwnGroup(LaneGroup):
+            _worker_cls = named_worker(f"{room}, worker")
+
+        OwnGroup.room = room
+        self.worker_group_cls = OwnGroup
+        self._room = room
+        # Without one where all share the driver's: Ray would start a process for it.
+        if embedded() and type(given["scaling_policy"]) is FixedScalingPolicy:
+            scaling = given["scaling_policy"].scaling_config
+            given["scaling_policy"] = Unannounced(scaling)
+        super().__init__(**given)
+        self._worker_group_callbacks_to_propagate = [
+            watching_in_thread(callback)
+            for callback in self._worker_group_callbacks_to_propagate
+        ]
+
+    def _start_worker_group(self, *args: Any, **given: Any) -> Any:
+        self._go_on()
+        return super()._start_worker_group(*args, **given)
+
+    async def _poll_workers(self) -> WorkerGroupPollStatus:
+        self._go_on()
+        status: WorkerGroupPollStatus = await super()._poll_workers()
+        return status
+
+    def _go_on(self) -> None:
+        if self._room.is_over.is_set():
+            raise LaneEnded
+
+    def fit(self) -> Any:
+        """Run to the end in this thread; returns Ray's result."""
+        try:
+            asyncio.run(self.run())  # type: ignore[no-untyped-call]
+        finally:
+            if (group := self.get_worker_group()) is not None:
+                group.abort()
+        return self.get_result()

@@ -4,9 +4,8 @@ A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker g
 serves trials until the mailbox closes; after a crash Ray starts the group again and the
 trial that was lost is queued again.
 
-Ray imports this file in the controller of each lane, which does not need torch:
-importing it costs two seconds of processor time at every start. So torch, and whatever
-imports it, is imported in the functions that run elsewhere.
+Ray imports this file in the workers, which do not need torch: importing it costs two
+seconds of processor time at every start.
 """
 
 import contextlib
@@ -15,15 +14,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray.train
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group_table,
-    remove_placement_group,
-)
 
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
@@ -32,11 +26,14 @@ from trainers.on_ray.cluster import is_alive, ray_scaling
 from trainers.on_ray.environment import embedded
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
-from tune.lanes.controller import LaneCallback, NoGroup, beside_driver
+from tune.lanes.controller import (
+    LaneCallback,
+    LaneEnded,
+    NoGroup,
+    Room,
+    beside_driver,
+)
 from tune.lanes.mailbox import Mailbox
-
-if TYPE_CHECKING:
-    from tune.lanes.trainer import LaneTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +41,8 @@ _MAX_FAILED_STARTS = 3
 _START_S = 60.0
 _LOOK_S = 0.2
 _END_S = 20.0
-"""Within which a controller that was killed is gone."""
-_MAKE_S = 10.0
-"""Within which Ray makes a group for which there is room, also on a busy machine."""
+"""Within which a lane that was told to end is gone."""
 _SAY_AFTER_S = 2.0
-_NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
 
 
 def start_mailbox(sweep: Storage) -> Any:
@@ -82,9 +76,7 @@ class Lanes:
         self._ended: set[int] = set()
         """Lanes that were told to end."""
         self._threads: list[threading.Thread] = []
-        self._trainers: dict[int, LaneTrainer] = {}
-        self._others: set[str] = set()
-        """Groups that the user's own program has reserved."""
+        self._rooms: list[Room] = []
 
     @property
     def count(self) -> int:
@@ -93,14 +85,13 @@ class Lanes:
 
     def grow(self, count: int) -> None:
         """Start lanes until there are `count`; returns before their workers are up."""
-        if self.count == 0:
-            self._others = set(self._reserved())
         for lane in range(self.count, count):
             thread = threading.Thread(
                 target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True
             )
-            thread.start()
+            self._rooms.append(Room(self.mailbox, self.sweep.name, lane))
             self._threads.append(thread)
+            thread.start()
 
     def settle(self) -> list[int]:
         """Start no further lane, and end those that are not up yet.
@@ -115,8 +106,6 @@ class Lanes:
         killed = [lane for lane in starting if lane not in kept]
         self._end(killed)
         ray.get(self.mailbox.killed.remote(killed))
-        if up:
-            self._free(up)
         return kept
 
     def close(self, timeout_s: float = 45.0) -> None:
@@ -126,29 +115,21 @@ class Lanes:
         """
         self._settled.set()
         up = self._up()
-        self._end([lane for lane in self._alive() if lane not in up])
         # Before the others leave their places to what these have reserved.
-        self._free(up)
+        self._end([lane for lane in self._alive() if lane not in up])
         ray.get(self.mailbox.close.remote())
         self._ended.update(up)
         self._await(timeout_s)
         self.end()
 
     def end(self) -> None:
-        """Kill the controllers of all lanes that still run, and free what they reserved.
+        """End all lanes that still run, and free what they have reserved.
 
         After this no thread calls Ray, which would end the process once the connection
-        is closed. Where the mailbox has died, lanes have ended by themselves, and may
-        have left what they had reserved.
+        is closed.
         """
         self._settled.set()
         self._end(self._alive())
-        try:
-            self._free([])
-        except Exception as error:  # the cluster is gone, and the sweep is over
-            logger.warning(
-                "what lanes had reserved is free when this process ends: %s", error
-            )
 
     def _up(self) -> list[int]:
         lanes: list[int] = ray.get(self.mailbox.watch.remote())["lanes"]
@@ -173,7 +154,7 @@ class Lanes:
             self._threads[alive[0]].join(_LOOK_S)
 
     def _end(self, lanes: Sequence[int]) -> None:
-        """Kill the controllers of lanes, and wait for the ends of their threads."""
+        """Tell lanes to end, and wait for the ends of their threads."""
         self._ended.update(lanes)
         deadline = time.monotonic() + _END_S
         while alive := [lane for lane in self._alive() if lane in lanes]:
@@ -182,51 +163,8 @@ class Lanes:
                 return
             if is_alive():
                 for lane in alive:
-                    self._kill(lane)
+                    self._rooms[lane].give_back()
             self._threads[alive[0]].join(_LOOK_S)
-
-    def _kill(self, lane: int) -> None:
-        trainer = self._trainers.get(lane)
-        controller = None if trainer is None else trainer.controller
-        if controller is not None:
-            ray.kill(controller)
-
-    def _free(self, kept: Sequence[int]) -> None:
-        """Free what the controllers of all lanes but some have reserved.
-
-        Ray does so when the job ends, and this one may go on. A group that Ray is just
-        making is freed once it is made: removed before, it would keep its node's
-        processors from everybody for as long as the node lives (ray issue 64693).
-        """
-        groups = ray.get(self.mailbox.reservations.remote()) if kept else {}
-        own = {groups[lane].id.hex() for lane in kept if lane in groups}
-        deadline = time.monotonic() + _MAKE_S
-        while any(_is_being_made(group) for group in self._reserved().values()):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(_LOOK_S)
-        for name in self._reserved().keys() - own:
-            remove_placement_group(
-                PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name)))
-            )
-
-    def _reserved(self) -> dict[str, dict[str, Any]]:
-        """Return the groups that lanes have reserved, by their ids.
-
-        The GCS has all that there ever was; the state API of Ray's dashboard lists any
-        hundred of them.
-        """
-        job = ray.get_runtime_context().get_job_id()
-        own = {"CPU": float(self.scaling.cpus_per_worker)}
-        return {
-            name: group
-            for name, group in placement_group_table().items()
-            if group["state"] != "REMOVED" and name.endswith(job)
-            if name not in self._others
-            if all(
-                own.items() <= bundle.items() for bundle in group["bundles"].values()
-            )
-        }
 
     def _keep(self, lane: int) -> None:
         """Keep a worker group alive until the sweep closes, as the thread of a lane."""
@@ -242,15 +180,13 @@ class Lanes:
             try:
                 self._fit(lane)
                 return
+            except LaneEnded:
+                return
             except Exception as error:
                 if lane in self._ended:
                     return
                 logger.warning("lane %d ended: %s", lane, last_line(error))
                 ray.get(self.mailbox.lost.remote(lane))
-                reservations = ray.get(self.mailbox.reservations.remote())
-                # Of a controller that died; any other has given it back.
-                if lane in reservations:
-                    remove_placement_group(reservations[lane])
                 if failed == _MAX_FAILED_STARTS and not self._up():
                     why = f"lane {lane} failed {failed} times: {error}"
                     ray.get(self.mailbox.close.remote(why))
@@ -293,7 +229,7 @@ class Lanes:
             "zygote": self.zygote,
             "preload": asdict(self.preload),
         }
-        self._trainers[lane] = LaneTrainer(
+        trainer = LaneTrainer(
             serve,
             train_loop_config=config,
             torch_config=NoGroup(),  # type: ignore[arg-type]
@@ -302,16 +238,11 @@ class Lanes:
                 name=f"lane-{lane}",
                 storage_path=self.sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[LaneCallback(self.mailbox, self.sweep.name, lane)],  # type: ignore[list-item]
+                callbacks=[LaneCallback(self.mailbox, lane)],  # type: ignore[list-item]
             ),
         )
-        self._trainers[lane].fit()
-
-
-def _is_being_made(group: Mapping[str, Any]) -> bool:
-    """Whether Ray has room for a group, and is about to make it."""
-    waits = group["stats"]["scheduling_state"] in _NO_ROOM
-    return group["state"] == "PREPARED" or (group["state"] == "PENDING" and not waits)
+        trainer.room = self._rooms[lane]
+        trainer.fit()
 
 
 def serve(loop_config: Mapping[str, Any]) -> None:

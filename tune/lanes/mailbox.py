@@ -48,8 +48,8 @@ class Mailbox:
         """All submissions, by ticket."""
         self._running: dict[int, Submission] = {}
         """What each lane runs."""
-        self._reservations: dict[int, Any] = {}
-        """The placement group of each lane; it may be gone."""
+        self._barriers: dict[str, Any] = {}
+        """What the ranks of each worker group meet at."""
         self._closed = False
         self._broken: str | None = None
         self._expected = 0
@@ -205,15 +205,15 @@ class Mailbox:
         """Return for how long lanes took no trials, s, and why they started again."""
         return self._lanes.restarts
 
-    async def reservations(self) -> dict[int, Any]:
-        """Return the placement group of every lane, which may be gone."""
-        return self._reservations
-
     # Lanes
 
-    async def note_reservation(self, lane: int, group: Any) -> None:
-        """Note which placement group a lane has."""
-        self._reservations[lane] = group
+    async def meet(self, group: str, method: str, *args: Any, **given: Any) -> Any:
+        """Call a method of what the ranks of a worker group meet at."""
+        if group not in self._barriers:
+            from tune.ray_internals import make_barrier
+
+            self._barriers[group] = make_barrier()
+        return await getattr(self._barriers[group], method)(*args, **given)
 
     async def hello(
         self, lane: int, device: str = "", rank: int = 0, num_ranks: int = 1

@@ -31,7 +31,7 @@ from trainers.on_ray.worker_group import listen, own_gpu
 from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
-from tune.lanes.controller import Unannounced
+from tune.lanes.controller import Stub, Unannounced
 from tune.ray.shape import Shape
 from tune.ray_internals import (
     DatasetsCallback,
@@ -222,35 +222,6 @@ def is_dead(actor: str) -> bool:
     return actor_record(actor).get("State") == "DEAD"
 
 
-def make_barrier() -> Any:
-    """Return what the ranks of a trial meet at: the object behind Ray's actor."""
-    actor: Any = SynchronizationActor
-    return actor.__ray_metadata__.modified_class()
-
-
-@dataclass(frozen=True)
-class Stub:
-    """Stands for an actor of Ray's in a worker: its calls go to the pool.
-
-    Of the SynchronizationActor, which the pool keeps, by `meet`; of the controller, in
-    the process of the trial, by `ask`.
-    """
-
-    pool: Any
-    lane: int
-    by: str
-    """A method of the pool."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pickle asks
-            raise AttributeError(name)
-
-        def call(*args: Any, **given: Any) -> Any:
-            return getattr(self.pool, self.by).remote(self.lane, name, *args, **given)
-
-        return SimpleNamespace(remote=call)
-
-
 class _BorrowedGroup(DefaultPlacementGroupHandle):
     def wait(self, timeout_seconds: float = 30) -> bool:
         return True
@@ -300,7 +271,7 @@ class LaneGroup(WorkerGroup):
     @contextlib.contextmanager
     def _meeting_in_pool(self) -> Iterator[None]:
         """Ray starts an actor here for the ranks to meet at."""
-        barrier = Stub(self.pool, self.loan.lane, "meet")
+        barrier = Stub(self.pool, "meet", self.loan.lane)
         made = SimpleNamespace(remote=lambda **given: barrier)
         module: Any = group_module
         module.SynchronizationActor = SimpleNamespace(options=lambda **options: made)
@@ -336,7 +307,7 @@ class LaneGroup(WorkerGroup):
             "synchronization_actor": sync_actor,
             "storage_context": self._storage_context,
             "worker_callbacks": self._worker_callbacks_to_propagate,
-            "controller_actor": Stub(self.pool, self.loan.lane, "ask"),
+            "controller_actor": Stub(self.pool, "ask", self.loan.lane),
         }
         session = _session()
         trial = f"{session.experiment_name}, lane {self.loan.lane}: trial {session.trial_name}"

@@ -37,7 +37,7 @@ from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, dollars
 
 _CPUS_TO_START = 2
-"""That a controller, and each worker, keeps busy while it imports torch and Ray.
+"""That a worker keeps busy while it and its first trial start.
 
 Of lanes that start together on fewer the first is up as late as the last.
 """

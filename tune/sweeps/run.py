@@ -180,6 +180,8 @@ def run_sweep(
     """
     # Tune misses the result files that the journal replaces.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
+    # Why a lane starts again is said by the mailbox.
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)
     with contextlib.closing(zygote or spec.zygote()) as own:
         run = _Run(spec, _plan(spec, checked, own), own, output or Output())
         run.to_end()
@@ -250,6 +252,7 @@ class _Run:
             self._progress.terminal,
             VitalSigns(),
             run_environment(),
+            sweep_environment(),
         ):
             self._run_search()
             self._progress.restore_records()
@@ -272,7 +275,7 @@ class _Run:
         self._lanes.grow(num_lanes)
         budget_s = self._spec.config.time_budget_s or math.inf
         self._deadline = time.monotonic() + budget_s
-        with sweep_environment(), without_tags():
+        with without_tags():
             self._tuner().fit()
         self._pace.over()
         while True:
