@@ -1,17 +1,13 @@
 """Lanes follow the cluster: one more when a node comes, its trial goes elsewhere when
-that node leaves.
+that node leaves. What they reserve is freed.
 """
 
 import pytest
 
 from tests.on_ray.nodes import another_node
 from tests.on_ray.test_lanes import rows, run, sweep
-from tests.waits import HANG_S, until, when
-from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.storage import Storage
-from tune.forks.zygote import Preload
-from tune.lanes.lanes import Lanes
+from tests.waits import until, when
+from tune.lanes.controller import LaneEnded, Room
 
 pytestmark = pytest.mark.ray
 
@@ -51,37 +47,19 @@ def test_a_node_comes_and_goes(tmp_path, cluster, driver):
     )
 
 
-def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(
-    tmp_path, driver
-):
-    """Ray keeps each group that it has removed, and its state API lists any hundred of
-    all.
+@pytest.mark.parametrize("resource", ["CPU", "nowhere"])
+def test_what_a_lane_has_reserved_is_freed(driver, resource):
+    """Before and after Ray has made it, and where the lane was told to end before."""
 
-    What is left is found by the fixture that looks at the cluster after every test.
-    """
-    for _ in range(
-        200
-    ):  # of a resource that nobody has: Ray loses what a group gets while it is being removed
-        driver.util.remove_placement_group(
-            driver.util.placement_group([{"nowhere": 1}])
-        )
-    foreign = driver.util.placement_group([{"memory": 1}])
-    for _ in range(2):
-        driver.get(driver.util.placement_group([{"CPU": 1}]).ready(), timeout=HANG_S)
-    until(
-        lambda: not driver.available_resources().get("CPU", 0),
-        "what Ray hears a little later",
-    )
-    config = build(TrainConfig, sweep(tmp_path, {"seed": [1]}).train, "test")
-    Lanes(
-        None,
-        config.scaling,
-        False,
-        "",
-        Preload(),
-        Storage(str(tmp_path)),
-        1,
-        is_patient=False,
-    ).end()
-    assert driver.util.placement_group_table(foreign)["state"] == "CREATED"
-    driver.util.remove_placement_group(foreign)
+    def is_removed(group):
+        return driver.util.placement_group_table(group)["state"] == "REMOVED"
+
+    room = Room(None, "sweep", 0)
+    group = driver.util.placement_group([{resource: 1}])
+    room.hold(group)
+    room.give_back()
+    until(lambda: is_removed(group), "its end")
+    late = driver.util.placement_group([{resource: 1}])
+    with pytest.raises(LaneEnded):
+        room.hold(late)
+    until(lambda: is_removed(late), "its end")
