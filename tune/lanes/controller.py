@@ -45,6 +45,8 @@ from tune.ray_internals import (
 )
 
 _LOOK_S = 0.2
+_OFTEN = 32
+"""Lanes that are looked after as often as Ray Train does."""
 _MAKE_S = 10.0
 """Within which Ray makes a group for which there is room, also on a busy machine."""
 _NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
@@ -284,6 +286,9 @@ class LaneController(TrainController):
             scaling = given["scaling_policy"].scaling_config
             given["scaling_policy"] = Unannounced(scaling)
         super().__init__(**given)
+        # Of hundreds of lanes the later are looked after less often: each look is some
+        # milliseconds of the driver.
+        self._health_check_interval_s *= max(1.0, room.lane / _OFTEN)
         self._worker_group_callbacks_to_propagate = [
             watching_in_thread(callback)
             for callback in self._worker_group_callbacks_to_propagate
