@@ -49,6 +49,8 @@ class RunContext:
     draws_line: bool = False
     """Whether a live line shows them, in place of the log's lines of steps."""
 
+    watchdog: Any = None
+    """Watches this process meanwhile (trainers/loop/watchdog.py)."""
     watches: tuple[str, ...] = ()
     """Metrics that the launcher decides by: where they need an evaluation, a run
     without one is refused.
@@ -71,6 +73,11 @@ class RunContext:
         self.local_rank = local_rank
         self.local_world_size = local_world_size
         self.device_index = local_rank if device_index is None else device_index
+
+    def enter(self, phase: str) -> None:
+        """Note that another phase of the loop begins, where this process is watched."""
+        if self.watchdog is not None:
+            self.watchdog.enter(phase)
 
     def report(
         self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float

@@ -92,7 +92,7 @@ def run(
         ),
         ("time.sleep(3600)", PHASES, f"in the start (at <string>:18; {OF_PHASES})"),
         (
-            "watchdog.enter('setup'); time.sleep(3600)",
+            "dog.enter('setup'); time.sleep(3600)",
             PHASES,
             f"in setup (at <string>:18; {OF_PHASES})",
         ),

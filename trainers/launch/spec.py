@@ -34,7 +34,7 @@ from trainers.context import RunContext
 from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean
 from trainers.launch.process import without_collection
 from trainers.lease import LEASE, fenced
-from trainers.loop.watchdog import enter, watched
+from trainers.loop.watchdog import watched
 from trainers.storage import Storage, inside_ray_job, storage_uri
 
 if TYPE_CHECKING:
@@ -303,13 +303,15 @@ class Job(Spec, ABC, Generic[R]):
         """The configuration, validated at the first access in a process."""
         return build(TrainConfig, self.tree, self.source)
 
-    def load_task(self) -> Task:
-        """Import and construct the task; raises ConfigError."""
+    def load_task(self, context: RunContext | None = None) -> Task:
+        """Import and construct the task; raises ConfigError.
+
+        Watched where `context` is not yet, or there is none.
+        """
         rank = int(os.environ.get("RANK", "0"))
-        with watched(
-            self.config.failure, RunContext(None, "driver", rank)
-        ):  # where no worker is watched
-            enter("the import of the task")
+        driver = RunContext(None, "driver", rank)
+        with watched(self.config.failure, context or driver) as watchdog:
+            watchdog.enter("the import of the task")
             add_to_path(list(self.path))
             return load_task(self.config.task, self.config.task_args, self.source)
 
@@ -332,7 +334,7 @@ class RunSpec(Job["RunResult"]):
                 import torch._dynamo  # noqa: F401 (every optimizer imports it)
 
                 from trainers.loop.fit import fit
-            return fit(self.load_task(), self.config, context)
+            return fit(self.load_task(context), self.config, context)
 
     def read_result(self, text: bytes) -> RunResult:
         """What `execute` gave, from its JSON."""

@@ -135,9 +135,8 @@ class Watchdog:
             self._tell(where, budget)
         finally:
             with contextlib.suppress(Exception):
-                for child in (
-                    multiprocessing.active_children()
-                ):  # a loader's process that was stopped notices nothing
+                # A loader's process that was stopped notices nothing.
+                for child in multiprocessing.active_children():
                     child.kill()
             os._exit(HUNG_EXIT_CODE)
 
@@ -146,16 +145,17 @@ class Watchdog:
 
         Any of them may hang as well.
         """
-        rank = self._context.rank
-        storage = self._context.storage
+        context = self._context
         began = time.monotonic()
         stack = traceback.extract_stack(sys._current_frames()[self._thread_id])
-        file, line = line_of_task(
-            [(frame.filename, frame.lineno or 0) for frame in stack]
-        )
-        waits = self._context.world_size > 1 and _waits_for_others(stack[-1])
+        frames = [(frame.filename, frame.lineno or 0) for frame in stack]
+        file, line = line_of_task(frames)
+        waits = context.world_size > 1 and _waits_for_others(stack[-1])
+        waiting = _WAITING if waits else ""
         at = f"at {Path(file).name}:{line}"
-        words = f"rank {rank} made no step for {where}{_WAITING if waits else ''} ({at}; {budget})"
+        words = (
+            f"rank {context.rank} made no step for {where}{waiting} ({at}; {budget})"
+        )
         failure = RunFailedError("hung", words, time.time(), follows=waits)
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.seek(0)
@@ -163,27 +163,22 @@ class Watchdog:
 
         def say() -> None:
             print(f"error: {failure} ({failure.advice})", file=sys.stderr, flush=True)
-            if storage is None:
+            if context.storage is None:
                 print(stacks, file=sys.stderr, flush=True)
 
         def save() -> None:
-            name = f"hangs/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-rank-{rank:05d}.txt"
-            if storage is not None:
-                storage.write(name, stacks.encode())
+            now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            name = f"hangs/{now}-rank-{context.rank:05d}.txt"
+            if context.storage is not None:
+                context.storage.write(name, stacks.encode())
 
-        tellers = [
-            *(
-                []
-                if self._context.is_heard
-                else [threading.Thread(target=say, daemon=True)]
-            ),
-            threading.Thread(target=save, daemon=True),
-            threading.Thread(
-                target=self._context.hung,
-                args=(failure, "".join(traceback.format_list(stack[-20:]))),
-                daemon=True,
-            ),
-        ]
+        def report() -> None:
+            context.hung(failure, "".join(traceback.format_list(stack[-20:])))
+
+        calls = [save, report]
+        if not context.is_heard:
+            calls.insert(0, say)
+        tellers = [threading.Thread(target=call, daemon=True) for call in calls]
         for teller in tellers:
             teller.start()
         for teller in tellers:
@@ -196,32 +191,25 @@ def _waits_for_others(frame: traceback.FrameSummary) -> bool:
 
     DDP's are part of the backward pass.
     """
-    in_torch = "/torch/distributed/" in frame.filename or frame.filename.endswith(
-        "/torch/nn/parallel/distributed.py"
-    )
-    return (
-        in_torch
-        or frame.name == "_engine_run_backward"
-        or "work.wait()" in (frame.line or "")
-    )
-
-
-_current: Watchdog | None = None
+    ddp = "/torch/nn/parallel/distributed.py"
+    in_torch = "/torch/distributed/" in frame.filename
+    in_backward = frame.name == "_engine_run_backward"
+    is_waiting = "work.wait()" in (frame.line or "")
+    return in_torch or frame.filename.endswith(ddp) or in_backward or is_waiting
 
 
 @contextlib.contextmanager
 def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
-    """Watch this process during a block, unless a block around it does already.
+    """Watch this process during a block, unless one around it does, of this context.
 
     A rank that leaves it because a collective failed waits first: the rank that failed
     or died before it shall be seen before it, by whatever launcher.
     """
-    global _current
-    if _current is not None:
-        yield _current
+    if context.watchdog is not None:
+        yield context.watchdog
         return
     forget_kernel_kills()
-    watchdog = _current = Watchdog(failure, context)
+    watchdog = context.watchdog = Watchdog(failure, context)
     try:
         yield watchdog
     except Exception as error:
@@ -229,20 +217,13 @@ def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
         if context.world_size > 1 and broke_with_others(error):
             on_one_node = context.local_world_size == context.world_size
             deadline = time.monotonic() + (CAUSE_S if on_one_node else CAUSE_OF_NODE_S)
-            while time.monotonic() < deadline and not context.should_stop(
-                0.0
-            ):  # a launcher that has seen it asks to
+            # A launcher that has seen it asks to stop.
+            while time.monotonic() < deadline and not context.should_stop(0.0):
                 time.sleep(0.1)
         raise
     finally:
         watchdog.close()
-        _current = None
-
-
-def enter(phase: str) -> None:
-    """Note that another phase begins, where this process is watched."""
-    if _current is not None:
-        _current.enter(phase)
+        context.watchdog = None
 
 
 def saved_hangs(storage: Storage) -> list[str]:
