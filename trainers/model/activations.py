@@ -7,7 +7,7 @@ torch.utils.checkpoint's policies.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ _KEPT_PRODUCTS = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu",
     )
 )
-_kept_whole = False
 
 
 def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
@@ -50,17 +49,12 @@ def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
     """
     if mode == "none":
         return
-    blocks = [
-        block
-        for block in shard_units(model)
-        if next(block.children(), None) is not None
-    ]
+    blocks = [block for block in shard_units(model) if list(block.children())]
     if not blocks:
-        rule = "finds no block to compute again: the modules that a ModuleList or Sequential of the model repeats"
         raise ConfigError(
             "activation_checkpointing",
             mode,
-            rule,
+            "finds no block to compute again: the modules that a ModuleList or Sequential of the model repeats",
             "put the layers into one, or set it to none",
         )
     for block in blocks:
@@ -68,14 +62,18 @@ def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
 
 
 @contextlib.contextmanager
-def activations_kept() -> Iterator[None]:
+def activations_kept(model: nn.Module) -> Iterator[None]:
     """Keep all activations inside, for a pass that counts what the model computes."""
-    global _kept_whole
-    before, _kept_whole = _kept_whole, True
+    recomputed = []
+    for module in model.modules():
+        if isinstance(module.forward, _Recomputed):
+            recomputed.append((module, module.forward))
+            module.forward = module.forward.plain
     try:
         yield
     finally:
-        _kept_whole = before
+        for module, forward in recomputed:
+            module.forward = forward
 
 
 class _Recomputed:
@@ -85,17 +83,15 @@ class _Recomputed:
         self, block: nn.Module, forward: Callable[..., Any], mode: str, compiled: bool
     ) -> None:
         self._block = block
-        self._forward = forward
+        self.plain = forward
         self._mode = mode
         self._compiled = compiled
         self._context_fn = functools.partial(_contexts, block, mode)
         # Of a graph, which takes no contexts but torch's own, and moves BatchNorm's
         # statistics once.
-        self._graph: dict[str, Any] = (
-            {"context_fn": functools.partial(_selective, _policy)}
-            if mode != "full"
-            else {}
-        )
+        self._graph: dict[str, Any] = {}
+        if mode == "selective":
+            self._graph["context_fn"] = functools.partial(_selective, _policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it as it is where no gradient is wanted.
@@ -103,30 +99,30 @@ class _Recomputed:
         Raises ConfigError, in a pass before the model is compiled, for a buffer that a
         graph would not have again as it was.
         """
-        if _kept_whole or not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return checkpoint(
-                self._forward, *args, use_reentrant=False, **self._graph, **kwargs
-            )
-        before = (
-            {name: one._version for name, one in _buffers(self._block).items()}
-            if self._compiled
-            else {}
-        )
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        options = self._graph
+        if not torch.compiler.is_compiling():
+            options = {"context_fn": self._context_fn}
+        before = self._versions()
         outputs = checkpoint(
-            self._forward,
-            *args,
-            use_reentrant=False,
-            context_fn=self._context_fn,
-            **kwargs,
+            self.plain, *args, use_reentrant=False, **options, **kwargs
         )
-        for name, one in _buffers(self._block).items() if before else ():
-            if one._version != before[name]:
-                rule = f"computes a graph with its buffer `{name}` as it is then, and forward() has changed that"
-                fix = "set `compile: off`, or `activation_checkpointing: none`"
-                raise ConfigError("activation_checkpointing", self._mode, rule, fix)
+        for name, version in self._versions().items():
+            if version != before[name]:
+                raise ConfigError(
+                    "activation_checkpointing",
+                    self._mode,
+                    f"computes a graph with its buffer `{name}` as it is then, and forward() has changed that",
+                    "set `compile: off`, or `activation_checkpointing: none`",
+                )
         return outputs
+
+    def _versions(self) -> dict[str, int]:
+        """Return how often each buffer was written to, in a pass before compiling."""
+        if not self._compiled or torch.compiler.is_compiling():
+            return {}
+        return {name: one._version for name, one in _buffers(self._block).items()}
 
 
 def _buffers(block: nn.Module) -> dict[str, Tensor]:
@@ -134,10 +130,9 @@ def _buffers(block: nn.Module) -> dict[str, Tensor]:
 
     No pass in training reads those.
     """
-    statistics = {id(one) for norm in _norms(block) for one in norm.buffers()}
-    return {
-        name: one for name, one in block.named_buffers() if id(one) not in statistics
-    }
+    statistics = {buffer for norm in _norms(block) for buffer in norm.buffers()}
+    buffers = block.named_buffers()
+    return {name: buffer for name, buffer in buffers if buffer not in statistics}
 
 
 def _norms(block: nn.Module) -> list[Any]:
@@ -146,55 +141,52 @@ def _norms(block: nn.Module) -> list[Any]:
 
 def _contexts(block: nn.Module, mode: str) -> tuple[Any, Any]:
     """Return the context of a block's first pass and that of its second."""
-    plain = contextlib.nullcontext(), contextlib.nullcontext()
-    first, second = plain if mode == "full" else _selective(_policy)
-    return first, _as_before(block, second)
+    first: Any = contextlib.nullcontext()
+    second: Any = contextlib.nullcontext()
+    if mode == "selective":
+        first, second = _selective(_policy)
+    return first, _second_pass(block, second)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return (
-        CheckpointPolicy.MUST_SAVE
-        if operator in _KEPT_PRODUCTS
-        else CheckpointPolicy.PREFER_RECOMPUTE
-    )
+    if operator in _KEPT_PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextlib.contextmanager
-def _second_pass(
-    norms: list[Any], buffers: list[tuple[Tensor, Tensor]], inner: Any
-) -> Iterator[None]:
-    after = [buffer.clone() for buffer, _ in buffers]
-    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = (
-            0.0,
-            None,
-        )  # it moves no statistics then
-    try:
-        _copy((buffer, before) for buffer, before in buffers)
-        with inner:
-            yield
-    finally:
-        for norm, momentum, count in kept:
-            norm.momentum = momentum
-            norm.num_batches_tracked = count
-        _copy(
-            (buffer, value) for (buffer, _), value in zip(buffers, after, strict=True)
-        )
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in pairs:
-            buffer.copy_(value)
-
-
-def _as_before(block: nn.Module, inner: Any) -> Any:
+def _second_pass(block: nn.Module, inner: Any) -> Any:
     """Return the context of the second pass, with the buffers as the first found them.
 
     They stay as it left them.
 
     To be called before the first pass.
     """
-    buffers = [(one.detach(), one.detach().clone()) for one in _buffers(block).values()]
-    return _second_pass(_norms(block), buffers, inner)
+    buffers = [one.detach() for one in _buffers(block).values()]
+    before = [buffer.clone() for buffer in buffers]
+    return _as_before(_norms(block), buffers, before, inner)
+
+
+@contextlib.contextmanager
+def _as_before(
+    norms: list[Any], buffers: list[Tensor], before: list[Tensor], inner: Any
+) -> Iterator[None]:
+    after = [buffer.clone() for buffer in buffers]
+    kept = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:  # it moves no statistics then
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
+    try:
+        _copy(buffers, before)
+        with inner:
+            yield
+    finally:
+        for norm, momentum, count in kept:
+            norm.momentum = momentum
+            norm.num_batches_tracked = count
+        _copy(buffers, after)
+
+
+def _copy(buffers: list[Tensor], values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainers.data.batch import fetch, map_tensors
 from trainers.model.activations import activations_kept
 from trainers.step.forward import ForwardPass
 from trainers.task import Task
@@ -51,26 +50,20 @@ def count_flops(
     rank may count alone. What activation checkpointing computes again is not counted.
     """
     task = forward.task
-    device = forward.device
-    if device.type == "cuda" and any(
-        isinstance(module, nn.RNNBase) for module in forward.model.modules()
-    ):
+    modules = forward.model.modules()
+    recurrent = any(isinstance(module, nn.RNNBase) for module in modules)
+    if forward.device.type == "cuda" and recurrent:
         return None  # torch's counter does not know cuDNN's recurrent layers
     if type(task).worst_case_batch is Task.worst_case_batch:
         microbatch = microbatch[:_LIKE_SAMPLES]
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _AllModules()  # type: ignore[assignment]
     try:
-        with torch.no_grad():
-            batch = map_tensors(
-                lambda tensor: tensor.to(device),
-                fetch(dataset, microbatch.tolist(), task.collate),
-            )
-            batch = task.transform(batch, True)
-        with counter, activations_kept():
-            for one in phases or (forward,):
-                with one.alone():
-                    one.loss(batch).backward()
+        batch = forward.read(dataset, microbatch)
+        with counter, activations_kept(forward.model):
+            for part in phases or (forward,):
+                with part.alone():
+                    part.loss(batch).backward()
     except Exception as error:
         # Training meets an error of the task too, and says it better; one of the
         # counter's own must not end it.
@@ -80,8 +73,9 @@ def count_flops(
             error,
         )
         return None
-    differs = phases and type(task).phases is not Task.phases
-    return None if differs else counter.get_total_flops() / len(microbatch) or None
+    if phases and type(task).phases is not Task.phases:
+        return None
+    return counter.get_total_flops() / len(microbatch) or None
 
 
 class _AllModules(contextlib.nullcontext[None]):
@@ -109,11 +103,9 @@ def utilisation(
 
 def device_peak(device: torch.device, precision: str) -> float | None:
     """Return this device's dense peak in `precision`, in FLOP/s; None when not known."""
-    return (
-        gpu_peak(torch.cuda.get_device_name(device), precision)
-        if device.type == "cuda"
-        else None
-    )
+    if device.type != "cuda":
+        return None
+    return gpu_peak(torch.cuda.get_device_name(device), precision)
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
