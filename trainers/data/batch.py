@@ -26,23 +26,18 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
     """Return key and value of each item of a nested batch; None for a leaf."""
-    if isinstance(
-        batch, PackedSequence
-    ):  # without `batch_sizes`, which torch wants on the host
-        return [
-            (name, getattr(batch, name))
-            for name in ("data", "sorted_indices", "unsorted_indices")
-        ]
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, PackedSequence):
+        # Without `batch_sizes`, which torch wants on the host.
+        names = ["data", "sorted_indices", "unsorted_indices"]
+    elif isinstance(batch, (tuple, list)):
         return list(enumerate(batch))
-    if isinstance(batch, Mapping):
+    elif isinstance(batch, Mapping):
         return list(batch.items())
-    if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
-        return [
-            (field.name, getattr(batch, field.name))
-            for field in dataclasses.fields(batch)
-        ]
-    return None
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+    else:
+        return None
+    return [(name, getattr(batch, name)) for name in names]
 
 
 def leaves_of(batch: Batch) -> list[Any]:
@@ -91,10 +86,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
         return type(batch)(values)
     if isinstance(batch, Mapping):
         return _with_items(batch, mapped)
-    given = {field.name for field in dataclasses.fields(batch) if field.init}
-    return dataclasses.replace(
-        batch, **{name: value for name, value in mapped if name in given}
-    )
+    given = dict(mapped)
+    for field in dataclasses.fields(batch):
+        if not field.init:
+            del given[field.name]
+    return dataclasses.replace(batch, **given)
 
 
 def _with_items(
@@ -119,12 +115,8 @@ def concatenate(batches: list[Batch]) -> Batch:
     """
     if len(batches) == 1:
         return batches[0]
-    joined = iter(
-        [
-            torch.cat(tensors)
-            for tensors in zip(*(tensors_of(batch) for batch in batches), strict=True)
-        ]
-    )
+    columns = zip(*map(tensors_of, batches), strict=True)
+    joined = map(torch.cat, list(columns))
     return map_tensors(lambda _: next(joined), batches[0])
 
 
@@ -140,9 +132,8 @@ def fetch(
     numbers: list[int] = rows.tolist()
     if not hasattr(dataset, "__getitems__"):
         return collate([dataset[number] for number in numbers])
-    fetched = dataset.__getitems__(
-        numbers
-    )  # a list of samples (torch's protocol) or, faster, a batch that is ready
+    # A list of samples (torch's protocol) or, faster, a batch that is ready.
+    fetched = dataset.__getitems__(numbers)
     if isinstance(fetched, list):
         return collate(fetched)
     return fetched

@@ -12,8 +12,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 Sizes = Sequence[tuple[int | None, int]]
 """Batch sizes in order, each with the samples of the run until which it holds; the last
 one holds to the end (None).
@@ -77,7 +78,9 @@ class BatchSchedule:
         self, sizes: int | Sizes, length: int, drop_last: bool = False
     ) -> None:
         """`length`: samples of an epoch."""
-        self.sizes: Sizes = [(None, sizes)] if isinstance(sizes, int) else list(sizes)
+        if isinstance(sizes, int):
+            sizes = [(None, sizes)]
+        self.sizes: Sizes = list(sizes)
         self.length = length
         self.drop_last = drop_last
         self._ends = [until for until, _ in self.sizes[:-1] if until is not None]
@@ -101,7 +104,7 @@ class BatchSchedule:
 
     def place(self, step: int) -> Place:
         """Return the epoch of a step of the run, and its number there."""
-        run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]
+        run = _last(self._runs, "step", step)
         epochs, index = divmod(step - run.step, run.steps)
         return Place(run.epoch + epochs, index)
 
@@ -109,25 +112,22 @@ class BatchSchedule:
         """Return how many samples the run has trained before a step."""
         epoch, index = self.place(step)
         run = self._run_of(epoch)
-        return (
-            run.sample
-            + (epoch - run.epoch) * run.samples
-            + self.bounds(epoch, index)[0]
-        )
+        start, _ = self.bounds(epoch, index)
+        return run.sample + (epoch - run.epoch) * run.samples + start
 
     def step_at(self, sample: int) -> int:
         """Return the first step before which at least so many samples are trained."""
-        run = self._runs[bisect_right(self._runs, sample, key=attrgetter("sample")) - 1]
+        run = _last(self._runs, "sample", sample)
         epochs, within = divmod(sample - run.sample, run.samples)
         before = run.step + epochs * run.steps
         if within == 0:
             return before
-        stretch = self._stretch(run, within, "start")
+        stretch = _last(run.stretches, "start", within)
         return before + stretch.index - (stretch.start - within) // stretch.size
 
     def epochs(self, step: int) -> float:
         """Return how many epochs are done before a step, with the part of the last."""
-        run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]
+        run = _last(self._runs, "step", step)
         return run.epoch + (step - run.step) / run.steps
 
     def first_step(self, epoch: int) -> int:
@@ -141,7 +141,7 @@ class BatchSchedule:
 
     def bounds(self, epoch: int, index: int) -> tuple[int, int]:
         """Return the places in the epoch of a step's first sample and of its end."""
-        stretch = self._stretch(self._run_of(epoch), index, "index")
+        stretch = _last(self._run_of(epoch).stretches, "index", index)
         start = stretch.start + (index - stretch.index) * stretch.size
         return start, min(start + stretch.size, stretch.stop)
 
@@ -150,7 +150,7 @@ class BatchSchedule:
         told = []
         for until, size in self.sizes:
             step = None if until is None else self.step_at(until)
-            if until is None or step is None or step >= last_step:
+            if step is None or step >= last_step:
                 told.append(f"{size} to the end")
                 break
             told.append(
@@ -159,13 +159,7 @@ class BatchSchedule:
         return ", then ".join(told)
 
     def _run_of(self, epoch: int) -> _Epochs:
-        return self._runs[bisect_right(self._runs, epoch, key=attrgetter("epoch")) - 1]
-
-    @staticmethod
-    def _stretch(run: _Epochs, at: int, by: str) -> _Stretch:
-        if len(run.stretches) == 1:
-            return run.stretches[0]
-        return run.stretches[bisect_right(run.stretches, at, key=attrgetter(by)) - 1]
+        return _last(self._runs, "epoch", epoch)
 
     def _lay_out(self) -> Iterator[_Epochs]:
         epoch = step = sample = 0
@@ -177,12 +171,11 @@ class BatchSchedule:
                 return
             # As many as lie wholly before the size changes; else the one in which it
             # does.
-            count = max(
-                1, (self._ends[number] - sample - self.length) // run.samples + 1
-            )
-            epoch = epoch + count
-            step = step + count * run.steps
-            sample = sample + count * run.samples
+            left = self._ends[number] - sample - self.length
+            count = max(1, left // run.samples + 1)
+            epoch += count
+            step += count * run.steps
+            sample += count * run.samples
 
     def _cut(self, sample: int) -> Iterator[_Stretch]:
         """Cut an epoch before which the run has trained so many samples."""
@@ -191,11 +184,9 @@ class BatchSchedule:
             number = bisect_right(self._ends, sample + start)
             size = self.sizes[number][1]
             room = self.length - start
-            left = (
-                room
-                if number == len(self._ends)
-                else min(room, self._ends[number] - sample - start)
-            )
+            left = room
+            if number < len(self._ends):
+                left = min(room, self._ends[number] - sample - start)
             steps = -(-left // size)
             if self.drop_last:
                 steps = min(steps, room // size)
@@ -203,5 +194,12 @@ class BatchSchedule:
             if not steps:
                 return
             yield _Stretch(index, start, start + left, size)
-            index = index + steps
-            start = start + left
+            index += steps
+            start += left
+
+
+def _last(parts: Sequence[T], name: str, value: int) -> T:
+    """Return the last part whose attribute of this name is at most `value`."""
+    if len(parts) == 1:
+        return parts[0]
+    return parts[bisect_right(parts, value, key=attrgetter(name)) - 1]

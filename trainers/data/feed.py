@@ -77,9 +77,9 @@ class _WholeBatches(Dataset[Any]):
         if seed is not None:
             seed_host(seed)
         batch = fetch(self.dataset, rows, self.collate)
-        return Pinnable(
-            batch, self.dataset.send() if isinstance(self.dataset, Stream) else None
-        )
+        if isinstance(self.dataset, Stream):
+            return Pinnable(batch, self.dataset.send())
+        return Pinnable(batch)
 
 
 def _leave_signals_to_parent(number: int) -> None:
@@ -128,26 +128,18 @@ class Feed:
         self._stream = dataset if isinstance(dataset, Stream) else None
         self._source = _WholeBatches(dataset, collate)
         self._asked = _Asked()
-        self._pins = (
-            config.pin_memory
-            if isinstance(config.pin_memory, bool)
-            else device.type == "cuda"
-        )
-        if (
-            self._pins
-            and self.resident is None
-            and not torch.accelerator.is_available()
-        ):
-            warnings.warn(
-                "`data.pin_memory` is true, but there is no accelerator: memory is not pinned",
-                stacklevel=2,
-            )
+        pins = config.pin_memory
+        self._pins = device.type == "cuda" if pins == "auto" else pins
+        if self._pins and not torch.accelerator.is_available():
             self._pins = False
-        self._loader = (
-            self._make_loader(config, seed)
-            if self.resident is None and config.num_workers > 0
-            else None
-        )
+            if self.resident is None:
+                warnings.warn(
+                    "`data.pin_memory` is true, but there is no accelerator: memory is not pinned",
+                    stacklevel=2,
+                )
+        self._loader: DataLoader[Any] | None = None
+        if self.resident is None and config.num_workers > 0:
+            self._loader = self._make_loader(config, seed)
 
     def _make_loader(self, config: DataConfig, seed: int) -> DataLoader[Any]:
         one_process = isinstance(self.dataset, (Stream, Rereadable))
@@ -164,44 +156,32 @@ class Feed:
         )
 
     def _make_resident(self, config: DataConfig, sharers: int) -> Batch | None:
-        if not hasattr(self.dataset, "__len__"):
-            if config.resident is True:
-                rule = "needs data of a known size, which a stream has not"
-                raise ConfigError(
-                    "data.resident", True, rule, "set `data.resident: false`"
-                )
+        if config.resident is False:
             return None
-        length = len(self.dataset)
-        if (
-            config.resident is False
-            or length == 0
-            or (config.resident == "auto" and config.num_workers > 0)
-        ):
-            return None
-        data: Batch = (
-            self.dataset.tensors if type(self.dataset) is TensorDataset else None
-        )
+        data: Batch = None
+        if type(self.dataset) is TensorDataset and len(self.dataset):
+            data = self.dataset.tensors
         if config.resident == "auto":
-            wanted = sharers * sum(
-                tensor.numel() * tensor.element_size() for tensor in data or ()
-            )
-            if data is None or wanted > _RESIDENT_SHARE * total_memory_bytes(
-                self.device
-            ):
+            wanted = sharers * sum(tensor.nbytes for tensor in data or ())
+            most = _RESIDENT_SHARE * total_memory_bytes(self.device)
+            if data is None or config.num_workers > 0 or wanted > most:
                 return None
-        if data is None:
-            rows = torch.arange(length).split(_FETCH)
-            data = concatenate(
-                [fetch(self.dataset, some.numpy(), self._collate) for some in rows]
-            )
-        if not all(
-            isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length
-            for leaf in leaves_of(data)
-        ):
-            rule = f"needs data that is nothing but tensors of {length} samples each"
-            raise ConfigError(
-                "data.resident", config.resident, rule, "set `data.resident: false`"
-            )
+        length = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
+        if data is None and length:
+            parts = torch.arange(length).split(_FETCH)
+            fetched = [
+                fetch(self.dataset, rows.numpy(), self._collate) for rows in parts
+            ]
+            data = concatenate(fetched)
+        for leaf in leaves_of(data):
+            is_column = isinstance(leaf, Tensor) and leaf.shape[:1] == (length,)
+            if not is_column:
+                raise ConfigError(
+                    "data.resident",
+                    config.resident,
+                    "needs data that is nothing but tensors, of one length that is known",
+                    "set `data.resident: false`",
+                )
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def batches(
@@ -216,13 +196,12 @@ class Feed:
         from its own alone; in evaluation so does what is drawn here.
         """
         self._renew()
-        resident = self.resident is not None
-        source = (
-            self._resident_batches(microbatches)
-            if resident
-            else self._loaded_batches(microbatches, seeds)
-        )
-        for seed in itertools.repeat(None) if training or seeds is None else seeds:
+        none = itertools.repeat(None)
+        if self.resident is not None:
+            source = self._resident_batches(microbatches)
+        else:
+            source = self._loaded_batches(microbatches, seeds or none)
+        for seed in none if training else seeds or none:
             if seed is not None:
                 seed_device(seed, self.device)
             batch = next(source, _END)
@@ -247,19 +226,18 @@ class Feed:
             yield map_tensors(functools.partial(_rows, indices), self.resident)
 
     def _loaded_batches(
-        self, microbatches: Iterable[Tensor], seeds: Iterable[int] | None
+        self, microbatches: Iterable[Tensor], seeds: Iterable[int | None]
     ) -> Iterator[Batch]:
         rows: Iterator[Rows] = (indices.numpy() for indices in microbatches)
-        host: Iterator[Batch]
+        loaded: Iterable[Pinnable]
         if self._loader is not None:
-            self._asked.batches = zip(
-                rows, itertools.repeat(None) if seeds is None else seeds, strict=False
-            )
-            host = map(self._taken, self._loader)
+            self._asked.batches = zip(rows, seeds, strict=False)
+            loaded = self._loader
         else:
-            host = (self._taken(self._source[at, None]) for at in rows)
-        if self._loader is None and self._pins:
-            host = (Pinnable(batch).pin_memory().batch for batch in host)
+            loaded = (self._source[at, None] for at in rows)
+            if self._pins:
+                loaded = map(Pinnable.pin_memory, loaded)
+        host = map(self._taken, loaded)
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def _renew(self) -> None:
@@ -310,13 +288,11 @@ class Pinnable:
 
     def pin_memory(self) -> Pinnable:
         """Return the same batch in page-locked memory (torch's protocol)."""
-        return Pinnable(
-            map_tensors(
-                lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor,
-                self.batch,
-            ),
-            self.beside,
-        )
+
+        def pin(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory() if _strided(tensor) else tensor
+
+        return Pinnable(map_tensors(pin, self.batch), self.beside)
 
 
 class Copies:
@@ -331,11 +307,14 @@ class Copies:
 
     def begin(self, batch: Batch) -> Batch:
         """Return the batch on the device, before its copy is done."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            if not _strided(tensor):
+                return tensor
+            return tensor.to(self._device, non_blocking=True)
+
         with torch.cuda.stream(self._stream):
-            return map_tensors(
-                lambda t: t.to(self._device, non_blocking=True) if _strided(t) else t,
-                batch,
-            )
+            return map_tensors(copy, batch)
 
     def hand_over(self, batch: Batch) -> Batch:
         """Return what `begin` gave, safe to use and to free in the computing stream."""
@@ -343,9 +322,8 @@ class Copies:
         computing.wait_stream(self._stream)
 
         def settle(tensor: Tensor) -> Tensor:
-            if not _strided(
-                tensor
-            ):  # sparse or jagged: record_stream does not know them
+            # Sparse or jagged: record_stream does not know them.
+            if not _strided(tensor):
                 return tensor.to(self._device)
             tensor.record_stream(computing)  # type: ignore[no-untyped-call, unused-ignore]
             return tensor
@@ -381,9 +359,8 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
         return
     coming = next(begun, _END)
     while coming is not _END:
-        ready = copies.hand_over(
-            coming
-        )  # waits for this batch's copy alone: the next one's is not in the stream yet
+        # Waits for this batch's copy alone: the next one's is not in the stream yet.
+        ready = copies.hand_over(coming)
         coming = next(begun, _END)
         yield ready
 
@@ -400,20 +377,16 @@ def held_by(*things: Any) -> list[Any]:
     Of models, classes and modules nothing but themselves; nothing of what a function or
     a large array holds.
     """
-    return list(
-        itertools.islice(
-            itertools.chain.from_iterable(_held(thing, _DEEPEST) for thing in things),
-            _MOST,
-        )
-    )
+    every = itertools.chain.from_iterable(_held(thing, _DEEPEST) for thing in things)
+    return list(itertools.islice(every, _MOST))
 
 
 def are_same(before: list[Any], now: list[Any]) -> bool:
     """Whether nothing of what `held_by` gave has changed."""
-    pairs = zip(before, now, strict=False)
-    return len(before) == len(now) and all(
-        a is b or (isinstance(a, _PLAIN) and a == b) for a, b in pairs
-    )
+    if len(before) != len(now):
+        return False
+    pairs = zip(before, now, strict=True)
+    return all(a is b or (isinstance(a, _PLAIN) and a == b) for a, b in pairs)
 
 
 def _held(thing: Any, deeper: int) -> Iterator[Any]:
@@ -424,11 +397,8 @@ def _held(thing: Any, deeper: int) -> Iterator[Any]:
         yield hash(thing.tobytes())
     if not deeper or isinstance(thing, (*_PLAIN, Tensor, nn.Module, type, ModuleType)):
         return
-    items: Any = (
-        thing.__self__.__dict__
-        if inspect.ismethod(thing)
-        else getattr(thing, "__dict__", ())
-    )
+    owner = thing.__self__ if inspect.ismethod(thing) else thing
+    items: Any = getattr(owner, "__dict__", ())
     if isinstance(thing, (list, tuple, dict)):
         items = thing
         with contextlib.suppress(Exception):  # where something in it is not hashable

@@ -64,11 +64,9 @@ class Drawn:
         order = self(0)
         self.length = len(order)
         if not torch.equal(order, self(0)):
-            fix = (
-                "draw from torch's global generator, or from one that `set_epoch` seeds"
-            )
             raise self._refused(
-                "gives another order when it is asked again for the same epoch", fix
+                "gives another order when it is asked again for the same epoch",
+                "draw from torch's global generator, or from one that `set_epoch` seeds",
             )
 
     def __call__(self, epoch: int) -> Tensor:
@@ -84,24 +82,26 @@ class Drawn:
                 sampler.generator.manual_seed(self._seed + epoch)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            order = torch.from_numpy(
-                np.fromiter(map(operator.index, sampler), np.int64)
-            )
+            numbers = np.fromiter(map(operator.index, sampler), np.int64)
         except (TypeError, OverflowError) as error:
             raise self._refused(
                 f"must give whole numbers, a sample each: {error}", "no batches of them"
             ) from error
         finally:
             set_rng_state(kept, self._device)
-        if not len(order):
+        if not len(numbers):
             raise self._refused("gives no sample", "give at least one")
-        if order.min() < 0 or order.max() >= self._num_samples:
-            rule = f"gives samples {order.min()} to {order.max()} of a dataset with {self._num_samples}"
-            raise self._refused(rule, "give numbers from 0 to the dataset's length")
-        if epoch and len(order) != self.length:
-            rule = f"gives {len(order)} samples in epoch {epoch}, and {self.length} in the first"
-            raise self._refused(rule, "give as many in every epoch")
-        return order
+        if numbers.min() < 0 or numbers.max() >= self._num_samples:
+            raise self._refused(
+                f"gives samples {numbers.min()} to {numbers.max()} of a dataset with {self._num_samples}",
+                "give numbers from 0 to the dataset's length",
+            )
+        if epoch and len(numbers) != self.length:
+            raise self._refused(
+                f"gives {len(numbers)} samples in epoch {epoch}, and {self.length} in the first",
+                "give as many in every epoch",
+            )
+        return torch.from_numpy(numbers)
 
     def _refused(self, rule: str, fix: str) -> ConfigError:
         return ConfigError("sampler", self.name, rule, fix)
@@ -174,9 +174,8 @@ class StepSampler(DistributedSampler[int]):
             if self.drawn is not None:
                 order = self.drawn(self.epoch)
             else:
-                generator = torch.Generator().manual_seed(
-                    self.seed + self.epoch
-                )  # as torch's class seeds it
+                # As torch's class seeds it.
+                generator = torch.Generator().manual_seed(self.seed + self.epoch)
                 order = torch.randperm(self.length, generator=generator)
             self._permutation = (self.epoch, order)
         return self._permutation[1][start:stop]
@@ -232,12 +231,10 @@ class StepSampler(DistributedSampler[int]):
         share = self.share(step)
         largest = -(-self.step_size(step) // self.num_replicas) if even else len(share)
         chunks = split_share(share, microbatch_size, largest)
-        idle = (
-            share[-1:] if len(share) else self.anchor(step)
-        )  # no row before its own: a stream only goes forward
-        return [chunk if len(chunk) else idle for chunk in chunks], [
-            len(chunk) for chunk in chunks
-        ]
+        sizes = [len(chunk) for chunk in chunks]
+        # No row before its own: a stream only goes forward.
+        idle = share[-1:] if len(share) else self.anchor(step)
+        return [chunk if len(chunk) else idle for chunk in chunks], sizes
 
 
 def split_share(
@@ -250,7 +247,8 @@ def split_share(
     With `largest`, into as many as a share of that many samples needs; some may then be
     empty.
     """
-    count = max(1, -(-(len(share) if largest is None else largest) // microbatch_size))
+    most = len(share) if largest is None else largest
+    count = max(1, -(-most // microbatch_size))
     if count == 1:
         return [share]
     return list(torch.tensor_split(share, count))
@@ -272,14 +270,11 @@ class GroupedByLength(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         size = self._batch_size
-        windows = torch.randperm(len(self)).split(_WINDOW_BATCHES * size)
-        order = torch.cat(
-            [
-                window[self._lengths[window].argsort(descending=True, stable=True)]
-                for window in windows
-            ]
-        )
-        batches = order.split(size)
+        windows = []
+        for window in torch.randperm(len(self)).split(_WINDOW_BATCHES * size):
+            longest = self._lengths[window].argsort(descending=True, stable=True)
+            windows.append(window[longest])
+        batches = torch.cat(windows).split(size)
         whole = len(self) // size
         shuffled = [batches[number] for number in torch.randperm(whole).tolist()]
         yield from torch.cat([*shuffled, *batches[whole:]]).tolist()
@@ -352,10 +347,9 @@ def _rows_of_table(dataset: Any) -> tuple[Any, Rows]:
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
     """The tensors of a small TensorDataset; None of anything else."""
-    if (
-        type(dataset) is not TensorDataset
-        or sum(tensor.nbytes for tensor in dataset.tensors) > _SMALL_BYTES
-    ):
+    if type(dataset) is not TensorDataset:
+        return None
+    if sum(tensor.nbytes for tensor in dataset.tensors) > _SMALL_BYTES:
         return None
     return dataset.tensors
 
@@ -368,14 +362,18 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
     common = 0
-    are_parts = isinstance(train, Subset) or isinstance(val, Subset)
-    if are_parts:
-        (table, trained), (other, held_back) = map(_rows_of_table, (train, val))
+    if isinstance(train, Subset) or isinstance(val, Subset):
+        table, trained = _rows_of_table(train)
+        other, held_back = _rows_of_table(val)
         if _alike(table, other):
             common = len(np.intersect1d(trained, held_back))
         if 0 < common < min(len(train), len(val)):
-            rule = f"has {common} of its {len(val)} samples in common with the training split"
-            return ConfigError('dataset("val")', MISSING, rule, _FIX)
+            return ConfigError(
+                'dataset("val")',
+                MISSING,
+                f"has {common} of its {len(val)} samples in common with the training split",
+                _FIX,
+            )
     else:
         common = _common(train, val)
     if not common:
@@ -385,21 +383,15 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two datasets have the same samples, by the first ones."""
-    if one is other:
-        return True
-    return (
-        type(one) is type(other)
-        and len(one) == len(other)
-        and _first(one) == _first(other)
-    )
+    if one is other or type(one) is not type(other):
+        return one is other
+    return len(one) == len(other) and _first(one) == _first(other)
 
 
 def _first(dataset: Any) -> list[str]:
+    rows = range(min(_FEW, len(dataset)))
     with drawn_alike():
-        return [
-            digest(fetch(dataset, [row], list))
-            for row in range(min(_FEW, len(dataset)))
-        ]
+        return [digest(fetch(dataset, [row], list)) for row in rows]
 
 
 def _common(train: Any, val: Any) -> int:
@@ -411,23 +403,19 @@ def _common(train: Any, val: Any) -> int:
         if len(set(first)) > 1 and first == _first(train)[: len(first)]:
             return len(first)
         return 0
+    count = len(asked[0])
     rows = _rows(asked)
-    if len(set(rows)) < len(rows) * (
-        1 - _SHARE
-    ):  # rows of a few values: equal ones say nothing
+    common = len(rows & _rows(known))
+    # Rows of a few values: equal ones say nothing.
+    are_few = len(rows) < count * (1 - _SHARE)
+    if are_few or common <= _SHARE * count:
         return 0
-    common = len(set(rows) & set(_rows(known)))
-    if common > _SHARE * len(rows):
-        return common
-    return 0
+    return common
 
 
-def _rows(tensors: tuple[Tensor, ...]) -> list[bytes]:
-    columns = [
-        tensor.detach().cpu().reshape(len(tensor), -1).contiguous().view(torch.uint8)
-        for tensor in tensors
-    ]
-    return [
-        row.tobytes()
-        for row in np.concatenate([column.numpy() for column in columns], axis=1)
-    ]
+def _rows(tensors: tuple[Tensor, ...]) -> set[bytes]:
+    columns = []
+    for tensor in tensors:
+        flat = tensor.detach().cpu().reshape(len(tensor), -1)
+        columns.append(flat.contiguous().view(torch.uint8).numpy())
+    return {row.tobytes() for row in np.concatenate(columns, axis=1)}

@@ -82,16 +82,12 @@ class StreamReader:
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
         """Go on from a state that the stream has given, or from the start."""
-        start = kept or {
-            "row": 0,
-            "passes": 0,
-            "in_pass": 0,
-            "state": None,
-            "trail": "",
-        }
-        self.row, self.passes, self._in_pass, self._start, self._trail = (
-            start[key] for key in ("row", "passes", "in_pass", "state", "trail")
-        )
+        start = kept or {}
+        self.row: int = start.get("row", 0)
+        self.passes: int = start.get("passes", 0)
+        self._in_pass: int = start.get("in_pass", 0)
+        self._start = start.get("state")
+        self._trail: str = start.get("trail", "")
         self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
         self.kept = kept
         self._loaded = kept is not None
@@ -138,8 +134,8 @@ class StreamReader:
             error.add_note(f"at row {self.row} of the stream {self._name}")
             raise
         if sample is not END:
-            self.row = self.row + 1
-            self._in_pass = self._in_pass + 1
+            self.row += 1
+            self._in_pass += 1
         return sample
 
     def _begin_pass(self) -> Iterator[Any]:
@@ -149,11 +145,10 @@ class StreamReader:
             self.source.load_state_dict(copy.deepcopy(self._start))
             self._start = None
         # Ray's Dataset has an __iter__ that raises.
-        samples: Iterator[Any] = iter(
-            self.source.iter_rows()
-            if hasattr(self.source, "iter_rows")
-            else self.source
-        )
+        source = self.source
+        if hasattr(source, "iter_rows"):
+            source = source.iter_rows()
+        samples: Iterator[Any] = iter(source)
         self.is_iterator = samples is self.source
         return samples
 
@@ -166,16 +161,16 @@ class StreamReader:
         while (sample := self.advance()) is END:
             if not self._in_pass:
                 rule = f"ended after {self.row} samples, and gives none when it is begun again"
-                fix = (
-                    "give an object whose `__iter__` begins anew, or lower `max_steps`"
-                )
                 raise ConfigError(
-                    "stream", self._name, rule if self.row else "gives no sample", fix
+                    "stream",
+                    self._name,
+                    rule if self.row else "gives no sample",
+                    "give an object whose `__iter__` begins anew, or lower `max_steps`",
                 )
             if self._loaded and not hasattr(self.source, "set_epoch"):
                 self._recount()
                 continue
-            self.passes = self.passes + 1
+            self.passes += 1
             self._in_pass = 0
             self._samples = None
         if self.row % _MARK_EVERY == 1:
@@ -199,8 +194,12 @@ class StreamReader:
         except Exception as error:
             if not self._is_told:
                 self._is_told = True
-                words = "the stream %s gives no state at row %d that can be kept (%s): the last one that can stays"
-                logger.warning(words, self._name, self.row, first_line(error))
+                logger.warning(
+                    "the stream %s gives no state at row %d that can be kept (%s): the last one that can stays",
+                    self._name,
+                    self.row,
+                    first_line(error),
+                )
         else:
             self._candidate = state | {"next": []}
 
@@ -232,8 +231,11 @@ class StreamReader:
         What a pass is may follow from all before it, which no state of one pass need
         have.
         """
-        words = "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again"
-        logger.info(words, self._name, self.row)
+        logger.info(
+            "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again",
+            self._name,
+            self.row,
+        )
         counted = StreamReader(self._make, self._name)
         with counted.alone():
             while counted.row < self.row:
@@ -323,9 +325,8 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
             with twin.alone():
                 while twin.row < len(expected):
                     found.append(digest(twin.read()))
-            for number, (before, after) in enumerate(
-                zip(expected[-len(found) :], found, strict=True), 1
-            ):
+            pairs = zip(expected[-len(found) :], found, strict=True)
+            for number, (before, after) in enumerate(pairs, 1):
                 if before != after:
                     return f"its own state_dict is not exact (sample {number} after loading differs)"
     except Exception as error:
@@ -346,6 +347,16 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
+def _reduced(value: Any) -> list[Any]:
+    """Return what pickle would keep of an object; nothing of a class or function."""
+    if hasattr(value, "__qualname__"):
+        return []
+    with contextlib.suppress(Exception):  # what cannot be pickled
+        reduced = value.__reduce_ex__(4)
+        return [[*part] if isinstance(part, Iterator) else part for part in reduced]
+    return []
+
+
 def _absorb(value: Any, update: Callable[[Any], None]) -> None:
     shown = ""
     data: Any = b""
@@ -356,9 +367,8 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
         data = plain.view(torch.uint8).numpy()
     elif isinstance(value, np.ndarray):
         shown = f"{value.dtype.str}{value.shape}"
-        parts, data = (
-            (value.tolist(), b"") if value.dtype.hasobject else ([], value.tobytes())
-        )
+        parts = value.tolist() if value.dtype.hasobject else []
+        data = b"" if value.dtype.hasobject else value.tobytes()
     elif isinstance(value, (bytes, bytearray)):
         data = value
     elif isinstance(value, (str, int, float, complex, type(None))):
@@ -370,14 +380,9 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
     elif isinstance(value, Set):
         parts = sorted(map(digest, value))
     else:
-        with contextlib.suppress(Exception):  # what cannot be pickled
-            reduced = (
-                () if hasattr(value, "__qualname__") else value.__reduce_ex__(4)
-            )  # but for classes and functions
-            parts = [
-                [*part] if isinstance(part, Iterator) else part for part in reduced
-            ]
-        shown = "" if parts else re.sub(" at 0x[0-9a-f]+", "", repr(value))
+        parts = _reduced(value)
+        if not parts:
+            shown = re.sub(" at 0x[0-9a-f]+", "", repr(value))
     update(f"{type(value).__name__} {shown} {len(data)} {len(parts)};".encode())
     update(data)
     for part in parts:
@@ -410,32 +415,27 @@ class Stream(Dataset[Any]):
         dropped.
         """
         self._sent: Mapping[str, Any] | None = None
-        self._received: deque[Mapping[str, Any]] = deque(
-            maxlen=2
-        )  # what is received may be a batch ahead of training
+        # What is received may be a batch ahead of training.
+        self._received: deque[Mapping[str, Any]] = deque(maxlen=2)
         self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)  # as received
         self._kept: Mapping[str, Any] | None = None
-        self._unproved: Mark | None = (
-            None  # what the run before has seen, and this one has to come by
-        )
+        # What the run before has seen, and this one has to come by.
+        self._unproved: Mark | None = None
         first = StreamReader(make, name)
         self._reader: StreamReader | None = first
         doubt = missing_state(first.source)
-        if doubt is None and (twin := StreamReader(make, name)).source is first.source:
-            doubt = (
-                "it is the same object each time, which cannot be compared with itself"
-            )
-        elif doubt is None:
-            doubt = prove(first, twin)
-            self._reader = (
-                None  # instances may share where they are: what trains is iterated last
-            )
+        if doubt is None:
+            twin = StreamReader(make, name)
+            if twin.source is first.source:
+                doubt = "it is the same object each time, which cannot be compared with itself"
+            else:
+                doubt = prove(first, twin)
+                # Instances may share where they are: what trains is iterated last.
+                self._reader = None
         self._exact = doubt is None
-        how = (
-            "loads its own state_dict"
-            if doubt is None
-            else f"reads and drops what was trained, as {doubt}"
-        )
+        how = "loads its own state_dict"
+        if doubt is not None:
+            how = f"reads and drops what was trained, as {doubt}"
         self.words = f"a run that goes on with the stream {name} {how}"
         """How the place is found again, and why so: for the log."""
 
@@ -485,7 +485,8 @@ class Stream(Dataset[Any]):
 
         The state is None where it was sent before.
         """
-        kept = None if (newest := self.state()) is self._sent else newest
+        newest = self.state()
+        kept = None if newest is self._sent else newest
         self._sent = newest
         return kept, [] if self._reader is None else self._reader.take_marks()
 
@@ -509,10 +510,8 @@ class Stream(Dataset[Any]):
 
     def state_at(self, row: int) -> Mapping[str, Any] | None:
         """Return what a run that goes on at `row` begins with; None: it counts."""
-        return next(
-            (kept for kept in reversed(self._received) if kept["row"] <= row),
-            self._kept,
-        )
+        fitting = (kept for kept in reversed(self._received) if kept["row"] <= row)
+        return next(fitting, self._kept)
 
     def state(self) -> Mapping[str, Any] | None:
         """Return the stream's newest own state, as plain data.
@@ -529,9 +528,8 @@ class Stream(Dataset[Any]):
     def _here(self) -> StreamReader:
         """The reader of this process."""
         if self._reader is None or not self._reader.goes_on:
-            self._inherited = (
-                self._reader
-            )  # is not freed here: the threads that it may wait for are the worker's
+            # Not freed here: the threads that it may wait for are the worker's.
+            self._inherited = self._reader
             self._reader = self._open()
         if self._begun and self._unproved is not None:
             mark = self._unproved
@@ -572,9 +570,12 @@ class Stream(Dataset[Any]):
             rows = f"its state of row {self._kept['row']} to row {mark[0]}"
             self._leave_state(f"gives other samples from {rows} than before")
             return self._proved(self._open(), mark)
-        follows = "some may come twice, others never: let its order follow from a seed"
-        words = "the stream %s gives other samples up to row %d than were trained before: %s"
-        logger.warning(words, self._name, mark[0], follows)
+        logger.warning(
+            "the stream %s gives other samples up to row %d than were trained before: %s",
+            self._name,
+            mark[0],
+            "some may come twice, others never: let its order follow from a seed",
+        )
         return reader
 
 
@@ -611,23 +612,20 @@ class Rereadable(Dataset[Any]):
         Raises ConfigError for a stream that ends earlier than when it was counted.
         """
         reader = self._reader
-        if not reader.goes_on or min(rows, default=reader.row) < reader.row - len(
-            reader.head
-        ):
-            again = (
-                self._make
-                if reader.is_iterator or not reader.goes_on
-                else lambda: reader.source
-            )
-            self._reader = reader = StreamReader(again, self._name)
+        source = reader.source
+        is_behind = min(rows, default=reader.row) < reader.row - len(reader.head)
+        if not reader.goes_on or (is_behind and reader.is_iterator):
+            reader = StreamReader(self._make, self._name)
+        elif is_behind:
+            reader = StreamReader(lambda: source, self._name)
+        self._reader = reader
         with reader.alone():
             samples = [reader.sample(row, frees=True) for row in rows]
         if reader.passes:
-            rule = f"gave {self._length} samples when it was counted, and fewer now"
             raise ConfigError(
                 "stream",
                 self._name,
-                rule,
+                f"gave {self._length} samples when it was counted, and fewer now",
                 "give the same ones each time that it is begun",
             )
         return samples
@@ -646,9 +644,12 @@ def same_on_ranks(stream: Stream | Rereadable, group: Group, task: str) -> None:
 
 def refuse_other_samples(task: str, row: int) -> NoReturn:
     """Raise ConfigError for a stream whose samples before a row differ between ranks."""
-    rule = f"gives each rank other samples (before row {row}), and each must see all of them: they are split here"
-    fix = "do not split the stream by rank, seed what it shuffles by, read it in one thread"
-    raise ConfigError("stream", task, rule, fix)
+    raise ConfigError(
+        "stream",
+        task,
+        f"gives each rank other samples (before row {row}), and each must see all of them: they are split here",
+        "do not split the stream by rank, seed what it shuffles by, read it in one thread",
+    )
 
 
 def _copied(sample: Any) -> Any:
