@@ -5,15 +5,14 @@ of a GPU by NVML.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import platform
 import random
-import re
 import resource
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,19 +53,23 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         if index >= torch.cuda.device_count():
-            rule = (
-                f"must be at most the {torch.cuda.device_count()} GPUs of this machine"
-            )
             raise ConfigError(
-                "scaling.num_workers", index + 1, rule, "lower it, or set `device: cpu`"
+                "scaling.num_workers",
+                index + 1,
+                f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
+                "lower it, or set `device: cpu`",
             )
         return torch.device("cuda", index)
     if name in ("auto", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     if name in ("auto", "cpu"):
         return torch.device("cpu")
-    rule = f"is not there (torch {torch.__version__} sees no {name} device)"
-    raise ConfigError("device", name, rule, "set `device: auto`, or fix the driver")
+    raise ConfigError(
+        "device",
+        name,
+        f"is not there (torch {torch.__version__} sees no {name} device)",
+        "set `device: auto`, or fix the driver",
+    )
 
 
 def device_name(device: torch.device) -> str:
@@ -76,11 +79,9 @@ def device_name(device: torch.device) -> str:
 
 def with_gpu_memory(figures: dict[str, float]) -> dict[str, float]:
     """Return a worker's figures and, on a GPU, what its tensors take of it."""
-    return (
-        {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
-        if torch.cuda.is_available()
-        else figures
-    )
+    if not torch.cuda.is_available():
+        return figures
+    return {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
 
 
 def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
@@ -121,10 +122,8 @@ def seed_device(seed: int, device: torch.device) -> None:
     It takes a tenth of the time of `seed_all`.
     """
     seed_host(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def seed_host(seed: int) -> None:
@@ -140,6 +139,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def let_go(device: torch.device) -> None:
+    """Give back the memory of a GPU that nothing holds any more."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def to_host(tensor: Tensor) -> Callable[[], list[float]]:
@@ -169,10 +175,9 @@ def reset_peak_memory(device: torch.device) -> None:
     """Start a new peak for `peak_memory_bytes`; on a CPU through /proc/self/clear_refs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif device.type == "cpu" and sys.platform == "linux":
-        with contextlib.suppress(
-            OSError
-        ):  # without CONFIG_PROC_PAGE_MONITOR the peak is the process's whole life
+    elif device.type == "cpu":
+        # Without CONFIG_PROC_PAGE_MONITOR the peak is the process's whole life.
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -183,17 +188,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    status = Path("/proc/self/status")
-    peak = (
-        re.search(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE)
-        if status.exists()
-        else None
-    )
-    return 1024 * (
-        int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    )
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                peak_kib = int(line.split()[1])
+    return 1024 * peak_kib
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
@@ -213,17 +213,13 @@ def memory_figures(device: torch.device) -> dict[str, int]:
         allocated = stats.get("allocated_bytes.all.current", 0)
         reserved = stats.get("reserved_bytes.all.current", 0)
         return {"allocated_bytes": allocated, "reserved_bytes": reserved, **figures}
-    if device.type == "mps":
-        return {"allocated_bytes": int(torch.mps.current_allocated_memory()), **figures}
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        figures["allocated_bytes"] = resident
         # The kernel writes its high-water mark down now and then only: it may lag
         # behind.
-        figures |= {
-            "allocated_bytes": resident,
-            "peak_bytes": max(resident, figures["peak_bytes"]),
-        }
+        figures["peak_bytes"] = max(resident, figures["peak_bytes"])
     return figures
 
 
@@ -241,21 +237,9 @@ def take_spare(device: torch.device) -> Tensor | None:
     """
     if device.type != "cuda":
         return None
-    spare = int(_SPARE_SHARE * _allowed_bytes(device))
+    share = _SPARE_SHARE * torch.cuda.get_per_process_memory_fraction(device)
+    spare = int(share * total_memory_bytes(device))
     return torch.empty(spare, dtype=torch.uint8, device=device)
-
-
-def _allowed_bytes(device: torch.device) -> float:
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    return total_memory_bytes(device) * share
-
-
-def free_gpu_bytes(device: torch.device) -> float:
-    """Return the bytes of a GPU that this process may still allocate."""
-    free, _ = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    return min(free + unused, _allowed_bytes(device) - allocated)
 
 
 def grow_segments() -> None:
@@ -265,10 +249,8 @@ def grow_segments() -> None:
 
     Where the environment says how to allocate, that holds.
     """
-    if (
-        torch.cuda.is_available()
-        and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    ):
+    chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if torch.cuda.is_available() and not chosen:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -285,10 +267,8 @@ def environment(device: torch.device) -> dict[str, str]:
     report |= package_versions("paceline", "torch", "ray", "pyarrow", "numpy")
     report["device"] = str(device)
     if device.type == "cuda":
-        report |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "cuda": torch.version.cuda or "none",
-        }
+        report["gpu"] = torch.cuda.get_device_name(device)
+        report["cuda"] = torch.version.cuda or "none"
     # no git here, or no repository
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         commit = subprocess.check_output(
@@ -399,11 +379,13 @@ class GpuReadings:
         self.sample()
         if not self._samples:
             return None
+        by_name: dict[str, list[float]] = {}
+        for sample in self._samples:
+            for name, value in sample.items():
+                by_name.setdefault(name, []).append(value)
         found: dict[str, Any] = {}
-        for name in sorted({name for sample in self._samples for name in sample}):
-            found[name] = statistics.fmean(
-                sample[name] for sample in self._samples if name in sample
-            )
+        for name in sorted(by_name):
+            found[name] = statistics.fmean(by_name[name])
         found["slowed_by"] = sorted(self._slowed)
         self._samples.clear()
         self._slowed.clear()
@@ -413,13 +395,10 @@ class GpuReadings:
         """Return J used since the driver was loaded; None where not counted."""
         if self._handle is None:
             return None
-        try:
-            return (
-                float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
-                / 1000
-            )
-        except (self._nvml.NVMLError, AttributeError):
-            return None
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+            used_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
+            return float(used_mj) / 1000
+        return None
 
     def close(self) -> None:
         """Release NVML."""
@@ -452,13 +431,15 @@ def _handle(nvml: Any, device: torch.device) -> Any:
     """
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
-    for name in (
-        (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
-    ):
+    names = [uuid]
+    if not uuid.startswith(("GPU-", "MIG-")):
+        names = [f"GPU-{uuid}", f"MIG-{uuid}"]
+    for name in names:
         with contextlib.suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(name)
-    address = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
-    return nvml.nvmlDeviceGetHandleByPciBusId(address)
+    return nvml.nvmlDeviceGetHandleByPciBusId(
+        f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
+    )
 
 
 def _read(nvml: Any, handle: Any) -> tuple[dict[str, float], set[str]]:
@@ -499,9 +480,9 @@ class EnergyMeter:
     def used_j(self) -> float | None:
         """Return joules; None where nothing counts them."""
         now_j = self._gpu.energy_j()
-        return (
-            None if now_j is None or self._before_j is None else now_j - self._before_j
-        )
+        if now_j is None or self._before_j is None:
+            return None
+        return now_j - self._before_j
 
 
 def counts_energy(device_type: str) -> bool:

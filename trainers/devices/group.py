@@ -71,9 +71,11 @@ class Group:
         """Gather plain data of every rank, in rank order, on rank 0; nothing elsewhere."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0)
-        return values or []
+        values: list[Any] = []
+        if self.rank == 0:
+            values = [None] * self.world_size
+        dist.gather_object(value, values or None, dst=0)
+        return values
 
     def first(self, value: T) -> T:
         """Return rank 0's plain data on every rank."""
@@ -98,30 +100,31 @@ def answered_locally() -> Iterator[None]:
     """
     swapped: list[tuple[Any, Any, Any]] = []
     if dist.is_initialized() and dist.get_world_size() > 1:
-        from torch._C._distributed_c10d import (
-            FakeProcessGroup,
-        )  # torch's own; loads with torch.distributed
-
         types: Any = dist.Backend.backend_type_map
         for group in list(dist.distributed_c10d._world.pg_map):
             for device in group._device_types:
-                swapped.append(
-                    (group, device, types[group._get_backend(device).name()])
-                )
+                kind = types[group._get_backend(device).name()]
+                swapped.append((group, device, kind))
     names = {group: group.group_name for group, _, _ in swapped}
     try:
         for group, device, _ in swapped:
-            local: Any = FakeProcessGroup._create_internal(group.rank(), group.size())
-            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, local)
-            group._set_group_name(
-                names[group]
-            )  # its backends know it, not the group itself
+            _answer_alone(group, device, group.rank(), group.size())
+            # Its backends know it, not the group itself.
+            group._set_group_name(names[group])
         yield
     finally:
         for group, device, kind in swapped:
-            group._register_backend(
-                device, kind, None
-            )  # the one that it has of this kind
+            # The one that it has of this kind.
+            group._register_backend(device, kind, None)
+
+
+def _answer_alone(group: Any, device: torch.device, rank: int, size: int) -> None:
+    """Have this rank answer a group's collectives on a device by itself."""
+    # torch's own; loads with torch.distributed.
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    local: Any = FakeProcessGroup._create_internal(rank, size)
+    group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, local)
 
 
 @contextlib.contextmanager
@@ -134,9 +137,8 @@ def as_one_rank() -> Iterator[None]:
     Only for a thread beside which no other uses either.
     """
     world: Any = GroupMember.WORLD if dist.is_initialized() else None
-    places = {
-        name: os.environ.pop(name) for name in [*os.environ] if _RANKS.fullmatch(name)
-    }
+    names = list(filter(_RANKS.fullmatch, os.environ))
+    places = {name: os.environ.pop(name) for name in names}
     if world is not None:
         GroupMember.WORLD = _alone()
     try:
@@ -150,14 +152,10 @@ def as_one_rank() -> Iterator[None]:
 @functools.cache
 def _alone() -> Any:
     """A group of one rank, which answers every collective."""
-    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
-
-    group: Any = dist.ProcessGroup(HashStore(), 0, 1)
+    store: Any = dist.HashStore  # type: ignore[attr-defined]
+    group: Any = dist.ProcessGroup(store(), 0, 1)
     for device in ("cpu", "cuda"):
-        local: Any = FakeProcessGroup._create_internal(0, 1)
-        group._register_backend(
-            torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, local
-        )
+        _answer_alone(group, torch.device(device), 0, 1)
     group._set_group_name("one rank")
     return group
 
@@ -175,53 +173,43 @@ def find_unlike(
     A sum of each tensor's bits goes around, and the tensor itself where those differ.
     Tensors of a library's own kind are left out.
     """
-    tensors = {
-        name: one
-        for name, one in tensors.items()
-        if type(one) in (Tensor, nn.Parameter)
-    }
-    if group.world_size == 1 or not tensors:
+    named = []
+    for name, tensor in tensors.items():
+        if type(tensor) in (Tensor, nn.Parameter):
+            named.append((name, _real(tensor)))
+    if group.world_size == 1 or not named:
         return None
-    sums = torch.stack(
-        [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors.values()]
-    )
+    sums = torch.stack([_bits(tensor).sum(dtype=torch.int64) for _, tensor in named])
     most, least = group.max(torch.stack([sums, -sums]))
-    for (name, tensor), differs in zip(
-        tensors.items(), (most != -least).tolist(), strict=True
-    ):
-        if differs and (share := _difference(tensor, group)) > _tolerance(tensor):
+    for index in (most != -least).nonzero().flatten().tolist():
+        name, tensor = named[index]
+        share = _difference(tensor, group)
+        if share > _tolerance(tensor):
             return name, share
     return None
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    real = _real(tensor)
-    return real.view(_INTEGERS[real.element_size()])
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return (
-        torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    )
+    detached = tensor.detach()
+    return torch.view_as_real(detached) if tensor.is_complex() else detached
 
 
-def _difference(tensor: Tensor, group: Group) -> float:
-    own = _real(tensor)
+def _difference(own: Tensor, group: Group) -> float:
     first = own.clone()
     dist.broadcast(first, src=0)
     scale = first.double().abs().max().clamp(min=torch.finfo(torch.float64).tiny)
-    return float(
-        group.max(((own.double() - first.double()).abs().max() / scale).reshape(1))
-    )
+    most = (own.double() - first.double()).abs().max() / scale
+    return float(group.max(most.reshape(1)))
 
 
-def _tolerance(tensor: Tensor) -> float:
-    own = _real(tensor)
-    return (
-        max(_TOLERANCE, _ROUNDINGS * torch.finfo(own.dtype).eps)
-        if own.is_floating_point()
-        else 0.0
-    )
+def _tolerance(own: Tensor) -> float:
+    if not own.is_floating_point():
+        return 0.0
+    return max(_TOLERANCE, _ROUNDINGS * torch.finfo(own.dtype).eps)
 
 
 def keep_on_this_machine() -> None:
@@ -258,9 +246,8 @@ def leave_group(failed: bool) -> None:
     # A DDP reducer in a reference cycle would outlive the group: the process then
     # aborts one time in eight.
     gc.collect()
-    if (
-        failed and dist.get_backend() == "nccl"
-    ):  # whose destroy waits for the kernels in flight (pytorch issue 163546)
+    # NCCL's destroy waits for the kernels in flight (pytorch issue 163546).
+    if failed and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()

@@ -60,10 +60,11 @@ def check_peers(group: Group, storage: Storage | None) -> None:
         usual = Counter(versions[name] for _, versions in seen).most_common(1)[0][0]
         for rank, (host, versions) in enumerate(seen):
             if versions[name] != usual:
-                rule = f"must be {usual} as on the other ranks"
-                fix = "install the same on every node; `python -m cluster check` names those that differ"
                 raise ConfigError(
-                    f"{name} of rank {rank} on {host}", versions[name], rule, fix
+                    f"{name} of rank {rank} on {host}",
+                    versions[name],
+                    f"must be {usual} as on the other ranks",
+                    "install the same on every node; `python -m cluster check` names those that differ",
                 )
     if storage is not None:
         _check_storage(group, storage, [host for host, _ in seen])
@@ -84,8 +85,12 @@ def _check_storage(group: Group, storage: Storage, hosts: list[str]) -> None:
     for host, answer in zip(hosts, answers, strict=True):
         if answer is not None:
             same = "mount the same directory on every node (for nodes of several users: PACELINE_FILE_MODE=644)"
-            fix = f"{same}, or use a URI such as s3://bucket/path"
-            raise ConfigError("storage_path", storage.uri, f"{answer} (on {host})", fix)
+            raise ConfigError(
+                "storage_path",
+                storage.uri,
+                f"{answer} (on {host})",
+                f"{same}, or use a URI such as s3://bucket/path",
+            )
 
 
 def _read(storage: Storage, name: str) -> str | None:
