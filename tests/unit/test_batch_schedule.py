@@ -127,7 +127,7 @@ def test_learning_rate_and_course_follow():
     rule = {"rule": "linear", "base_batch_size": 16}
     made = config(batch_schedule=SCHEDULE, lr_scaling=rule)
     assert built_lr(made) == 0.1
-    assert [lr_scale(made, 8), lr_scale(made, 32)] == [0.5, 2.0]
+    assert [lr_scale(made.lr_scaling, size) for size in (8, 32)] == [0.5, 2.0]
     batches = BatchSchedule(made.batch_sizes, 96)
     total = batches.first_step(2)
     assert total == 10 + 1 + 3

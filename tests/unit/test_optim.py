@@ -11,7 +11,7 @@ from torch import nn
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.config.sections import ScheduleConfig
+from trainers.config.sections import ScalingRule, ScheduleConfig
 from trainers.errors import ConfigError
 from trainers.model.optimizer import (
     build_optimizer,
@@ -109,12 +109,10 @@ def test_sde_keeps_every_time_scale_in_samples(seed):
     scales = []
     for size in (64, draw.randint(1, 1000)):
         group = by_sde(size, base)
-        ema = config(
-            lr_scaling={"rule": "sde", "base_batch_size": 64}, ema={"decay": decay}
-        )
+        sde = ScalingRule(rule="sde", base_batch_size=64)
         forgotten = [
             size / -math.log(kept)
-            for kept in (*group["betas"], scaled_decay(ema, size) or 0.0)
+            for kept in (*group["betas"], scaled_decay(decay, sde, size) or 0.0)
         ]
         noise = math.sqrt(size)  # the inverse of the gradient's
         scales.append(

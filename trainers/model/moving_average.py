@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainers.errors import CheckpointError
+from trainers.model.parameters import parameters_of
 from trainers.model.sharding import local, shard_like
 
 
@@ -38,30 +39,20 @@ class MovingAverage:
         `without`: parameters by name that checkpoints leave out, for they do not move.
         """
         self.set_decay(decay)
-        trained = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        trained = set(parameters_of(optimizer))
+        self._values: dict[str, Tensor] = {}
+        self._frozen: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters():
+            if parameter in trained and name not in without:
+                taken = self._values if parameter.requires_grad else self._frozen
+                taken[name] = parameter
         kept = model.state_dict().keys()
-        named = [
-            (name, one) for name, one in model.named_parameters() if name not in without
-        ]
-        learned = {name: one for name, one in named if id(one) in trained}
-        parameters = {name: one for name, one in learned.items() if one.requires_grad}
-        self._frozen = {
-            name: one for name, one in learned.items() if not one.requires_grad
-        }
-        buffers = {
-            name: one
-            for name, one in model.named_buffers()
-            if name in kept and one.is_floating_point()
-        }
-        self._values: dict[str, Tensor] = {**parameters, **buffers}
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.is_floating_point():
+                self._values[name] = buffer
         self._averages = {name: _widened(value) for name, value in self._values.items()}
-        self._own: dict[
-            str, Tensor
-        ] = {}  # the model's values, while it has the averages
+        # The model's values, while it has the averages.
+        self._own: dict[str, Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         self._scaler: GradScaler | None = None
         self._scale: Tensor | None = None
@@ -127,9 +118,8 @@ class MovingAverage:
         if not self._groups:
             by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
             for name, value in self._values.items():
-                averages, values = by_kind.setdefault(
-                    (value.dtype, value.device), ([], [])
-                )
+                kind = (value.dtype, value.device)
+                averages, values = by_kind.setdefault(kind, ([], []))
                 averages.append(local(self._averages[name]))
                 values.append(local(value))
             self._groups = list(by_kind.values())
@@ -138,9 +128,8 @@ class MovingAverage:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the model have the averages inside; its own values come back to the bit."""
-        self._own = {
-            name: value.detach().clone() for name, value in self._values.items()
-        }
+        for name, value in self._values.items():
+            self._own[name] = value.detach().clone()
         self._copy(self._averages)
         try:
             yield
@@ -162,29 +151,22 @@ class MovingAverage:
         return {"own": self._own, "averages": self._wider()}
 
     def _wider(self) -> dict[str, Tensor]:
-        return {
-            name: one
-            for name, one in self._averages.items()
-            if one.dtype != self._values[name].dtype
-        }
+        wider = {}
+        for name, average in self._averages.items():
+            if average.dtype != self._values[name].dtype:
+                wider[name] = average
+        return wider
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless `state` is one of this model's `state_dict`.
 
         With it come those that were unfrozen before it.
         """
-        own = state.get("own")
-        self._add(
-            [name for name in self._frozen if isinstance(own, dict) and name in own]
-        )
-        for part, ours in (("own", self._values), ("averages", self._wider())):
-            theirs = state.get(part)
-            shapes = (
-                {name: getattr(one, "shape", None) for name, one in theirs.items()}
-                if isinstance(theirs, dict)
-                else {}
-            )
-            if shapes != {name: one.shape for name, one in ours.items()}:
+        own = _shapes(state.get("own"))
+        self._add([name for name in self._frozen if name in own])
+        ours = {"own": self._values, "averages": self._wider()}
+        for part, tensors in ours.items():
+            if _shapes(state.get(part)) != _shapes(tensors):
                 raise CheckpointError(
                     "it does not fit this model: its moving average is one of other tensors"
                 )
@@ -199,6 +181,12 @@ class MovingAverage:
             local(average).copy_(local(averages[name]))
         self._copy(shard_like(state["own"], self._values))
         self.follow(scaler)
+
+
+def _shapes(tensors: Any) -> dict[str, Any]:
+    """Return the shapes of a checkpoint's tensors by name; nothing of what has none."""
+    named = tensors.items() if isinstance(tensors, dict) else ()
+    return {name: getattr(tensor, "shape", None) for name, tensor in named}
 
 
 def _widened(value: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ Several optimizers, each with parameters of its own, are joined into one.
 """
 
 import contextlib
-import inspect
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainers.config import TrainConfig
-from trainers.config.sections import ScheduleConfig
+from trainers.config.sections import ScalingRule, ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError, shorten
 from trainers.model.moving_average import MovingAverage
+from trainers.model.parameters import parameters_of
 from trainers.model.precision import NARROW, narrow_adamw
 from trainers.model.sharding import is_shard
 from trainers.model.state import left_beside
@@ -34,7 +34,10 @@ _CLASSES: dict[str, type[Optimizer]] = {
 }
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
 """What torch and torchao give Adam where nothing is said."""
-_FUSED_DEVICES = ("cpu", "cuda", "mps")
+
+
+ONLY = "train"
+"""The name of a task's only optimizer, and of its phase."""
 
 
 class JoinedOptimizer(Optimizer):
@@ -51,11 +54,10 @@ class JoinedOptimizer(Optimizer):
         # the parts'.
         self.parts = dict(parts)
         first, *others = self.parts.values()
-        self.defaults = {
-            name: value
-            for name, value in first.defaults.items()
-            if all(name in one.defaults for one in others)
-        }
+        self.defaults = dict(first.defaults)
+        for part in others:
+            for name in self.defaults.keys() - part.defaults.keys():
+                del self.defaults[name]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -65,11 +67,10 @@ class JoinedOptimizer(Optimizer):
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
         """The parts' own states, by parameter."""
-        return {
-            parameter: state
-            for part in self.parts.values()
-            for parameter, state in part.state.items()
-        }
+        state: dict[Tensor, Any] = {}
+        for part in self.parts.values():
+            state |= part.state
+        return state
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -100,10 +101,9 @@ class JoinedOptimizer(Optimizer):
         for part in self.parts.values():
             own = part.state_dict()
             groups += _numbered(own["param_groups"], first)
-            state |= {
-                first + number: entries for number, entries in own["state"].items()
-            }
-            first = sum(len(group["params"]) for group in groups)
+            for number, entries in own["state"].items():
+                state[first + number] = entries
+            first += len(parameters_of(part))
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -111,17 +111,14 @@ class JoinedOptimizer(Optimizer):
         groups = iter(state_dict["param_groups"])
         first = 0
         for part in self.parts.values():
-            own = [next(groups) for _ in part.param_groups]
-            end = first + sum(len(group["params"]) for group in own)
-            state = {
-                number - first: one
-                for number, one in state_dict["state"].items()
-                if first <= number < end
-            }
-            part.load_state_dict(
-                {"state": state, "param_groups": _numbered(own, -first)}
-            )
-            first = end
+            own = _numbered([next(groups) for _ in part.param_groups], -first)
+            numbers = {number for group in own for number in group["params"]}
+            state = {}
+            for number, entries in state_dict["state"].items():
+                if number - first in numbers:
+                    state[number - first] = entries
+            part.load_state_dict({"state": state, "param_groups": own})
+            first += len(numbers)
 
 
 def _numbered(groups: list[dict[str, Any]], shift: int) -> list[dict[str, Any]]:
@@ -133,11 +130,9 @@ def _numbered(groups: list[dict[str, Any]], shift: int) -> list[dict[str, Any]]:
 
 def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
     """Return the parts of a joined optimizer; any other one is its only part."""
-    return (
-        list(optimizer.parts.values())
-        if isinstance(optimizer, JoinedOptimizer)
-        else [optimizer]
-    )
+    if isinstance(optimizer, JoinedOptimizer):
+        return list(optimizer.parts.values())
+    return [optimizer]
 
 
 def join(
@@ -148,51 +143,44 @@ def join(
     Raises ConfigError where it is none, or two of several have one parameter.
     """
     field = f"{task}.optimizer()"
-    fix = "return a dict of optimizers by name, each with parameters of its own"
+    parts = given if isinstance(given, Mapping) else {ONLY: given}
+    if not parts or not all(hasattr(one, "param_groups") for one in parts.values()):
+        raise ConfigError(
+            field,
+            type(given).__name__,
+            "must be an optimizer, or a dict of them by name",
+            "return it alone, and its scheduler from schedule()",
+        )
     if not isinstance(given, Mapping):
-        if not hasattr(given, "param_groups"):
-            alone = "return it alone, and its scheduler from schedule()"
-            raise ConfigError(
-                field,
-                type(given).__name__,
-                "must be an optimizer, or a dict of them by name",
-                alone,
-            )
         return given
-    owners: dict[int, str] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, part in given.items():
-        if not isinstance(name, str) or not isinstance(part, Optimizer):
-            raise ConfigError(
-                field,
-                {name: type(part).__name__},
-                "must be an optimizer by its name",
-                fix,
-            )
-        for parameter in (
-            parameter for group in part.param_groups for parameter in group["params"]
-        ):
-            if (owner := owners.setdefault(id(parameter), name)) != name:
-                where = f"has parameter `{names.get(id(parameter), '?')}` in both {owner} and {name}"
-                raise ConfigError(field, list(given), where, fix)
-    if not given:
-        raise ConfigError(field, {}, "has no optimizer", fix)
-    return JoinedOptimizer(given)
+    owners: dict[nn.Parameter, str] = {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for name, part in parts.items():
+        for parameter in parameters_of(part):
+            owner = owners.setdefault(parameter, name)
+            if owner != name:
+                raise ConfigError(
+                    field,
+                    list(parts),
+                    f"has parameter `{names.get(parameter, '?')}` in both {owner} and {name}",
+                    "give each parameters of its own",
+                )
+    return JoinedOptimizer(parts)
 
 
-def lr_scale(config: TrainConfig, size: int) -> float:
+def lr_scale(scaling: ScalingRule, size: int) -> float:
     """Return by what `lr_scaling` multiplies the learning rate at a global batch size.
 
     linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde: sqrt(k)
     (Malladi et al. 2022, arXiv 2205.10287), with k = global batch size / base batch
     size.
     """
-    ratio = config.lr_scaling.ratio(size)
-    return ratio if config.lr_scaling.rule == "linear" else math.sqrt(ratio)
+    ratio = scaling.ratio(size)
+    return ratio if scaling.rule == "linear" else math.sqrt(ratio)
 
 
 def scaled_options(
-    config: TrainConfig, size: int, base: Mapping[str, Any]
+    scaling: ScalingRule, size: int, base: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the options that rule sde changes at a batch size, but the learning rate.
 
@@ -202,33 +190,28 @@ def scaled_options(
     much off a sample (lr * weight_decay / size stays): weight_decay * sqrt(k). L2 is a
     part of the loss, and stays.
     """
-    if config.lr_scaling.rule != "sde":
+    if scaling.rule != "sde":
         return {}
-    ratio = config.lr_scaling.ratio(size)
+    ratio = scaling.ratio(size)
     scaled: dict[str, Any] = {}
     if "betas" in base:
         scaled["betas"] = tuple(beta**ratio for beta in base["betas"])
     if "eps" in base:
         scaled["eps"] = base["eps"] / math.sqrt(ratio)
-    if "weight_decay" in base and base.get(
-        "decoupled_weight_decay", config.optimizer.name != "adam"
-    ):
+    if "weight_decay" in base and base.get("decoupled_weight_decay", True):
         scaled["weight_decay"] = base["weight_decay"] * math.sqrt(ratio)
     return scaled
 
 
-def scaled_decay(config: TrainConfig, size: int) -> float | None:
+def scaled_decay(decay: float | None, scaling: ScalingRule, size: int) -> float | None:
     """Return the decay of the weights' average at a batch size; None without one.
 
     With rule sde it averages as many samples at any size (Busbridge et al. 2023, arXiv
     2307.13813).
     """
-    decay = config.ema.decay
-    return (
-        decay ** config.lr_scaling.ratio(size)
-        if decay is not None and config.lr_scaling.rule == "sde"
-        else decay
-    )
+    if decay is None or scaling.rule != "sde":
+        return decay
+    return float(decay ** scaling.ratio(size))
 
 
 def built_lr(config: TrainConfig) -> float:
@@ -236,11 +219,9 @@ def built_lr(config: TrainConfig) -> float:
 
     Where there is a schedule, whose steps multiply it, it is the base batch size's.
     """
-    return config.optimizer.lr * (
-        1.0
-        if config.batch_schedule is not None
-        else lr_scale(config, config.batch_size)
-    )
+    if config.batch_schedule is not None:
+        return config.optimizer.lr
+    return config.optimizer.lr * lr_scale(config.lr_scaling, config.batch_size)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -252,32 +233,25 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     synchronisation.
     """
     chosen = config.optimizer
-    parameters = [
-        p for p in model.parameters() if p.is_floating_point() or p.is_complex()
-    ]
-    options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {
-        "lr": built_lr(config)
-    }
+    every = model.parameters()
+    parameters = [p for p in every if p.is_floating_point() or p.is_complex()]
+    options = chosen.model_dump(exclude={"name"}, exclude_none=True)
+    options["lr"] = built_lr(config)
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     if config.batch_schedule is None:
-        options |= scaled_options(config, config.batch_size, _ADAM | options)
-    fused = all(
-        p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters
-    )
-    if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
-        fused = False  # torch 2.15 has no sharded form of it
-    if any(
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        for module in model.modules()
-    ):
-        fused = False  # torch has no fused step of it
-        if chosen.name != "sgd":
-            rule = "takes no sparse gradients, such as an embedding of this model has"
-            fix = "make it with `sparse=False`, or return torch.optim.SparseAdam from optimizer()"
-            raise ConfigError("optimizer.name", chosen.name, rule, fix)
+        base = _ADAM | {"decoupled_weight_decay": chosen.name != "adam"} | options
+        options |= scaled_options(config.lr_scaling, config.batch_size, base)
     if chosen.name in NARROW:
         return narrow_adamw(chosen.name, parameters, options)
+    # torch has no fused step for complex numbers or sparse gradients, and of SGD 2.15
+    # has no sharded form.
+    fused = all(p.is_floating_point() for p in parameters)
+    if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
+        fused = False
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            fused = False
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
 
@@ -285,26 +259,21 @@ def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
     """Raise ConfigError for an optimizer that a step cannot use.
 
     That is one with a torch LR scheduler attached, since the run sets the learning rate
-    in every step, one that asks for the loss again (LBFGS), and one without what the
-    `rule` of `lr_scaling` scales.
+    in every step, and one without what the `rule` of `lr_scaling` scales.
     """
     if rule == "sde" and any("betas" not in group for group in optimizer.param_groups):
-        what = f"scales the betas of Adam, which the optimizer of {task}.optimizer() does not have"
-        raise ConfigError("lr_scaling.rule", rule, what, "set `rule: sqrt`")
-    for each in optimizers_of(optimizer):
-        closure = inspect.signature(type(each).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            rule = "computes the loss several times a step, by a closure, and a step here computes it once"
-            fix = "choose one whose step() needs no closure"
-            raise ConfigError(f"{task}.optimizer()", type(each).__name__, rule, fix)
-    marked = any("initial_lr" in group for group in optimizer.param_groups)
-    if marked or any(
-        hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers_of(optimizer)
-    ):
-        raise _overruled(
-            f"{task}.optimizer()",
-            "comes with a torch LR scheduler, which `lr_schedule` overrules",
+        raise ConfigError(
+            "lr_scaling.rule",
+            rule,
+            f"scales the betas of Adam, which the optimizer of {task}.optimizer() does not have",
+            "set `rule: sqrt`",
         )
+    is_marked = any("initial_lr" in group for group in optimizer.param_groups)
+    for part in optimizers_of(optimizer):
+        if is_marked or hasattr(part.step, "_wrapped_by_lr_sched"):
+            raise _overruled(
+                task, "comes with a torch LR scheduler, which `lr_schedule` overrules"
+            )
 
 
 def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
@@ -312,24 +281,29 @@ def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
 
     They are the model's, or of the task's attributes.
     """
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    held = set(parameters_of(optimizer))
+    names = []
     named = {**dict(model.named_parameters()), **left_beside(task, model, ())}
-    names = [
-        name
-        for name, one in named.items()
-        if one.requires_grad and one.is_leaf and id(one) not in held
-    ]
+    for name, tensor in named.items():
+        if tensor.requires_grad and tensor.is_leaf and tensor not in held:
+            names.append(name)
     if names:
-        words = "no optimizer has %s: they stay as they are (where that is meant, %s says so)"
-        logger.warning(words, shorten(names), "`requires_grad_(False)`")
+        logger.warning(
+            "no optimizer has %s: they stay as they are (where that is meant, %s says so)",
+            shorten(names),
+            "`requires_grad_(False)`",
+        )
 
 
 def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
     """Raise ConfigError where the optimizer's number of groups has changed."""
     if len(optimizer.param_groups) != count:
-        rule = "has been given a group while the model is trained, which a run that goes on would not have"
-        fix = "give it all parameters from the start: no step moves a frozen one"
-        raise ConfigError(f"{task}.optimizer()", MISSING, rule, fix)
+        raise ConfigError(
+            f"{task}.optimizer()",
+            MISSING,
+            "has been given a group while the model is trained, which a run that goes on would not have",
+            "give it all parameters from the start: no step moves a frozen one",
+        )
 
 
 def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
@@ -337,13 +311,19 @@ def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
     check_groups(optimizer, task, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
-            rule = f"must leave the learning rate alone, and has made {float(group['lr']):g} of {lr:g}"
-            raise _overruled(f"{task}.optimizer()", rule)
+            raise _overruled(
+                task,
+                f"must leave the learning rate alone, and has made {float(group['lr']):g} of {lr:g}",
+            )
 
 
-def _overruled(field: str, rule: str) -> ConfigError:
-    fix = "return the scheduler from the task's schedule()"
-    return ConfigError(field, MISSING, rule, fix)
+def _overruled(task: str, rule: str) -> ConfigError:
+    return ConfigError(
+        f"{task}.optimizer()",
+        MISSING,
+        rule,
+        "return the scheduler from the task's schedule()",
+    )
 
 
 def set_training(optimizer: Any, training: bool) -> None:
@@ -354,12 +334,10 @@ def set_training(optimizer: Any, training: bool) -> None:
 
     Others have no such modes.
     """
-    one: Any
-    for one in optimizers_of(optimizer):
-        if callable(getattr(one, "train", None)) and callable(
-            getattr(one, "eval", None)
-        ):
-            (one.train if training else one.eval)()
+    for part in optimizers_of(optimizer):
+        switch = getattr(part, "train" if training else "eval", None)
+        if callable(switch):
+            switch()
 
 
 @contextlib.contextmanager
@@ -409,12 +387,10 @@ def lr_factor(
     if schedule.name == "constant":
         return 1.0
     if batches is not None:
-        step, steps, total_steps = (
-            batches.samples(at) for at in (step, steps, total_steps)
-        )
+        step = batches.samples(step)
+        steps = batches.samples(steps)
+        total_steps = batches.samples(total_steps)
     progress = (step - steps) / max(1, total_steps - steps)
-    return (
-        1.0 - progress
-        if schedule.name == "linear"
-        else 0.5 * (1.0 + math.cos(math.pi * progress))
-    )
+    if schedule.name == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError, first_line
+from trainers.model.parameters import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +36,11 @@ def _import(module: str, key: str, value: str, instead: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        rule = f"needs torchao, which cannot be imported here ({first_line(error)})"
         raise ConfigError(
-            key, value, rule, f"`pip install torchao`, or use {instead}"
+            key,
+            value,
+            f"needs torchao, which cannot be imported here ({first_line(error)})",
+            f"`pip install torchao`, or use {instead}",
         ) from error
 
 
@@ -53,8 +56,12 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
     """
     float8 = _import("torchao.float8", "precision", "fp8", "precision bf16")
     if not any(map(_fits, model.modules())):
-        rule = f"finds no Linear layer whose sizes are both multiples of {_MULTIPLE}"
-        raise ConfigError("precision", "fp8", rule, "use precision bf16")
+        raise ConfigError(
+            "precision",
+            "fp8",
+            f"finds no Linear layer whose sizes are both multiples of {_MULTIPLE}",
+            "use precision bf16",
+        )
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     converted: nn.Module = float8.convert_to_float8_training(
         model, module_filter_fn=lambda module, name: _fits(module), config=config
@@ -64,14 +71,11 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
 
 def _fits(module: nn.Module) -> bool:
     """A layer with a forward or hooks of its own would lose them."""
-    if (
-        type(module) is not nn.Linear
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-    ):
+    if type(module) is not nn.Linear:
         return False
-    return module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return False
+    return module.in_features % _MULTIPLE == 0 == module.out_features % _MULTIPLE
 
 
 def narrow_adamw(
@@ -81,12 +85,10 @@ def narrow_adamw(
 
     Its steps are compiled, a graph for each shape of parameter, and are not fused.
     """
-    kind = getattr(
-        _import("torchao.optim", "optimizer.name", name, "adamw"), NARROW[name]
-    )
-    made: Optimizer = type(kind.__name__, (_PlainState, kind), {})(
-        parameters, **options
-    )
+    library = _import("torchao.optim", "optimizer.name", name, "adamw")
+    kind = getattr(library, NARROW[name])
+    plain = type(kind.__name__, (_PlainState, kind), {})
+    made: Optimizer = plain(parameters, **options)
     return made
 
 
@@ -99,10 +101,9 @@ class _PlainState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state; of a narrow moment a mapping of the tensors in it."""
         whole: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        state = {
-            number: {name: _taken_apart(value) for name, value in entries.items()}
-            for number, entries in whole["state"].items()
-        }
+        state = {}
+        for number, entries in whole["state"].items():
+            state[number] = {name: _taken_apart(one) for name, one in entries.items()}
         return {**whole, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -112,16 +113,11 @@ class _PlainState:
         """
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         optimizer: Any = self
-        parameters = [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        parameters = parameters_of(optimizer)
         for number, entries in state_dict["state"].items():
             if entries:
-                optimizer.state[parameters[number]] = _filled(
-                    optimizer, parameters[number], entries
-                )
+                parameter = parameters[number]
+                optimizer.state[parameter] = _filled(optimizer, parameter, entries)
 
 
 def _taken_apart(value: Any) -> Any:
@@ -142,12 +138,11 @@ def _filled(
     for name in ("exp_avg", "exp_avg_sq"):
         ours = _taken_apart(state[name])
         theirs = entries[name]
-        pairs = (
-            [(ours[key], theirs[key]) for key in ours]
-            if isinstance(ours, dict)
-            else [(ours, theirs)]
-        )
-        for mine, saved in pairs:
+        if not isinstance(ours, dict):
+            ours = {name: ours}
+            theirs = {name: theirs}
+        for key, mine in ours.items():
+            saved = theirs[key]
             if mine.shape != saved.shape or mine.dtype != saved.dtype:
                 raise ValueError(
                     f"{name} is {saved.dtype} {list(saved.shape)}, not {mine.dtype} {list(mine.shape)}"
@@ -197,11 +192,9 @@ class PrecisionSpec:
             logger.warning(
                 "`channels_last` is true, but the model has no 4-D parameter: only batches are converted"
             )
-        return replace(
-            self,
-            channels_last=wanted is True
-            or (wanted == "auto" and images and device.type == "cuda"),
-        )
+        is_best = images and device.type == "cuda"
+        chosen = is_best if wanted == "auto" else wanted
+        return replace(self, channels_last=chosen)
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Convert a model to this row's format and layout, and its layers to float8.
@@ -212,14 +205,10 @@ class PrecisionSpec:
             model = to_float8(model)
         if self.parameters is not None:
             model = model.to(self.parameters)
-        # not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter
-        # as well
-        if self.channels_last:
-            for tensor in (*model.parameters(), *model.buffers()):
-                if tensor.ndim == 4:
-                    tensor.data = tensor.data.contiguous(
-                        memory_format=torch.channels_last
-                    )
+        # Not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter
+        # as well.
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = self._laid_out(tensor.data)
         return model
 
     def convert_batch(self, batch: Batch) -> Batch:
@@ -233,8 +222,11 @@ class PrecisionSpec:
             return tensor
         if self.parameters is not None:
             tensor = tensor.to(self.parameters)
+        return self._laid_out(tensor)
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
         if self.channels_last and tensor.ndim == 4:
-            tensor = tensor.contiguous(memory_format=torch.channels_last)
+            return tensor.contiguous(memory_format=torch.channels_last)
         return tensor
 
 
@@ -269,15 +261,14 @@ def resolve_precision(name: str, device: torch.device) -> PrecisionSpec:
 
 def able_precisions(device: torch.device) -> list[Precision]:
     """Return the names that `device` can do, in the table's order."""
-    capability = (
-        torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    )
-    rows = (row for row in TABLE.values() if device.type in row.devices)
-    return [
-        row.name
-        for row in rows
-        if device.type != "cuda" or capability >= row.min_capability
-    ]
+    capability: tuple[int, ...] = (100, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    able = []
+    for row in TABLE.values():
+        if device.type in row.devices and capability >= row.min_capability:
+            able.append(row.name)
+    return able
 
 
 def check_device_type(name: str, device_type: str) -> None:
@@ -308,13 +299,8 @@ def apply_matmul(spec: PrecisionSpec) -> None:
     """
     lower = spec.matmul == "tf32"
     backends: Any = torch.backends
-    for inherited in (
-        backends,
-        backends.cudnn,
-        backends.mkldnn,
-        backends.mkldnn.conv,
-        backends.mkldnn.rnn,
-    ):
+    mkldnn = backends.mkldnn
+    for inherited in (backends, backends.cudnn, mkldnn, mkldnn.conv, mkldnn.rnn):
         inherited.fp32_precision = "none"
     torch.set_float32_matmul_precision("high" if lower else "highest")
     torch.backends.cudnn.allow_tf32 = lower

@@ -8,7 +8,7 @@ skipped, and the rates stay exact numbers of the host.
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -18,8 +18,6 @@ from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError, first_line
 from trainers.model.optimizer import warmup_steps
 
-Every = Literal["step", "epoch"]
-"""What a scheduler counts."""
 _CYCLED = ("momentum", "betas")
 _TRIED = 10_000
 """Steps of a scheduler, some 20 microseconds each."""
@@ -29,27 +27,23 @@ class StandIn(Optimizer):
     """Hold an optimizer's groups and options; a step of this one changes no parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        groups = [
-            {**group, "lr": float(group["lr"])} for group in optimizer.param_groups
-        ]
+        given = optimizer.param_groups
+        groups = [{**group, "lr": float(group["lr"])} for group in given]
         super().__init__(groups, dict(optimizer.defaults))
-        self._given = [group.keys() for group in optimizer.param_groups]
+        self._given = [group.keys() for group in given]
 
     def written(self) -> list[dict[str, Any]]:
         """Return of each group the options that a scheduler writes.
 
         These are the learning rate and its own; momenta only where it cycles them.
         """
-        return [
-            {
-                name: value
-                for name, value in group.items()
-                if name == "lr"
-                or name not in given
-                or (name in _CYCLED and "max_momentum" in group)
-            }
-            for group, given in zip(self.param_groups, self._given, strict=True)
-        ]
+        found = []
+        for group, given in zip(self.param_groups, self._given, strict=True):
+            names = {"lr"} | (group.keys() - given)
+            if "max_momentum" in group:
+                names |= {*_CYCLED}
+            found.append({name: group[name] for name in group if name in names})
+        return found
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Count as a step for the scheduler, which warns where there was none before."""
@@ -75,29 +69,32 @@ class Schedule:
 
         With `batches` a share of warm-up is one of samples.
         """
-        self.scheduler, by = given if isinstance(given, tuple) else (given, "step")
-        self.every: str = by
+        self.scheduler, self.every = (
+            given if isinstance(given, tuple) else (given, "step")
+        )
         self.figure = "val_loss"
         """What one goes by that reduces on a plateau."""
         self._stand_in = stand_in
         self._warmup = warmup_steps(config, total_steps, batches)
         self.by_figure = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.by_figure and by not in get_args(Every):
-            self.figure = by
-        elif by not in get_args(Every):
-            raise ConfigError(
-                "schedule()", by, "must be step or epoch", 'return (scheduler, "epoch")'
-            )
+        if self.every not in ("step", "epoch"):
+            self.figure = self.every
+            if not self.by_figure:
+                raise _refused(
+                    self.every, "must be step or epoch", 'return (scheduler, "epoch")'
+                )
         if self.scheduler.optimizer is not stand_in:
-            name = type(self.scheduler).__name__
-            rule = (
-                "gives a scheduler of another optimizer than the one that it was given"
-            )
-            raise ConfigError(
-                "schedule()", name, rule, "make it with `optimizer`, its first argument"
+            raise _refused(
+                self._name,
+                "is of another optimizer than the one that schedule() was given",
+                "make it with `optimizer`, its first argument",
             )
         if isinstance(self.scheduler, ReduceLROnPlateau):
             _check_mode(self.scheduler, self.figure)
+
+    @property
+    def _name(self) -> str:
+        return type(self.scheduler).__name__
 
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
         """Raise ConfigError for a scheduler that ends before the run.
@@ -108,63 +105,51 @@ class Schedule:
         """
         if self.by_figure:
             return
-        count = (
-            total_steps - self._warmup
-            if self.every == "step"
-            else sum(step > self._warmup for step in epochs)
-        )
-        name = type(self.scheduler).__name__
+        count = total_steps - self._warmup
+        if self.every == "epoch":
+            count = sum(step > self._warmup for step in epochs)
         before = copy.deepcopy(self.state_dict())
-        fix = "make it as long as the run, less its warm-up"
-        if (
-            isinstance(self.scheduler, OneCycleLR)
-            and self.scheduler.total_steps < count
-        ):
-            rule = f"ends after {self.scheduler.total_steps} steps, and the run takes {count} of them"
-            raise ConfigError("schedule()", name, rule, fix)
-        for number in range(min(count, _TRIED)):
-            try:
-                self._stand_in.step()
-                self.scheduler.step()
-            except Exception as error:
-                rule = f"ends after {number} steps, and the run takes {count} of them ({first_line(error)})"
-                raise ConfigError("schedule()", name, rule, fix) from error
+        tried = min(count, _TRIED)
+        if isinstance(self.scheduler, OneCycleLR):  # which says how long it is
+            tried = min(count, self.scheduler.total_steps + 1)
+        for number in range(tried):
+            self._step(f"ends after {number} of the run's {count} steps")
         self.load_state_dict(before)
+
+    def _step(self, rule: str) -> None:
+        """Step the scheduler; ConfigError where it has ended."""
+        self._stand_in.step()
+        try:
+            self.scheduler.step()
+        except Exception as error:
+            raise _refused(
+                self._name,
+                f"{rule}: {first_line(error)}",
+                "make it as long as the run, less its warm-up; one that was kept with a shorter run starts anew with --fresh",
+            ) from error
 
     def lrs(self, step: int) -> list[float]:
         """Return each group's learning rate in `step`, from 0."""
-        share = min(1.0, (step + 1) / self._warmup) if self._warmup else 1.0
+        share = 1.0
+        if self._warmup:
+            share = min(1.0, (step + 1) / self._warmup)
         return [float(group["lr"]) * share for group in self._stand_in.param_groups]
 
     def cycled(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
         """Return group, name and value of each momentum that the scheduler has changed."""
-        return [
-            (group, name, written[name])
-            for group, written in zip(
-                optimizer.param_groups, self._stand_in.written(), strict=True
-            )
-            for name in _CYCLED
-            if name in written and group[name] != written[name]
-        ]
+        cycled = []
+        groups = optimizer.param_groups
+        for group, written in zip(groups, self._stand_in.written(), strict=True):
+            for name in _CYCLED:
+                if name in written and group[name] != written[name]:
+                    cycled.append((group, name, written[name]))
+        return cycled
 
     def stepped(self, step: int, ends_epoch: bool) -> None:
         """Step the scheduler where it is due after so many steps of training."""
-        if (
-            step > self._warmup
-            and not self.by_figure
-            and (self.every == "step" or ends_epoch)
-        ):
-            self._stand_in.step()
-            try:
-                self.scheduler.step()
-            except (
-                ValueError
-            ) as error:  # such as one that was kept with the length of a shorter run
-                name = type(self.scheduler).__name__
-                fix = "make it for all steps of the run, and start anew with --fresh"
-                raise ConfigError(
-                    "schedule()", name, f"ends at step {step}: {first_line(error)}", fix
-                ) from error
+        is_due = self.every == "step" or ends_epoch
+        if is_due and step > self._warmup and not self.by_figure:
+            self._step(f"ends at step {step}")
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
         """Step a scheduler that goes by a figure.
@@ -186,35 +171,35 @@ class Schedule:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless `state` is such a scheduler's."""
-        ours = self.state_dict()
-        theirs = state.get("scheduler")
-        groups = state.get("groups")
-        fits = (
-            isinstance(theirs, dict)
-            and theirs.keys() == ours["scheduler"].keys()
-            and isinstance(groups, list)
-        )
-        keys = [
-            group.keys() if isinstance(group, dict) else None for group in groups or ()
-        ]
-        if not fits or keys != [group.keys() for group in ours["groups"]]:
-            raise CheckpointError(
-                f"its schedule is none of a {type(self.scheduler).__name__}"
-            )
+        if _layout(state) != _layout(self.state_dict()):
+            raise CheckpointError(f"its schedule is none of a {self._name}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.scheduler.load_state_dict(state["scheduler"])
-        for group, saved in zip(
-            self._stand_in.param_groups, state["groups"], strict=True
-        ):
+        groups = self._stand_in.param_groups
+        for group, saved in zip(groups, state["groups"], strict=True):
             group.update(saved)
+
+
+def _layout(state: Mapping[str, Any]) -> list[Any]:
+    """Return the keys of a schedule's state; None of what has none."""
+    parts = [state.get("scheduler")]
+    if isinstance(state.get("groups"), list):
+        parts += state["groups"]
+    return [part.keys() if isinstance(part, dict) else None for part in parts]
+
+
+def _refused(value: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError("schedule()", value, rule, fix)
 
 
 def _check_mode(scheduler: ReduceLROnPlateau, figure: str) -> None:
     """Raise ConfigError where a scheduler takes what is better of a figure for worse."""
     better = direction_of(figure)
     if better not in (None, scheduler.mode):
-        rule = f"is the mode of a ReduceLROnPlateau that goes by {figure}, of which {better} is better"
-        fix = f'give it mode="{better}", or name another figure: `return scheduler, "val_accuracy"`'
-        raise ConfigError("schedule()", scheduler.mode, rule, fix)
+        raise _refused(
+            scheduler.mode,
+            f"is the mode of a ReduceLROnPlateau that goes by {figure}, of which {better} is better",
+            f'give it mode="{better}", or name another figure: `return scheduler, "val_accuracy"`',
+        )

@@ -20,9 +20,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
     nothing inside it is split further. What is left, and blocks that share a parameter
     with something outside them, is the root's.
     """
-    uses = Counter(
-        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
-    )
+    uses = _uses(model)
 
     def blocks(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
@@ -32,15 +30,16 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
                 yield from blocks(child)
 
     def owns_all(block: nn.Module) -> bool:
-        own = Counter(
-            id(parameter)
-            for _, parameter in block.named_parameters(remove_duplicate=False)
-        )
-        return bool(own) and all(
-            uses[parameter] == count for parameter, count in own.items()
-        )
+        own = _uses(block)
+        return bool(own) and own.items() <= uses.items()
 
     return [block for block in blocks(model) if owns_all(block)]
+
+
+def _uses(model: nn.Module) -> Counter[nn.Parameter]:
+    """Count how often a model has each of its parameters."""
+    named = model.named_parameters(remove_duplicate=False)
+    return Counter(parameter for _, parameter in named)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -98,17 +97,11 @@ def shard_like(tree: Any, like: Any) -> Any:
         from torch.distributed.tensor import distribute_tensor
 
         tensor = tree.to(like.device, like.dtype)
-        return distribute_tensor(
-            tensor, like.device_mesh, like.placements, src_data_rank=None
-        )
+        mesh = like.device_mesh
+        return distribute_tensor(tensor, mesh, like.placements, src_data_rank=None)
     if isinstance(tree, dict) and isinstance(like, dict):
         return {key: shard_like(value, like.get(key)) for key, value in tree.items()}
-    if (
-        isinstance(tree, (tuple, list))
-        and isinstance(like, (tuple, list))
-        and len(tree) == len(like)
-    ):
-        return type(tree)(
-            shard_like(value, part) for value, part in zip(tree, like, strict=True)
-        )
+    are_rows = isinstance(tree, tuple | list) and isinstance(like, tuple | list)
+    if are_rows and len(tree) == len(like):
+        return type(tree)(map(shard_like, tree, like))
     return tree

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainers.data.batch import parts_of
 from trainers.errors import CheckpointError, ConfigError
+from trainers.model.parameters import parameters_of
 from trainers.model.sharding import is_sharded
 
 
@@ -25,18 +27,17 @@ def frozen_digests(model: nn.Module) -> dict[str, str]:
     is as the task makes it, on the CPU, so that digests depend on neither
     precision nor strategy.
     """
-    return {
-        name: _digest(parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
+    digests = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            digests[name] = _digest(parameter)
+    return digests
 
 
 def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    digest.update(
-        tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    )
+    plain = tensor.detach().cpu().contiguous().flatten()
+    digest.update(plain.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -63,19 +64,21 @@ def load_model(
 ) -> None:
     """Load a model's state; `frozen` parameters, which it lacks, stay the model's own."""
     missing, unexpected = model.load_state_dict(saved, strict=not frozen)
-    if wrong := sorted({*missing, *unexpected} - (frozen or {}).keys()):
+    wrong = sorted({*missing, *unexpected} - (frozen or {}).keys())
+    if wrong:
         raise CheckpointError(f"it does not fit this model: {', '.join(wrong[:4])}")
 
 
 def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
     """Return the task's modules with parameters to train that are not the model's."""
-    own = {id(parameter) for parameter in model.parameters()}
-    return [
-        value
-        for value in vars(task).values()
-        if isinstance(value, nn.Module)
-        and any(one.requires_grad and id(one) not in own for one in value.parameters())
-    ]
+    own = set(model.parameters())
+    found = []
+    for value in vars(task).values():
+        if isinstance(value, nn.Module):
+            others = set(value.parameters()) - own
+            if any(parameter.requires_grad for parameter in others):
+                found.append(value)
+    return found
 
 
 def trained_beside(
@@ -89,62 +92,58 @@ def trained_beside(
 
     Raises ConfigError for what no checkpoint would find again.
     """
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    held = {
-        id(one): one
-        for group in optimizer.param_groups
-        for one in group["params"]
-        if id(one) not in own
-    }
-    if not held:
+    own = _tensors_of(model)
+    lost = set[Tensor](parameters_of(optimizer)) - own
+    if not lost:
         return {}
     owner = f"{type(task).__name__}.optimizer()"
     found: dict[str, Tensor] = {}
     for name, value in vars(task).items():
-        tensors = {
-            inner: one for inner, one in _tensors(value, name) if id(one) not in own
-        }
-        if any(id(one) in held for one in tensors.values()):
-            found |= tensors
-    if lost := held.keys() - {id(one) for one in found.values()}:
-        shape = list(held[min(lost)].shape)
-        rule = "is neither the model's nor in an attribute of the task, and no checkpoint would have it"
+        tensors = dict(_tensors(value, name))
+        if not lost.isdisjoint(tensors.values()):
+            for inner, tensor in tensors.items():
+                if tensor not in own:
+                    found[inner] = tensor
+    lost -= set(found.values())
+    if lost:
         raise ConfigError(
             owner,
-            f"a parameter of {shape}",
-            rule,
+            f"a parameter of {list(lost.pop().shape)}",
+            "is neither the model's nor in an attribute of the task, and no checkpoint would have it",
             "keep it, or its module, as an attribute of the task",
         )
     if is_sharded(model):
-        rule = f"shards the model alone, and {owner} holds `{next(iter(found))}`, too"
         raise ConfigError(
             "strategy",
             "fsdp",
-            rule,
+            f"shards the model alone, and {owner} holds `{next(iter(found))}`, too",
             "set `strategy: ddp`, or make it a part of the model",
         )
     return found
 
 
+def _tensors_of(model: nn.Module) -> set[Tensor]:
+    return {*model.parameters(), *model.buffers()}
+
+
 def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, Tensor]:
     """Return by name the tensors of a task that are neither the model's nor `kept`."""
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return {
-        name: one
-        for name, one in _all_tensors(task).items()
-        if id(one) not in own and name not in kept
-    }
+    own = _tensors_of(model)
+    left = {}
+    for name, tensor in _all_tensors(task).items():
+        if tensor not in own and name not in kept:
+            left[name] = tensor
+    return left
 
 
 def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return by name the sums of floating tensors, which tell whether one has changed."""
-    return {
-        name: str(
-            float(one.detach().sum(dtype=torch.float64))
-        )  # as words NaN is equal to itself
-        for name, one in tensors.items()
-        if one.is_floating_point() and not one.is_meta and not is_lazy(one)
-    }
+    sums = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.is_meta and not is_lazy(tensor):
+            total = float(tensor.detach().sum(dtype=torch.float64))
+            sums[name] = str(total)  # as words NaN is equal to itself
+    return sums
 
 
 def place(
@@ -152,17 +151,15 @@ def place(
 ) -> None:
     """Move tensors to a device, in place; floating ones also to a format, if given."""
     for tensor in tensors:
-        tensor.data = tensor.data.to(
-            device, dtype if tensor.is_floating_point() else None
-        )
+        wanted = dtype if tensor.is_floating_point() else None
+        tensor.data = tensor.data.to(device, wanted)
 
 
 def _all_tensors(task: Any) -> dict[str, Tensor]:
-    return {
-        inner: one
-        for name, value in vars(task).items()
-        for inner, one in _tensors(value, name)
-    }
+    found: dict[str, Tensor] = {}
+    for name, value in vars(task).items():
+        found |= _tensors(value, name)
+    return found
 
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -173,10 +170,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (list, tuple, dict)):
-        items: Iterable[tuple[Any, Any]] = (
-            value.items() if isinstance(value, dict) else enumerate(value)
-        )
-        for key, item in items:
+        for key, item in parts_of(value) or ():
             if isinstance(item, (nn.Module, Tensor)):
                 yield from _tensors(item, f"{name}.{key}")
 
@@ -187,7 +181,8 @@ def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
     Raises CheckpointError where one is missing.
     """
     there = _all_tensors(task)
-    if missing := sorted(names - there.keys()):
+    missing = sorted(names - there.keys())
+    if missing:
         raise CheckpointError(f"it does not fit this task, which has no `{missing[0]}`")
     return {name: there[name] for name in names}
 
@@ -210,47 +205,46 @@ class AsMade:
     def __init__(self, model: nn.Module) -> None:
         self._required, self._training = _switches(model)
         self._shapes = _shapes(model)
-        self._parameters = list(model.parameters())
+        self._parameters = set(model.parameters())
 
     def changes(self, model: nn.Module) -> dict[str, Any]:
         """Return what is otherwise now, as plain data; nothing where all is as it was."""
         required, training = _switches(model)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = []
+        for name, shape in _shapes(model).items():
+            if name not in required and self._shapes.get(name) != shape:
+                buffers.append(name)
         found = {
-            "requires_grad": {
-                name: on
-                for name, on in required.items()
-                if on != self._required.get(name, on)
-            },
-            "training": {
-                name: on
-                for name, on in training.items()
-                if on != self._training.get(name, on)
-            },
-            "buffers": [
-                name
-                for name, shape in _shapes(model).items()
-                if name not in parameters and self._shapes.get(name) != shape
-            ],
+            "requires_grad": _others(required, self._required),
+            "training": _others(training, self._training),
+            "buffers": buffers,
         }
         return {name: changed for name, changed in found.items() if changed}
 
     def late_parameters(self, model: nn.Module) -> list[str]:
         """Name the parameters that the model was made without, or that were exchanged."""
-        made = {id(one) for one in self._parameters}
-        return [
-            name
-            for name, one in model.named_parameters()
-            if id(one) not in made and one.requires_grad
-        ]
+        late = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and parameter not in self._parameters:
+                late.append(name)
+        return late
+
+
+def _others(now: dict[str, bool], before: dict[str, bool]) -> dict[str, bool]:
+    """Return what is otherwise than before, but for what was not there."""
+    found = {}
+    for name, on in now.items():
+        if on != before.get(name, on):
+            found[name] = on
+    return found
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {
-        name: value.shape
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
+    shapes = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            shapes[name] = value.shape
+    return shapes
 
 
 def _switches(model: nn.Module) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -271,9 +265,8 @@ def add_buffers(
     model: nn.Module, changes: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> None:
     """Register the buffers that forward passes had made, or given another shape."""
-    device = next(
-        (tensor.device for tensor in (*model.parameters(), *model.buffers())), None
-    )
+    tensors = (*model.parameters(), *model.buffers())
+    device = next((tensor.device for tensor in tensors), None)
     for name in changes.get("buffers", []):
         owner, _, inner = name.rpartition(".")
         value = saved[name]
@@ -291,13 +284,12 @@ def train_as_made(model: nn.Module) -> list[str]:
     A model that is in evaluation mode as a whole (as `from_pretrained` gives one) is
     trained as a whole.
     """
-    kept = [
-        (name, module)
-        for name, module in model.named_modules()
-        if model.training and not module.training
-    ]
+    kept: dict[str, nn.Module] = {}
+    if model.training:
+        for name, module in model.named_modules():
+            if not module.training:
+                kept[name] = module
     model.train()
-    for _, module in kept:
+    for module in kept.values():
         module.training = False
-    names = {name for name, _ in kept}
-    return [name for name, _ in kept if name.rpartition(".")[0] not in names]
+    return [name for name in kept if name.rpartition(".")[0] not in kept]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
 
 from trainers.devices.group import Group
@@ -40,6 +41,7 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own: in training they normalise by the batch, and read no buffer."""
 _BROADCAST_BYTES = 250 << 20  # DDP's own
 _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
+ANOTHER_WAY = "the loss goes by another way than the model that forward() was given"
 _WITHOUT_CUDA_GRAPHS = {
     "reduce-overhead": "default",
     "max-autotune": "max-autotune-no-cudagraphs",
@@ -49,14 +51,10 @@ _WITHOUT_CUDA_GRAPHS = {
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """DDP's own average, to the last bit."""
     buffer = bucket.buffer()
-    buffer.mul_(
-        1.0 / dist.get_world_size()
-    )  # as the reducer does it: dividing rounds otherwise
-    return (
-        dist.all_reduce(buffer, async_op=True)
-        .get_future()
-        .then(lambda future: future.value()[0])
-    )
+    # As the reducer does it: dividing rounds otherwise.
+    buffer.mul_(1.0 / dist.get_world_size())
+    reduced = dist.all_reduce(buffer, async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0])
 
 
 def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
@@ -82,14 +80,13 @@ def average_present(parameters: Sequence[Tensor], group: Group) -> None:
     """
     if group.world_size == 1 or not parameters:
         return
-    kinds = [
-        0 if one.grad is None else 2 if one.grad.is_sparse else 1 for one in parameters
-    ]
-    found = group.max(
-        torch.tensor(kinds, dtype=torch.uint8, device=group.device)
-    ).tolist()
+    kinds = torch.zeros(len(parameters), dtype=torch.uint8)
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            kinds[index] = 2 if parameter.grad.is_sparse else 1
+    found = group.max(kinds.to(group.device))
     dense: list[Tensor] = []
-    for parameter, kind in zip(parameters, found, strict=True):
+    for parameter, kind in zip(parameters, found.tolist(), strict=True):
         if kind == 2:
             _average_rows(parameter, group)
         elif kind == 1:
@@ -108,12 +105,9 @@ def as_real(gradient: Tensor) -> Tensor:
 def _average_rows(parameter: Tensor, group: Group) -> None:
     """Average a sparse gradient, by the places that it has on any rank."""
     own = None if parameter.grad is None else parameter.grad.coalesce()
-    of_ranks = group.gather(None if own is None else own.indices().cpu())
-    places = (
-        torch.cat([one for one in of_ranks if one is not None], 1)
-        .unique(dim=1)
-        .to(parameter.device)
-    )
+    of_rank = None if own is None else own.indices().cpu()
+    every = [places for places in group.gather(of_rank) if places is not None]
+    places = torch.cat(every, 1).unique(dim=1).to(parameter.device)
     zeros = parameter.new_zeros(places.shape[1], *parameter.shape[len(places) :])
     total = torch.sparse_coo_tensor(
         places, zeros, parameter.shape, check_invariants=False
@@ -136,19 +130,14 @@ def exchanged(rank: int, world_size: int) -> Hook:
 
     def average(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         own = bucket.buffer()
-        if (
-            bucket.index()
-            or not bucket.is_last()
-            or own.nbytes * len(peers) > MAX_BYTES
-        ):
+        is_only = bucket.index() == 0 and bucket.is_last()
+        if not is_only or own.nbytes * len(peers) > MAX_BYTES:
             return all_reduced(state, bucket)
         own.mul_(1.0 / world_size)
-        parts = [
-            own if one == rank else torch.empty_like(own) for one in range(world_size)
-        ]
-        works = [dist.irecv(parts[peer], peer) for peer in peers] + [
-            dist.isend(own, peer) for peer in peers
-        ]
+        parts = [torch.empty_like(own) for _ in range(world_size)]
+        parts[rank] = own
+        works = [dist.irecv(parts[peer], peer) for peer in peers]
+        works += [dist.isend(own, peer) for peer in peers]
         for work in works:
             assert work is not None
             work.wait()
@@ -178,17 +167,15 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(group.device.type, (group.world_size,))
-    for (
-        parameter
-    ) in model.parameters():  # FSDP2 wants them so; batches may still be channels last
+    # FSDP2 wants them so; batches may still be channels last.
+    for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
-    for unit in (
-        *shard_units(model),
-        model,
-    ):  # each goes to the device by itself: the whole model need not fit there
-        # The root's, at the end of the forward pass, are the first that the backward
-        # pass wants.
-        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model)
+    # Each goes to the device by itself: the whole model need not fit there.
+    for unit in shard_units(model):
+        fully_shard(unit, mesh=mesh)
+    # The root's, at the end of the forward pass, are the first that the backward pass
+    # wants.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return model
 
 
@@ -197,23 +184,12 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
 
     Parameters stay the same.
 
-    One worker has all samples of a microbatch: there it stays as it is. Raises
-    ConfigError where torch has no such layer for the device.
+    One worker has all samples of a microbatch: there it stays as it is. On a CPU torch
+    refuses such a layer in its first pass.
     """
     if group.world_size == 1:
         return model
-    if group.device.type != "cuda":
-        rule = f"needs GPUs: torch's SyncBatchNorm takes no tensor of a {group.device.type} device"
-        raise ConfigError(
-            "ddp.sync_batchnorm",
-            True,
-            rule,
-            "remove it, or normalise by samples (GroupNorm, LayerNorm)",
-        )
-    if not any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm)
-        for module in model.modules()
-    ):
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         logger.warning(
             "`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer"
         )
@@ -232,15 +208,14 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Modu
             gpus,
         )
         return model
-    if strategy != "ddp" or group.world_size == 1:
-        return model
-    if not any(
-        parameter.requires_grad for parameter in model.parameters()
-    ):  # yet: DDP has nothing to average
+    # Where none is trained yet, DDP has nothing to average.
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if strategy != "ddp" or group.world_size == 1 or not is_trained:
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
-    if (norms := _batchnorms(model)) is not None:
+    norms = _batchnorms(model)
+    if norms:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
     if group.device.type == "cpu":
         wrapped.register_comm_hook(None, exchanged(group.rank, group.world_size))
@@ -274,18 +249,14 @@ class Replicated(DistributedDataParallel):
     def unfit(self) -> str | None:
         """Say why DDP cannot average what the last pass left; None where it can."""
         if not self.called:
-            return (
-                "the loss goes by another way than the model that forward() was given"
-            )
-        if names := unused_parameters(self.module):
+            return ANOTHER_WAY
+        names = unused_parameters(self.module)
+        if names:
             return f"the loss of a batch does not depend on {shorten(names)}"
-        gradients = [
-            parameter.grad
-            for parameter in self.module.parameters()
-            if parameter.grad is not None
-        ]
-        if any(gradient.is_sparse or gradient.is_complex() for gradient in gradients):
-            return "some are sparse or complex"
+        for parameter in self.module.parameters():
+            gradient = parameter.grad
+            if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
+                return "some are sparse or complex"
         return None
 
     def check_finished(self) -> None:
@@ -293,18 +264,15 @@ class Replicated(DistributedDataParallel):
         self.reducer._check_reducer_finalized()
 
 
-def _batchnorms(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules that own all buffers if each is torch's BatchNorm; else None."""
-    owners = [
-        module
-        for module in model.modules()
-        if next(module.buffers(recurse=False), None) is not None
-    ]
-    return (
-        owners
-        if owners and all(type(module) in BATCHNORMS for module in owners)
-        else None
-    )
+def _batchnorms(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that own all buffers if each is torch's BatchNorm; else none."""
+    owners = []
+    for module in model.modules():
+        if list(module.buffers(recurse=False)):
+            owners.append(module)
+            if type(module) not in BATCHNORMS:
+                return []
+    return owners
 
 
 def _share_what_is_read(
@@ -324,10 +292,8 @@ class _DataParallel(DataParallel[nn.Module]):
     """Keep the caller's autocast format in replicas' threads, which take float16."""
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        dtype = torch.get_autocast_dtype("cuda")
-        calls: Any = [
-            functools.partial(_in_format, dtype, replica) for replica in replicas
-        ]
+        in_format = functools.partial(_in_format, torch.get_autocast_dtype("cuda"))
+        calls: Any = [functools.partial(in_format, replica) for replica in replicas]
         return parallel_apply(calls, inputs, kwargs, self.device_ids[: len(replicas)])
 
 
@@ -346,13 +312,12 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph
     may hold; what the root does between its units stays eager.
     """
+    compiled = functools.partial(
+        torch.compile, mode=mode, fullgraph=fullgraph, dynamic=False
+    )
     if not is_sharded(model):
-        model._compiled_call_impl = torch.compile(  # what `model.compile` sets
-            _in_own_frame(model._call_impl),
-            mode=mode,
-            fullgraph=fullgraph,
-            dynamic=False,
-        )
+        # What `model.compile` sets.
+        model._compiled_call_impl = compiled(_in_own_frame(model._call_impl))
         return
     sharded = [module for module in model.modules() if is_sharded(module)]
     units = sharded[1:] or sharded
@@ -361,9 +326,7 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     # soon be too many for torch.
     limits.recompile_limit = max(limits.recompile_limit, _GRAPHS_OF_A_UNIT * len(units))
     for unit in units:
-        unit.forward = torch.compile(
-            _in_own_frame(unit.forward), mode=mode, fullgraph=fullgraph, dynamic=False
-        )
+        unit.forward = compiled(_in_own_frame(unit.forward))
 
 
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -390,9 +353,8 @@ def compile_loss(
     anew each time.
     """
 
-    def compiled(
-        outputs: Any, batch: Any
-    ) -> Any:  # a frame of its own: `loss` may be any callable
+    # A frame of its own: `loss` may be any callable.
+    def compiled(outputs: Any, batch: Any) -> Any:
         return loss(outputs, batch)
 
     traced = torch.compile(compiled, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
@@ -419,19 +381,15 @@ def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
 
     Returns for any other error.
     """
-    if "Expected to have finished reduction" not in str(error) or not isinstance(
-        model, DistributedDataParallel
-    ):
+    is_waiting = "Expected to have finished reduction" in str(error)
+    if not is_waiting or not isinstance(model, DistributedDataParallel):
         return
+    names = unused_parameters(model.module)
     told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    trained = [
-        name for name, one in model.module.named_parameters() if one.requires_grad
-    ]
-    names = (
-        [trained[int(number)] for number in told[1].split()]
-        if told
-        else unused_parameters(model.module)
-    )
+    if told:
+        every = model.module.named_parameters()
+        trained = [name for name, one in every if one.requires_grad]
+        names = [trained[int(number)] for number in told[1].split()]
     raise ConfigError(
         "strategy",
         "ddp",
