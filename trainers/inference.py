@@ -283,8 +283,9 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
         began = time.perf_counter()
         with torch.inference_mode():
             if job.out is None:
+                forward = ForwardPass(model, task, spec, group.device)
                 figures = evaluate(
-                    model, task, feed, size, spec, group, seeds=(config.seed, step)
+                    forward, feed, size, group, seeds=(config.seed, step)
                 )
             else:
                 about = {

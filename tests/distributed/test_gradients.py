@@ -147,11 +147,9 @@ def all_evaluations(rank, world_size):
         )
         found.append(
             evaluate(
-                task.model(),
-                task,
+                ForwardPass(task.model(), task, TABLE["fp32"], CPU),
                 feed,
                 32,
-                TABLE["fp32"],
                 Group(rank, world_size, CPU),
             )
         )

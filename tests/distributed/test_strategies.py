@@ -202,7 +202,8 @@ def figures(rank, world_size):
             feed = task_feed(
                 task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0
             )
-            found.append(evaluate(model, task, feed, 32, TABLE["fp32"], group))
+            forward = ForwardPass(model, task, TABLE["fp32"], CPU)
+            found.append(evaluate(forward, feed, 32, group))
     return found
 
 

@@ -19,6 +19,7 @@ from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
 from trainers.step.evaluation import evaluate
+from trainers.step.forward import ForwardPass
 from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
@@ -72,9 +73,8 @@ def run(
     group=None,
 ):
     feed = task_feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
-    return evaluate(
-        model or small_model(), task, feed, size, FP32, group or Group(0, 1, CPU)
-    )
+    forward = ForwardPass(model or small_model(), task, FP32, CPU)
+    return evaluate(forward, feed, size, group or Group(0, 1, CPU))
 
 
 @pytest.mark.parametrize("task", [Labels(), Weighted()], ids=["samples", "weights"])
@@ -268,7 +268,7 @@ def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(options, caplog):
     feed = task_feed(dataset, task, DataConfig(**options), CPU, sharers=1, seed=0)
     try:
         with caplog.at_level("INFO"):
-            found = evaluate(model, task, feed, 40, FP32, group)
+            found = evaluate(ForwardPass(model, task, FP32, CPU), feed, 40, group)
         assert found == pytest.approx(expected, rel=1e-12)
         assert task.sizes == [40, 20, *[10] * 10], "none is tried twice"
         assert (
@@ -279,7 +279,7 @@ def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(options, caplog):
             in caplog.text
         )
         task.sizes.clear()
-        assert evaluate(model, task, feed, 40, FP32, group) == found
+        assert evaluate(ForwardPass(model, task, FP32, CPU), feed, 40, group) == found
         assert task.sizes == [10] * 10, "what did not fit is known"
     finally:
         feed.close()

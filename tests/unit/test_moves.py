@@ -199,14 +199,14 @@ def cases():
             Weighted(),
             Plain(CPU).to(META),
             good(),
-            "parameter `layer.weight` on meta",
+            "`model.layer.weight` on meta",
         ),
-        "buffer": (Weighted(), Buffered(META), good(), "buffer `scale` on meta"),
+        "buffer": (Weighted(), Buffered(META), good(), "`model.scale` on meta"),
         "attribute": (
             Weighted(),
             nn.Sequential(Plain(META)),
             good(),
-            "attribute `0.masks[0]` on meta",
+            "`0.masks[0]` on meta",
         ),
         "task": (
             Weighted(META),
@@ -265,7 +265,7 @@ def test_the_probe_and_evaluation_name_it_too():
         )
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
-        evaluate(model, task, feed, 4, TABLE["fp32"], group)
+        evaluate(ForwardPass(model, task, TABLE["fp32"], CPU), feed, 4, group)
 
 
 # --- memory formats

@@ -9,14 +9,13 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.specs import make
 from tests.unit.report_records import done
 from tests.unit.test_loop import train
 from trainers.context import RunContext
 from trainers.errors import CheckpointError, StorageError
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
-from trainers.step.ceiling import read_ceiling
+from trainers.step.ceiling import Ceiling
 from trainers.storage import Storage
 from tune.report.write import read_environment
 from tune.trials.journal import Journal, read_boundary, read_live
@@ -94,7 +93,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
             path.symlink_to("/dev/zero")
     storage = Storage(str(tmp_path))
     context = RunContext(storage, "local")
-    assert read_ceiling(make(tmp_path).config, context, "cpu") is None
+    assert Ceiling(context, "1 x cpu", may_shrink=True).read() is None
     assert read_boundary(storage).to_plain() == {}
     assert read_environment(storage) == {}
     assert read_live(storage) is None

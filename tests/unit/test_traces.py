@@ -240,3 +240,17 @@ def test_what_is_too_large_to_be_copied_is_named(
             task.average += 1
         assert ("Average.average" in caplog.text) is not kept
         assert bool(task.average.any()) is not kept
+
+
+def test_a_new_member_of_a_set_is_a_change_and_is_taken_out_again():
+    class Seen(Task):
+        def __init__(self):
+            self.seen = {1}
+
+    task = Seen()
+    forward = ForwardPass(nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU)
+    with throwaway(forward) as snapshot:
+        assert snapshot.changed() is None
+        task.seen.add(2)
+        assert snapshot.changed() == "Seen.seen.2"
+    assert task.seen == {1}

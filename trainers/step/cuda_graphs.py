@@ -475,9 +475,10 @@ class GraphedStep(TrainStep):
             cause = (
                 error.__context__ or error
             )  # ending a capture that failed raises once more
-            rule = f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})"
-            fix = "keep forward() and loss() free of `.item()`, copies to the CPU and shapes that depend on values"
-            raise _impossible(rule, fix) from error
+            raise _impossible(
+                f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})",
+                "keep forward() and loss() free of `.item()`, copies to the CPU and shapes that depend on values",
+            ) from error
         finally:
             for param_group, flag in flags:
                 param_group["capturable"] = flag

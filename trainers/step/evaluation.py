@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,17 +21,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from trainers.causes import classify
-from trainers.data.batch import Batch, fetch, map_tensors
+from trainers.data.batch import Batch, map_tensors
 from trainers.data.feed import Feed
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import Group
 from trainers.errors import FIX, MISSING, ConfigError, RunFailedError, first_line
-from trainers.model.precision import PrecisionSpec
 from trainers.model.sharding import is_sharded
 from trainers.model.state import modules_beside
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
-from trainers.step.forward import ForwardPass
-from trainers.task import Task, weight_of
+from trainers.step.forward import ForwardPass, shape_of
+from trainers.task import weight_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +42,14 @@ _NARROW_TOLERANCE = 0.05
 """Of figures, as shares: in float32, and where products are rounded to fewer bits."""
 _ROUNDING = 1e-6  # of figures near zero
 _FEW = 64
-_ORDERLESS = (
-    "dim_zero_sum",
-    "dim_zero_max",
-    "dim_zero_min",
-)  # torchmetrics' names; exact for whole numbers
+# torchmetrics' names; exact for whole numbers
+_ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")
 
 
 def evaluate(
-    model: nn.Module,
-    task: Task,
+    forward: ForwardPass,
     feed: Feed,
     microbatch_size: int,
-    spec: PrecisionSpec,
     group: Group,
     *,
     seeds: tuple[int, ...] = (0,),
@@ -68,11 +62,11 @@ def evaluate(
 
     Every rank must call it.
 
-    `model` is the bare module: nothing here is a collective until the end, but the
-    forwards of a sharded one, and of a task of which `collective` says so. Those are
-    equally many on every rank: a rank with a batch less runs one whose result is left
-    out. What is drawn for a batch follows from `seeds` and its number; random state is
-    put back.
+    `forward` is that of the bare module: nothing here is a collective until the end,
+    but the forwards of a sharded one, and of a task of which `collective` says so.
+    Those are equally many on every rank: a rank with a batch less runs one whose result
+    is left out. What is drawn for a batch follows from `seeds` and its number; random
+    state is put back.
 
     A batch that runs out of memory is taken in halves, from then on: the figures are
     the same but for rounding. Where forwards are collectives, or one sample is too
@@ -82,25 +76,25 @@ def evaluate(
     batches = list(torch.arange(length).split(microbatch_size))
     mine = range(group.rank, len(batches), group.world_size)
     rounds = -(-len(batches) // group.world_size)
+    model = forward.model
     together = collective or is_sharded(model)
-    idle = [_Piece(0, 0, batches[0])] if together and len(mine) < rounds else []
+    idle = []
+    if together and len(mine) < rounds:
+        idle = [_Piece(0, 0, batches[0])]
     todo = [_Piece(index, 0, batches[index]) for index in mine]
     if feed.most is not None:
         todo = _halved(todo, feed.most)
-    measured = _Measured(ForwardPass(model, task, spec, group.device))
+    measured = _Measured(forward)
     random_state = get_rng_state(group.device)
     try:
-        with torch.no_grad(), evaluating(model, *modules_beside(task, model)):
+        with torch.no_grad(), evaluating(model, *modules_beside(forward.task, model)):
             while todo or idle:
-                error, size = measured.take(
-                    feed, todo, idle, seeds, with_loss=collective
-                )
+                error, size = measured.take(feed, todo, idle, seeds, collective)
                 if error is None:
                     break
                 if together or size == 1:
-                    raise too_large(
-                        error, size, group, next_smaller(microbatch_size)
-                    ) from error
+                    smaller = next_smaller(microbatch_size)
+                    raise too_large(error, size, group, smaller) from error
                 feed.most = next_smaller(size)
                 logger.info(
                     "an evaluation batch of %d does not fit (%s): %d at once",
@@ -111,7 +105,7 @@ def evaluate(
                 todo = _halved(todo[measured.done :], feed.most)
     finally:
         set_rng_state(random_state, group.device)
-    return _figures(measured, len(batches), group, type(task).__name__)
+    return _figures(measured, len(batches), group)
 
 
 def check_evaluation(
@@ -136,23 +130,21 @@ def check_evaluation(
         with torch.no_grad(), evaluating(forward.model):
             whole = _figures_of(forward, dataset, [rows])
             parts = _figures_of(forward, dataset, halves)
-            common = [
-                name for name in whole if name in parts
-            ]  # some batches alone may have others
-            differ = [
-                name
-                for name in common
-                if abs(whole[name] - parts[name]) > _least(tolerance, whole[name])
-            ]
-            again = _figures_of(forward, dataset, halves) if differ else parts
+            again = parts
+            differ = []
+            for name in whole.keys() & parts.keys():  # a batch may have others
+                least = max(tolerance * abs(whole[name]), _ROUNDING)
+                if abs(whole[name] - parts[name]) > least:
+                    differ.append(name)
+            if differ:
+                again = _figures_of(forward, dataset, halves)
     except Exception as error:
         if isinstance(error, ConfigError) and not whole:
             return error
-        logger.debug(
-            "evaluation cannot be tried: %s", error
-        )  # it says itself better why not
+        # It says itself better why not.
+        logger.debug("evaluation cannot be tried: %s", error)
         return None
-    for name in differ:
+    for name in sorted(differ):
         if parts[name] == again[name]:
             return (
                 f"val_{name} depends on which samples are evaluated together: of the first {len(rows)} it is "
@@ -162,11 +154,6 @@ def check_evaluation(
     return None
 
 
-def _least(tolerance: float, figure: float) -> float:
-    """What a difference of a figure has to be more than."""
-    return max(tolerance * abs(figure), _ROUNDING)
-
-
 def _figures_of(
     forward: ForwardPass, dataset: Dataset[Any], pieces: Sequence[Tensor]
 ) -> dict[str, float]:
@@ -174,21 +161,15 @@ def _figures_of(
     measured = _Measured(forward)
     start = 0
     for rows in pieces:
-        batch = map_tensors(
-            lambda tensor: tensor.to(forward.device),
-            fetch(dataset, rows.tolist(), forward.task.collate),
-        )
-        batch = forward.task.transform(batch, False)
+        batch = forward.read(dataset, rows, training=False)
         outputs, loss = forward(batch)
-        measured._add(_Piece(0, start, rows), batch, outputs, loss)
+        measured.add(_Piece(0, start, rows), batch, outputs, loss)
         start += len(rows)
     sums = {name: value.item() for (_, name), value in measured.sums.items()}
-    loss_sum = sums[_LOSS]
-    weight = sums[_WEIGHT]
     figures = {name: sums[name] / samples for name, samples in measured.samples.items()}
-    return (
-        {"loss": loss_sum / weight} if weight and measured.has_loss == {True} else {}
-    ) | figures
+    if sums[_WEIGHT] and measured.has_loss == {True}:
+        figures["loss"] = sums[_LOSS] / sums[_WEIGHT]
+    return figures
 
 
 def too_large(
@@ -210,16 +191,21 @@ class _Piece(NamedTuple):
     rows: Tensor
     """int64 [samples]."""
 
+    def seed(self, seeds: tuple[int, ...]) -> int:
+        """Return what is drawn by; of the first part that of the batch."""
+        part = [self.start] if self.start else []
+        return batch_seed(*seeds, self.batch, *part)
+
 
 def _halved(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
     """Split what has more than `most` samples."""
-    return [
-        _Piece(piece.batch, piece.start + offset, rows)
-        for piece in pieces
-        for offset, rows in zip(
-            range(0, len(piece.rows), most), piece.rows.split(most), strict=True
-        )
-    ]
+    halved = []
+    for piece in pieces:
+        start = piece.start
+        for rows in piece.rows.split(most):
+            halved.append(_Piece(piece.batch, start, rows))
+            start += len(rows)
+    return halved
 
 
 class _Measured:
@@ -236,7 +222,7 @@ class _Measured:
         self.states = MetricStates()
         self.done = 0
         """Pieces of the last `take`."""
-        self._forward = forward
+        self.forward = forward
         self._exact = torch.float32 if forward.device.type == "mps" else torch.float64
 
     def take(
@@ -245,7 +231,6 @@ class _Measured:
         pieces: Sequence[_Piece],
         idle: Sequence[_Piece],
         seeds: tuple[int, ...],
-        *,
         with_loss: bool,
     ) -> tuple[BaseException | None, int]:
         """Measure the pieces, and run the `idle` ones.
@@ -255,16 +240,11 @@ class _Measured:
         Only a forward pass may: a metric that has seen a batch would see it again.
         """
         self.done = 0
-        forward = self._forward
+        forward = self.forward
         batch = None
         every = [*pieces, *idle]
-        drawn = [
-            batch_seed(*seeds, piece.batch, *([piece.start] * (piece.start > 0)))
-            for piece in every
-        ]
-        found = feed.batches(
-            [piece.rows for piece in every], training=False, seeds=drawn
-        )
+        rows = [piece.rows for piece in every]
+        found = feed.batches(rows, False, [piece.seed(seeds) for piece in every])
         for piece in every:
             is_idle = self.done == len(pieces)
             try:
@@ -272,71 +252,73 @@ class _Measured:
                 outputs, loss = forward(batch, with_loss=with_loss or not is_idle)
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
-                    return error.with_traceback(None), len(
-                        piece.rows
-                    )  # its frames hold what did not fit
+                    # Its frames hold what did not fit.
+                    return error.with_traceback(None), len(piece.rows)
                 if isinstance(error, RuntimeError):
                     forward.explain(error, batch)
                 raise
             if not is_idle:
-                self._add(piece, batch, outputs, loss)
+                self.add(piece, batch, outputs, loss)
                 self.done += 1
         next(found, None)  # a loader ends its epoch
         return None, 0
 
-    def _add(
+    def add(
         self, piece: _Piece, batch: Batch, outputs: Any, loss: Tensor | None
     ) -> None:
-        task = self._forward.task
+        """Take in what a forward pass has given."""
+        task = self.forward.task
+        owner = type(task).__name__
         samples = len(piece.rows)
         try:
             found = task.metrics(outputs, batch)
         except RuntimeError as error:
-            self._forward.explain(error, batch)
+            self.forward.explain(error, batch)
             raise
-        found = _flat(found, type(task).__name__)
-        check_names(found, type(task).__name__)
-        values = self.states.take(found, piece[:2], samples, type(task).__name__)
+        found = _flat(found, owner)
+        check_names(found, owner)
+        values = self.states.take(found, piece[:2], samples, owner)
         self.samples.update(dict.fromkeys(values, samples))
         self.has_loss.add(loss is not None)
-        loss = torch.zeros((), device=self._forward.device) if loss is None else loss
+        if loss is None:
+            loss = torch.zeros((), device=self.forward.device)
         weight = weight_of(task, batch, samples).to(loss.device, self._exact)
-        weighed = (loss.to(self._exact) * weight).masked_fill(
-            weight == 0, 0.0
-        )  # as in training
-        sums: dict[str | int, Tensor] = {_LOSS: weighed, _WEIGHT: weight}
-        sums |= {
-            name: value.to(loss.device, self._exact).sum()
-            for name, value in values.items()
-        }
-        for name, value in sums.items():
-            place = (piece.batch, name)
-            self.sums[place] = self.sums[place] + value if place in self.sums else value
+        weighed = loss.to(self._exact) * weight
+        # As in training.
+        self._sum(piece.batch, _LOSS, weighed.masked_fill(weight == 0, 0.0))
+        self._sum(piece.batch, _WEIGHT, weight)
+        for name, value in values.items():
+            total = value.to(loss.device, self._exact).sum()
+            self._sum(piece.batch, name, total)
+
+    def _sum(self, batch: int, name: str | int, value: Tensor) -> None:
+        before = self.sums.get((batch, name))
+        self.sums[batch, name] = value if before is None else before + value
 
 
-def _figures(
-    measured: _Measured, num_batches: int, group: Group, task: str
-) -> dict[str, float]:
-    """Add up what all ranks have measured; `task` is the name of its class."""
+def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, float]:
+    """Add up what all ranks have measured."""
+    task = type(measured.forward.task).__name__
     said = group.gather((measured.samples, measured.has_loss))
     samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
     has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
     if len(has_loss) == 2:
-        rule = "is None for some batches of an evaluation alone"
-        fix = "return None for all of them, or for none"
-        raise ConfigError(f"{task}.loss()", MISSING, rule, fix)
+        raise ConfigError(
+            f"{task}.loss()",
+            MISSING,
+            "is None for some batches of an evaluation alone",
+            "return None for all of them, or for none",
+        )
     names = [_LOSS, _WEIGHT, *samples]
     table = torch.zeros(num_batches, len(names), dtype=torch.float64)
     if measured.sums:
-        rows, columns = zip(
-            *((batch, names.index(name)) for batch, name in measured.sums), strict=True
-        )
+        rows = [batch for batch, _ in measured.sums]
+        columns = [names.index(name) for _, name in measured.sums]
         table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
     loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
-    figures = {
-        name: total / samples[name]
-        for name, total in zip(samples, sums_of, strict=True)
-    }
+    figures = {}
+    for name, total in zip(samples, sums_of, strict=True):
+        figures[name] = total / samples[name]
     of_states = measured.states.figures(group)
     if both := sorted(figures.keys() & of_states.keys()):
         raise _taken(both[0], "is the name of two figures", task)
@@ -354,11 +336,10 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
     `task` is the name of its class.
     """
     if not isinstance(found, Mapping):
-        rule = "must be a dict of metrics by name"
         raise ConfigError(
             f"{task}.metrics()",
             type(found).__name__,
-            rule,
+            "must be a dict of metrics by name",
             "return {} where there are none",
         )
     flat: dict[str, Any] = {}
@@ -412,9 +393,8 @@ class MetricStates:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}  # torchmetrics.Metric by name
-        self._states: dict[
-            str, dict[str, dict[_Place, Any]]
-        ] = {}  # tensors or lists of them, by metric and state
+        # Tensors or lists of them, by metric and state.
+        self._states: dict[str, dict[str, dict[_Place, Any]]] = {}
 
     def take(
         self, values: Mapping[str, Any], place: _Place, samples: int, task: str
@@ -424,27 +404,32 @@ class MetricStates:
         Raises ConfigError, which names the class `task`, for what is neither a tensor
         [samples] nor a metric.
         """
+        tensors = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
+                tensors[name] = value
                 if value.shape[:1] != (samples,) or value.numel() != samples:
-                    rule = f"must be one value a sample, a tensor of shape [{samples}]"
-                    fix = f"return them unreduced from {task}.metrics()"
-                    raise ConfigError(f"metric {name}", list(value.shape), rule, fix)
+                    raise ConfigError(
+                        f"metric {name}",
+                        list(value.shape),
+                        f"must be one value a sample, a tensor of shape [{samples}]",
+                        f"return them unreduced from {task}.metrics()",
+                    )
                 continue
             if not getattr(value, "_reductions", None):
-                rule = "must be a tensor of one value a sample, or a torchmetrics.Metric with states of its own"
-                fix = "return the metrics of a collection or a wrapper one by one, each under its name"
-                raise ConfigError(f"metric {name}", type(value).__name__, rule, fix)
+                raise ConfigError(
+                    f"metric {name}",
+                    type(value).__name__,
+                    "must be a tensor of one value a sample, or a torchmetrics.Metric with states of its own",
+                    "return the metrics of a collection or a wrapper one by one, each under its name",
+                )
             self._metrics[name] = value
-            states = self._states.setdefault(
-                name, {attribute: {} for attribute in value._reductions}
-            )
+            states = self._states.setdefault(name, {})
             for attribute, state in value.metric_state.items():
-                _keep(states[attribute], place, state, value._reductions[attribute])
+                kept = states.setdefault(attribute, {})
+                _keep(kept, place, state, value._reductions[attribute])
             value.reset()
-        return {
-            name: value for name, value in values.items() if isinstance(value, Tensor)
-        }
+        return tensors
 
     def figures(self, group: Group) -> dict[str, float]:
         """Compute each metric's figure over all batches of all ranks.
@@ -458,33 +443,28 @@ class MetricStates:
             return {}
         figures: dict[str, float] = {}
         for name in self._metrics:
-            if not any(
-                name in before for before in ranks[: group.rank]
-            ):  # the first rank that has it computes it
+            # The first rank that has it computes it.
+            if not any(name in before for before in ranks[: group.rank]):
                 figures |= self._computed(name, ranks)
-        return dict(
-            item for of_rank in group.gather(figures) for item in of_rank.items()
-        )
+        merged: dict[str, float] = {}
+        for of_rank in group.gather(figures):
+            merged |= of_rank
+        return merged
 
     def _computed(self, name: str, ranks: list[Any]) -> dict[str, float]:
         metric = self._metrics[name]
         before = metric.metric_state
+        of_ranks = [rank[name] for rank in ranks if name in rank]
         for attribute, reduction in metric._reductions.items():
-            kept = [
-                item
-                for rank in ranks
-                if name in rank
-                for item in rank[name][attribute].items()
-            ]
-            states = [state for _, state in sorted(kept, key=itemgetter(0))]
-            reduced = map_tensors(
-                methodcaller("to", metric.device), _reduced(states, reduction)
-            )
-            setattr(metric, attribute, reduced)
+            kept: dict[_Place, Any] = {}
+            for states in of_ranks:
+                kept |= states[attribute]
+            reduced = _reduced([kept[place] for place in sorted(kept)], reduction)
+            on_device = map_tensors(methodcaller("to", metric.device), reduced)
+            setattr(metric, attribute, on_device)
         with torch.no_grad():
-            figure = type(metric).compute(
-                metric
-            )  # the class's own: the instance's would gather once more
+            # The class's own: the instance's would gather once more.
+            figure = type(metric).compute(metric)
         for attribute, state in before.items():
             setattr(metric, attribute, state)
         figures: dict[str, float] = {}
@@ -498,16 +478,14 @@ def _numbers(name: str, figure: Any) -> dict[str, float]:
     if isinstance(figure, Tensor) and figure.numel() == 1:
         return {name: float(figure)}
     if not isinstance(figure, Tensor) or figure.ndim > 1:
-        shown = (
-            list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
-        )
-        rule = "must be one number, or a vector of them"
         raise ConfigError(
-            f"metric {name}", shown, rule, "choose a metric that averages"
+            f"metric {name}",
+            shape_of(figure),
+            "must be one number, or a vector of them",
+            "choose a metric that averages",
         )
-    return {
-        f"{name}_{index}": value for index, value in enumerate(figure.double().tolist())
-    }
+    values = figure.double().tolist()
+    return {f"{name}_{index}": value for index, value in enumerate(values)}
 
 
 def _keep(
@@ -523,10 +501,8 @@ def _keep(
     if isinstance(state, list):
         kept[place] = [item.detach() for item in state]
         return
-    exact = (
-        not state.is_floating_point()
-        and getattr(reduction, "__name__", "") in _ORDERLESS
-    )
+    orderless = getattr(reduction, "__name__", "") in _ORDERLESS
+    exact = orderless and not state.is_floating_point()
     if reduction is not None and exact and kept:
         first = next(iter(kept))
         kept[first] = reduction(torch.stack([kept[first], state]))
@@ -547,8 +523,6 @@ def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     stacked = torch.stack(states)
     if reduction is None:
         return stacked
-    return (
-        reduction(stacked.double()).to(stacked.dtype)
-        if stacked.is_floating_point()
-        else reduction(stacked)
-    )
+    if stacked.is_floating_point():
+        return reduction(stacked.double()).to(stacked.dtype)
+    return reduction(stacked)

@@ -4,6 +4,7 @@ Where torch complains about mixed devices, the tensors that are elsewhere are na
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import Dataset
 
-from trainers.data.batch import Batch, parts_of
+from trainers.data.batch import Batch, fetch, map_tensors, parts_of
 from trainers.errors import MISSING, ConfigError, DeviceMismatchError
 from trainers.model.precision import PrecisionSpec
 from trainers.model.strategy import raise_if_unused
@@ -68,6 +70,18 @@ class ForwardPass:
             self.explain(error, batch)
             raise
 
+    @torch.no_grad()
+    def read(self, dataset: Dataset[Any], rows: Tensor, training: bool = True) -> Batch:
+        """Return samples of a dataset as a pass gets them; `rows` int64 [n]."""
+        batch = fetch(dataset, rows.tolist(), self.task.collate)
+        return self.prepare(batch, training)
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch, training: bool = True) -> Batch:
+        """Return a batch of its own on the device, transformed."""
+        moved = map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
+        return self.task.transform(moved, training)
+
     @property
     def said(self) -> str:
         """The task's method that gives the loss, for a sentence."""
@@ -91,13 +105,17 @@ class ForwardPass:
         Raises ConfigError where it is not one number, or nothing can be learned from
         it.
         """
-        loss = self(batch)[1]
-        loss = self.scalar(loss) if loss is None else loss
+        _, loss = self(batch)
+        return self.learnable(self.scalar(loss))
+
+    def learnable(self, loss: Tensor) -> Tensor:
+        """Return a loss; ConfigError where nothing can be learned from it."""
         if torch.is_grad_enabled() and not loss.requires_grad:
-            rule = "must depend on parameters that require a gradient, and does not for this batch"
-            fix = "leave out detach(), no_grad() and requires_grad_(False), or add `0 * outputs.sum()` for such batches"
             raise ConfigError(
-                f"{type(self.task).__name__}.{self.said}", MISSING, rule, fix
+                f"{type(self.task).__name__}.{self.said}",
+                MISSING,
+                "must depend on parameters that require a gradient, and does not for this batch",
+                "leave out detach(), no_grad() and requires_grad_(False), or add `0 * outputs.sum()` for such batches",
             )
         return loss
 
@@ -108,12 +126,10 @@ class ForwardPass:
         """
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss if loss.ndim == 0 else loss.reshape(())
-        shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        rule = "must be a tensor of one number, the mean over the batch's weight"
         raise ConfigError(
             f"{type(self.task).__name__}.{self.said}",
-            shown,
-            rule,
+            shape_of(loss),
+            "must be a tensor of one number, the mean over the batch's weight",
             "reduce it, as by `.mean()`",
         )
 
@@ -121,6 +137,21 @@ class ForwardPass:
         """Raise ours for torch's words on devices or unused parameters."""
         raise_if_unused(error, self.model)
         raise_if_mismatch(error, self.task, self.model, batch, self.device)
+
+
+def bare_of(model: nn.Module) -> nn.Module:
+    """Return the module that DDP or DP is around; any other one itself."""
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        bare: nn.Module = model.module
+        return bare
+    return model
+
+
+def shape_of(value: Any) -> list[int] | str:
+    """Return what a sentence shows of a tensor, or of what is none."""
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return type(value).__name__
 
 
 def raise_if_mismatch(
@@ -138,37 +169,25 @@ def raise_if_mismatch(
     """
     if not any(words in str(error) for words in _MISMATCH):
         return
-    bare = (
-        model.module
-        if isinstance(model, (DistributedDataParallel, DataParallel))
-        else model
-    )
+    bare = bare_of(model)
     found = {
         "batch": named_tensors(batch, "batch"),
-        "state": (
-            *(
-                (f"parameter `{name}`", tensor)
-                for name, tensor in bare.named_parameters()
-            ),
-            *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
-        ),
-        "attribute": (
-            (f"attribute {name}", tensor)
+        "state": named_tensors(bare, "model"),
+        "attribute": itertools.chain.from_iterable(
+            _held(module, path or type(module).__name__)
             for path, module in bare.named_modules()
-            for name, tensor in _held(module, path or type(module).__name__)
         ),
         "task": _held(task, type(task).__name__),
     }
-    names = []
+    names: list[str] = []
     fixes = []
     for place, tensors in found.items():
-        elsewhere = [
-            f"{name} on {tensor.device}"
-            for name, tensor in tensors
-            if _is_elsewhere(tensor, device)
-        ]
-        names += elsewhere
-        fixes += [_FIXES[place]] if elsewhere else []
+        before = len(names)
+        for name, tensor in tensors:
+            if _is_elsewhere(tensor, device):
+                names.append(f"{name} on {tensor.device}")
+        if len(names) > before:
+            fixes.append(_FIXES[place])
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
@@ -183,9 +202,8 @@ def raise_if_mismatch(
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
-    is_number = (
-        tensor.device.type == "cpu" and tensor.ndim == 0
-    )  # torch takes these as plain numbers
+    # torch takes these as plain numbers.
+    is_number = tensor.device.type == "cpu" and tensor.ndim == 0
     return tensor.device != device and not is_number
 
 

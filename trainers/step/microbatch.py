@@ -1,7 +1,7 @@
 """Choose the microbatch: what size fits, and whether the loss may be split at all.
 
-Whether one fits is forecast from a few samples where memory is ample, else probed
-locally, without a collective inside; then agreed by all ranks. Under DDP a rank that
+Whether one fits is probed locally, without a collective inside; then agreed by all
+ranks. Under DDP a rank that
 runs out of memory leaves the others waiting in all-reduce. So a size is tried on the
 bare module first: worst-case batch, forward, backward and optimizer step, everything
 put back after.
@@ -9,12 +9,7 @@ put back after.
 Only a loss that is a weighted mean adds up over microbatches.
 """
 
-import contextlib
-import functools
-import gc
-import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +24,8 @@ from trainers.causes import classify
 from trainers.data.batch import Batch, fetch, leaves_of, map_tensors, tensors_of
 from trainers.data.stream import digest
 from trainers.devices.device import (
-    free_gpu_bytes,
     get_rng_state,
+    let_go,
     synchronize,
     take_spare,
 )
@@ -63,12 +58,6 @@ _NOISE = 3  # times what the same pass differs from itself by
 _DRAWS = 4  # of what is random
 _ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
 _REFUSED = "cannot be trained: "
-_FEW = 8
-"""Samples of the pass from which the memory of a whole microbatch is forecast."""
-_MARGIN = 2
-"""How many times the forecast must fit into what is free, to need no probe."""
-_STATE_COPIES = 4
-"""Of the parameters beside them: gradients, DDP's buckets and two moments."""
 
 
 @dataclass(frozen=True)
@@ -99,45 +88,8 @@ class Probe:
         `with_spare`: it fits only if a little is left.
         """
         error = self._error(size, accumulates, with_spare)
-        if self.forward.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        let_go(self.forward.device)
         return error
-
-    def fits_by_far(self, size: int) -> bool:
-        """Return whether memory is so ample on every rank that `size` needs no probe.
-
-        Every rank must call it. Only CUDA counts what a pass takes; whether a forecast
-        was right shows in the first step.
-        """
-        forward = self.forward
-        if forward.device.type != "cuda" or is_sharded(forward.model):
-            return False
-        needed = self._few_bytes * max(1, size / _FEW)
-        needed += _STATE_COPIES * sum(
-            parameter.nbytes for parameter in forward.model.parameters()
-        )
-        fits = _MARGIN * needed < free_gpu_bytes(forward.device)
-        return all(self.group.gather(fits))
-
-    @functools.cached_property
-    def _few_bytes(self) -> float:
-        """Memory that a pass of a few samples takes; infinite where it fails.
-
-        The probe explains why.
-        """
-        device = self.forward.device
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        with throwaway(self.forward, dataset=self.dataset):
-            try:
-                for part in self.passes:
-                    with part.alone():
-                        part.loss(self.batch(_FEW)).backward()
-            except Exception as error:
-                logger.debug("memory cannot be forecast: %s", error)
-                return math.inf
-        return torch.cuda.max_memory_allocated(device) - before
 
     def _error(
         self, size: int, accumulates: bool, with_spare: bool
@@ -151,9 +103,8 @@ class Probe:
                 del spare
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
-                    return error.with_traceback(
-                        None
-                    )  # its frames hold the tensors that did not fit
+                    # Its frames hold the tensors that did not fit.
+                    return error.with_traceback(None)
                 raise
         return None
 
@@ -169,38 +120,37 @@ class Probe:
         # then, and always as DDP's buckets: it is left for the second step.
         passes = 2 if sharded and accumulates else 1
         stays = not sharded and (accumulates or self.group.world_size > 1)
-        for number in range(
-            2
-        ):  # the second with the optimizer's state in memory, as every step but the first
+        # The second with the optimizer's state in memory, as every step but the first.
+        for number in range(2):
             if number == 0 or not stays:
                 optimizer.zero_grad(set_to_none=True)
-            for one, index in itertools.product(self.passes, range(passes)):
-                batch = None
-                try:
-                    batch = self.batch(size)
-                    with (
-                        one.alone(),
-                        contextlib.nullcontext()
-                        if index == passes - 1
-                        else no_sync(one.model),
-                    ):
-                        one.loss(batch).backward()
-                except RuntimeError as error:
-                    if classify(error) not in OUT_OF_MEMORY:
-                        one.explain(error, batch)
-                    raise
+            for part in self.passes:
+                for _ in range(passes - 1):
+                    with no_sync(part.model):
+                        self._backward(part, size)
+                batch = self._backward(part, size)
             optimizer.step()
+            del batch  # in memory until then, as in a step
             if not stays and not tensors_of(list(optimizer.state.values())):
                 break
 
-    @torch.no_grad()
+    def _backward(self, part: ForwardPass, size: int) -> Batch:
+        batch = None
+        try:
+            batch = self.batch(size)
+            with part.alone():
+                part.loss(batch).backward()
+            return batch
+        except RuntimeError as error:
+            if classify(error) not in OUT_OF_MEMORY:
+                part.explain(error, batch)
+            raise
+
     def batch(self, size: int) -> Batch:
         """Return the batch of `size` samples that takes most memory, as a step gets it."""
-        forward = self.forward
-        batch = forward.task.worst_case_batch(self.dataset, size)
-        return forward.task.transform(
-            map_tensors(lambda tensor: tensor.to(forward.device), batch), True
-        )
+        with torch.no_grad():
+            batch = self.forward.task.worst_case_batch(self.dataset, size)
+        return self.forward.prepare(batch)
 
 
 def choose_microbatch(
@@ -228,6 +178,8 @@ def choose_microbatch(
     ended from outside.
     """
     search = _Search(wanted, share, probe, accumulates, bounds, tell)
+    if accumulates and wanted == "auto" and share == 1:
+        search.too_large = "a larger microbatch ran out of memory"
     if wanted != "auto":
         size = min(int(wanted), share)
         search.fits(size)
@@ -235,81 +187,74 @@ def choose_microbatch(
     return fewest_parts(share, search.fits)
 
 
+@dataclass
 class _Search:
     """Ask all ranks which sizes fit, and remember why larger ones did not."""
 
-    def __init__(
-        self,
-        wanted: int | str,
-        share: int,
-        probe: Probe,
-        accumulates: bool,
-        bounds: tuple[int | None, int | None],
-        tell: Callable[[int, bool], None],
-    ) -> None:
-        self._wanted = wanted
-        self._share = share
-        self._probe = probe
-        self._accumulates = accumulates
-        self._known_fit, self._known_misfit = bounds
-        self._tell = tell
-        self._too_large = ""
-        if accumulates and wanted == "auto" and share == 1:
-            self._too_large = "a larger microbatch ran out of memory"
-        self._kind: type[BaseException] = torch.OutOfMemoryError
+    wanted: int | str
+    share: int
+    probe: Probe
+    accumulates: bool
+    bounds: tuple[int | None, int | None]
+    tell: Callable[[int, bool], None]
+    too_large: str = ""
+    """Why a larger one did not fit."""
+    kind: type[BaseException] = torch.OutOfMemoryError
+    """Of memory that it did not fit into."""
 
     def fits(self, size: int) -> bool:
         """Return whether a size fits on every rank; raise if none smaller is left."""
-        last = self._wanted != "auto" or size == 1
-        if self._known_misfit is not None and size >= self._known_misfit:
-            known = f"a microbatch of {self._known_misfit} is known not to fit"
-            self._too_large = known
+        last = self.wanted != "auto" or size == 1
+        known_fit, known_misfit = self.bounds
+        if known_misfit is not None and size >= known_misfit:
+            self.too_large = f"a microbatch of {known_misfit} is known not to fit"
             if last:
-                raise torch.OutOfMemoryError(known)
+                raise torch.OutOfMemoryError(self.too_large)
             return False
-        if self._known_fit is not None and size <= self._known_fit:
-            return True
-        if self._probe.fits_by_far(size):
+        if known_fit is not None and size <= known_fit:
             return True
         error, reason = self._probed(size, last)
-        self._tell(size, reason is None)
+        self.tell(size, reason is None)
         if reason is None:
             return True
         if last:
-            other = f"a microbatch of {size} did not fit on another rank: {reason}"
-            raise error or torch.OutOfMemoryError(other)
-        self._too_large = f"a microbatch of {size} does not fit ({reason})"
+            raise error or torch.OutOfMemoryError(
+                f"a microbatch of {size} did not fit on another rank: {reason}"
+            )
+        self.too_large = f"a microbatch of {size} does not fit ({reason})"
         if error is not None and classify(error) == "out_of_host_memory":
-            self._kind = MemoryError
-        logger.info("%s", self._too_large)
+            self.kind = MemoryError
+        logger.info("%s", self.too_large)
         return False
 
     def _probed(self, size: int, last: bool) -> tuple[BaseException | None, str | None]:
         """Return this rank's error, and the first reason of any rank."""
         refused = ""
-        accumulates = self._accumulates or size < self._share
+        accumulates = self.accumulates or size < self.share
         try:
-            error = self._probe.run(size, accumulates, with_spare=not last)
+            error = self.probe.run(size, accumulates, with_spare=not last)
         except Exception as other:
-            if not self._too_large:
+            if not self.too_large:
                 raise
             error = other
             refused = _REFUSED
-        if error is not None and is_sharded(self._probe.forward.model):
-            self._tell(size, False)
-            if not refused:
-                raise error
-            words = f"{self._too_large}, and one of {size} {refused}{error}"
-            raise self._kind(words) from error
         mine = None
         if error is not None:
             mine = f"{refused}{type(error).__name__}: {error}".splitlines()[0]
-        met = [words for words in self._probe.group.gather(mine) if words]
-        for words in met:
+        met = [mine]
+        if error is None or not is_sharded(self.probe.forward.model):
+            met = self.probe.group.gather(mine)
+        else:  # the others wait in its forward
+            self.tell(size, False)
+            if not refused:
+                raise error
+        reasons = [words for words in met if words]
+        for words in reasons:
             if words.startswith(_REFUSED):
-                sentence = f"{self._too_large}, and one of {size} {words}"
-                raise self._kind(sentence) from error
-        return error, next(iter(met), None)
+                raise self.kind(
+                    f"{self.too_large}, and one of {size} {words}"
+                ) from error
+        return error, next(iter(reasons), None)
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
@@ -321,21 +266,24 @@ def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
     size, and for sizes that are known not to fit no more than that takes. It must raise
     when a single sample does not fit.
     """
+
+    def size(parts: int) -> int:
+        return -(-share // parts)
+
     too_few = 0
     parts = 1
-    while not fits(-(-share // parts)):
+    while not fits(size(parts)):
         too_few = parts
         parts = min(2 * parts, share)
     while parts - too_few > 1:
         middle = (parts + too_few) // 2
-        size = -(-share // middle)
-        is_known_to_fit = size == -(-share // parts)
-        is_known_not_to = size == -(-share // too_few)
-        if is_known_to_fit or (not is_known_not_to and fits(size)):
+        is_known_to_fit = size(middle) == size(parts)
+        is_known_not_to = size(middle) == size(too_few)
+        if is_known_to_fit or (not is_known_not_to and fits(size(middle))):
             parts = middle
         else:
             too_few = middle
-    return -(-share // parts)
+    return size(parts)
 
 
 def check_loss(
@@ -359,17 +307,13 @@ def check_loss(
     """
     # Two samples where one is a microbatch; not of a sharded model, where one rank must
     # not fail alone.
-    size = min(
-        _AT_ONCE,
-        microbatch_size if is_sharded(forward.model) else max(2, microbatch_size),
-        len(order),
-    )
+    least = 1 if is_sharded(forward.model) else 2
+    size = min(_AT_ONCE, max(least, microbatch_size), len(order))
     if size == 1:
         return None
     if forward.spec.autocast is not None:
-        forward = replace(
-            forward, spec=replace(forward.spec, autocast=None, scaler=False)
-        )
+        spec = replace(forward.spec, autocast=None, scaler=False)
+        forward = replace(forward, spec=spec)
     try:
         found = _first_difference(forward, dataset, order, size, only_sums=pieces == 1)
     except ConfigError:
@@ -416,7 +360,7 @@ def _first_difference(
             if isinstance(module, nn.RNNBase):
                 module.train()  # cuDNN's backward wants it
         for rows in _choices(forward, dataset, order, size):
-            found = _difference(forward, dataset, rows, only_sums=only_sums)
+            found = _difference(forward, dataset, rows, only_sums)
             if only_sums or found is not None:
                 return found
     return None
@@ -434,31 +378,25 @@ def _choices(
         leaves = list(dataset.tensors)
     else:
         leaves = leaves_of(fetch(dataset, order.tolist(), forward.task.collate))
-    labels = [_label(leaf, len(pool)) for leaf in leaves]
-    for label in [label for label in labels if label is not None][:_MOST_LEAVES]:
+    labels = [leaf for leaf in leaves if _is_label(leaf, len(pool))]
+    for leaf in labels[:_MOST_LEAVES]:
+        label = leaf.reshape(len(pool), -1).double().sum(1)
         values, places, counts = torch.unique(
             label, return_inverse=True, return_counts=True
         )
         if len(values) > 1:
             by_value = places.argsort(stable=True)
-            chosen = pool[by_value[counts[places[by_value]].argsort(stable=True)]]
+            by_count = counts[places[by_value]].argsort(stable=True)
+            chosen = pool[by_value[by_count]]
             yield torch.cat([chosen[: size // 2], chosen[size // 2 - size :]])
 
 
-def _label(leaf: Any, samples: int) -> Tensor | None:
-    """Return a number by which samples differ: class, weight, or how much is masked.
-
-    None of inputs.
-    """
-    if (
-        not isinstance(leaf, Tensor)
-        or leaf.shape[:1] != (samples,)
-        or leaf.numel() > _MOST_NUMBERS
-    ):
-        return None
-    if leaf.is_complex() or (leaf.is_floating_point() and leaf.numel() > samples):
-        return None
-    return leaf.reshape(samples, -1).double().sum(1)
+def _is_label(leaf: Any, samples: int) -> bool:
+    """Whether samples differ by it: by class, weight, or how much is masked; no input."""
+    if not isinstance(leaf, Tensor) or leaf.shape[:1] != (samples,):
+        return False
+    most = samples if leaf.is_floating_point() else _MOST_NUMBERS
+    return leaf.numel() <= min(most, _MOST_NUMBERS) and not leaf.is_complex()
 
 
 def _difference(
@@ -471,73 +409,50 @@ def _difference(
 
     `only_sums`: nor where forward passes alone show that it is no sum.
     """
-
-    def read(some: Tensor) -> Batch:
-        with torch.no_grad():
-            batch = fetch(dataset, some.tolist(), forward.task.collate)
-            return forward.task.transform(
-                map_tensors(lambda tensor: tensor.to(forward.device), batch), True
-            )
-
-    batch = read(rows)
+    batch = forward.read(dataset, rows)
     parts = rows.tensor_split(2)
     random_state = digest(get_rng_state(forward.device))
-    if all(
-        isinstance(leaf, Tensor) and leaf.shape[:1] == rows.shape
-        for leaf in leaves_of(batch)
-    ):
+    leaves = leaves_of(batch)
+    can_be_cut = all(
+        isinstance(t, Tensor) and t.shape[:1] == rows.shape for t in leaves
+    )
+    if can_be_cut:
         first = len(parts[0])
         halves = [
             map_tensors(lambda t: t[:first], batch),
             map_tensors(lambda t: t[first:], batch),
         ]
-        others: Iterator[Batch] = itertools.repeat(batch)
     else:
-        halves = list(map(read, parts))
-        others = map(read, itertools.repeat(rows))
+        halves = [forward.read(dataset, part) for part in parts]
     weights = [
-        float(weight_of(forward.task, *one))
-        for one in zip(halves, map(len, parts), strict=True)
+        float(weight_of(forward.task, half, len(part)))
+        for half, part in zip(halves, parts, strict=True)
     ]
     if not sum(weights):
         return None
     shares = [weight / sum(weights) for weight in weights]
     if only_sums:
-        loss, *of_halves = (
-            float(forward.loss(part).detach()) for part in (batch, *halves)
-        )
-        if not _is_sum(
-            loss,
-            sum(
-                share * of_half
-                for share, of_half in zip(shares, of_halves, strict=True)
-            ),
-        ):
+        loss, *of_halves = (float(forward.loss(b).detach()) for b in (batch, *halves))
+        weighted = zip(shares, of_halves, strict=True)
+        if not _is_sum(loss, sum(share * of_half for share, of_half in weighted)):
             return None
     loss, mean, share = _compare(forward, batch, halves, shares)
-    narrow = max(
-        (
-            torch.finfo(p.dtype).eps
-            for p in forward.model.parameters()
-            if p.is_floating_point()
-        ),
-        default=0.0,
-    )
-    tolerance = max(_TOLERANCE, _ROUNDINGS * narrow)
-    if share <= tolerance:
+    formats = {p.dtype for p in forward.model.parameters() if p.is_floating_point()}
+    roundings = [_ROUNDINGS * torch.finfo(dtype).eps for dtype in formats]
+    if share <= max([_TOLERANCE, *roundings]):
         return None
     is_random = digest(get_rng_state(forward.device)) != random_state
     # What is random differs from itself, too; its loss often less than its gradient.
-    again = [
-        _compare(forward, batch, [other], [1.0])
-        for other in itertools.islice(others, _DRAWS if is_random else 1)
-    ]
-    noise = max(share for _, _, share in again)
-    noise_of_loss = max(abs(one - other) for one, other, _ in again)
-    differs = share > _NOISE * noise or (
-        _is_sum(loss, mean) and abs(loss - mean) > _NOISE * noise_of_loss
-    )
-    return (loss, mean, share, is_random) if differs else None
+    others = []
+    for _ in range(_DRAWS if is_random else 1):
+        other = batch if can_be_cut else forward.read(dataset, rows)
+        others.append(_compare(forward, batch, [other], [1.0]))
+    noise = max(share for _, _, share in others)
+    noise_of_loss = max(abs(loss - again) for loss, again, _ in others)
+    is_sum = _is_sum(loss, mean) and abs(loss - mean) > _NOISE * noise_of_loss
+    if is_sum or share > _NOISE * noise:
+        return loss, mean, share, is_random
+    return None
 
 
 def _is_sum(loss: float, mean: float) -> bool:
@@ -557,9 +472,8 @@ def _compare(
     """
 
     def norm() -> float:
-        total: Any = get_total_norm(
-            [p.grad for p in forward.model.parameters() if p.grad is not None]
-        )
+        gradients = [p.grad for p in forward.model.parameters() if p.grad is not None]
+        total: Any = get_total_norm(gradients)
         return float(total.full_tensor() if is_shard(total) else total)
 
     forward.model.zero_grad(set_to_none=True)
@@ -568,11 +482,9 @@ def _compare(
     mean = 0.0
     norms = [norm()]
     for part, share in zip(parts, shares, strict=True):
-        if share == 0:  # as in training: its loss may be NaN
-            norms.append(norm())
-            continue
-        of_part = forward.loss(part)
-        (of_part * -share).backward()
-        mean += share * float(of_part.detach())
+        if share:  # as in training: else its loss may be NaN
+            of_part = forward.loss(part)
+            (of_part * -share).backward()
+            mean += share * float(of_part.detach())
         norms.append(norm())
     return float(loss.detach()), mean, norms[-1] / (max(norms[:-1]) or 1.0)

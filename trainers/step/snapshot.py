@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,8 +24,9 @@ from torch.utils.data import Dataset
 from trainers.data.batch import tensors_of
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import answered_locally
+from trainers.model.parameters import parameters_of
 from trainers.model.sharding import is_sharded, local
-from trainers.step.forward import ForwardPass
+from trainers.step.forward import ForwardPass, bare_of
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,11 @@ class Snapshot:
                 undo()
         for tensor, version, name in self._watched.values():
             if tensor._version != version:
-                words = "%s was changed by a pass that is thrown away, and is too large to be put back: %s"
-                logger.warning(words, name, "return it from the task's state_dict()")
+                logger.warning(
+                    "%s was changed by a pass that is thrown away, and is too large to be put back: %s",
+                    name,
+                    "return it from the task's state_dict()",
+                )
 
     def changed(self) -> str | None:
         """Name something in an object or container that is another one now.
@@ -130,15 +133,23 @@ class Snapshot:
             for key in before.keys() | now.keys():
                 old = before.get(key)
                 new = now.get(key)
-                if old is not new and not (
-                    isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old == new
-                ):
+                is_plain = isinstance(old, _PLAIN) and isinstance(new, _PLAIN)
+                if old is not new and not (is_plain and old == new):
                     path = f"{name}.{key}" if isinstance(key, (str, int)) else name
                     return path.replace("._modules.", ".")
         return None
 
-    def _hold(self, name: str, read: Callable[[], dict[Any, Any]]) -> None:
-        self._held.append((name, read, read()))
+    def _hold(self, name: str, read: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+        """Return what is there now, and look later whether it still is."""
+        before = read()
+        self._held.append((name, read, before))
+        return before
+
+    def _hold_items(self, container: Any, name: str) -> dict[Any, Any]:
+        """Put a container's items back where they differ; return them."""
+        before = self._hold(name, functools.partial(_items, container))
+        self._undo.append(functools.partial(_refill, container, before))
+        return before
 
     def _take(self, value: Any, name: str) -> None:
         if isinstance(value, _PLAIN) or id(value) in self._seen:
@@ -148,9 +159,8 @@ class Snapshot:
             if isinstance(value, kinds):
                 take(self, value, name)
                 return
-        is_users = isinstance(value, _STATEFUL) or self._is_users(
-            type(value).__module__
-        )
+        is_stateful = isinstance(value, _STATEFUL)
+        is_users = is_stateful or self._is_users(type(value).__module__)
         if is_users and not is_sharded(value):
             self._take_object(value, name)
 
@@ -160,14 +170,9 @@ class Snapshot:
             self._undo.append(functools.partial(np.copyto, array, array.copy()))
 
     def _take_container(self, container: Any, name: str) -> None:
-        self._undo.append(_container_undo(container))
-        self._hold(name, functools.partial(_items, container))
-        if len(container) > _MANY:
-            return
-        if isinstance(container, dict):
-            self._descend(container.items(), name)
-        else:
-            self._take_items(container, name)
+        items = self._hold_items(container, name)
+        if len(container) <= _MANY:
+            self._descend(items.items(), name)
 
     def _take_items(self, items: Any, name: str) -> None:
         self._descend(enumerate(items), name)
@@ -187,40 +192,29 @@ class Snapshot:
         They would be long.
         """
         for key, item in items:
-            if not isinstance(item, _PLAIN):
-                self._left.append(
-                    (
-                        item,
-                        f"{name}.{key}"
-                        if key != "" and isinstance(key, (str, int))
-                        else name,
-                    )
-                )
+            if isinstance(item, _PLAIN):
+                continue
+            is_named = key != "" and isinstance(key, str | int)
+            self._left.append((item, f"{name}.{key}" if is_named else name))
 
     def _take_tensor(self, tensor: Tensor, name: str) -> None:
-        if (
-            tensor.is_meta
-            or tensor.is_inference()
-            or tensor.layout is not torch.strided
-            or nn.parameter.is_lazy(tensor)
-        ):
+        has_no_numbers = tensor.is_meta or nn.parameter.is_lazy(tensor)
+        is_dense = tensor.layout is torch.strided and not tensor.is_inference()
+        if has_no_numbers or not is_dense:
             return
-        whole = (
-            type(tensor) in (Tensor, nn.Parameter)
-            and torch._debug_has_internal_overlap(tensor) != 1
-        )
-        if whole and self._affordable(tensor.numel() * tensor.element_size()):
+        overlaps = torch._debug_has_internal_overlap(tensor) == 1
+        is_whole = type(tensor) in (Tensor, nn.Parameter) and not overlaps
+        if is_whole and self._affordable(tensor.nbytes):
             self.keep(tensor)
         else:
             self._watched[id(tensor)] = (tensor, tensor._version, name)
 
     def _affordable(self, size_bytes: int) -> bool:
-        fits = (
-            size_bytes <= _SMALL_BYTES
-            and self._copied_bytes + size_bytes <= _TOTAL_BYTES
-        )
-        self._copied_bytes += size_bytes if fits else 0
-        return fits
+        total_bytes = self._copied_bytes + size_bytes
+        if size_bytes > _SMALL_BYTES or total_bytes > _TOTAL_BYTES:
+            return False
+        self._copied_bytes = total_bytes
+        return True
 
     def _take_function(self, function: FunctionType, name: str) -> None:
         if not self._is_users(function.__module__):
@@ -242,9 +236,7 @@ class Snapshot:
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
-            self._undo.append(_container_undo(vars(value)))
-            self._hold(name, functools.partial(_items, vars(value)))
-            self._descend(vars(value).items(), name)
+            self._descend(self._hold_items(vars(value), name).items(), name)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
         for owner in type(value).__mro__:
@@ -257,9 +249,8 @@ class Snapshot:
         for slot in [names] if isinstance(names, str) else names:
             if not slot.startswith("__") and hasattr(value, slot):
                 content = getattr(value, slot)
-                self._undo.append(
-                    functools.partial(object.__setattr__, value, slot, content)
-                )
+                put_back = functools.partial(object.__setattr__, value, slot, content)
+                self._undo.append(put_back)
                 self._descend([(slot, content)], name)
 
     def _take_class(self, owner: type, name: str) -> None:
@@ -273,9 +264,8 @@ class Snapshot:
             self._take_names(module, module.__name__)
 
     def _take_names(self, owner: type | ModuleType, name: str) -> None:
-        before = _names(owner)
+        before = self._hold(name, functools.partial(_names, owner))
         self._undo.append(functools.partial(_restore_names, owner, before))
-        self._hold(name, functools.partial(_names, owner))
         self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
@@ -308,17 +298,32 @@ def _items(container: Any) -> dict[Any, Any]:
     """The items of a dict, list, set or deque, past methods of a subclass."""
     if isinstance(container, dict):
         return dict(zip(dict.keys(container), dict.values(container), strict=True))
-    return (
-        dict.fromkeys(container)
-        if isinstance(container, set)
-        else dict(enumerate(container))
-    )
+    if isinstance(container, set):
+        return {member: member for member in container}
+    return dict(enumerate(container))
+
+
+def _refill(container: Any, before: dict[Any, Any]) -> None:
+    """Give a dict, list, set or deque its items back, past methods of a subclass."""
+    now = _items(container)
+    are_there = map(operator.is_, now.values(), before.values())
+    if list(now) == list(before) and all(are_there):
+        return
+    kinds = (OrderedDict, dict, set, list, deque)
+    base: Any = next(kind for kind in kinds if isinstance(container, kind))
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, item in before.items():
+            base.__setitem__(container, key, item)
+    elif base is set:
+        set.update(container, before)
+    else:
+        base.extend(container, before.values())
 
 
 def _names(owner: type | ModuleType) -> dict[str, Any]:
-    return {
-        name: value for name, value in vars(owner).items() if not name.startswith("__")
-    }
+    names = [name for name in vars(owner) if not name.startswith("__")]
+    return {name: vars(owner)[name] for name in names}
 
 
 def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
@@ -330,48 +335,6 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
     for name, value in before.items():
         if now.get(name) is not value:
             setattr(owner, name, value)
-
-
-def _container_undo(value: Any) -> Callable[[], None]:
-    """Return what puts a container's items back where they differ.
-
-    It goes past methods of a subclass of dict, list, set or deque.
-    """
-    if isinstance(value, set):
-        members = set(value)
-
-        def undo_set() -> None:
-            if value != members:
-                set.clear(value)
-                set.update(value, members)
-
-        return undo_set
-    base: Any = next(
-        kind for kind in (OrderedDict, dict, list, deque) if isinstance(value, kind)
-    )
-    if not issubclass(base, dict):
-        before = list(value)
-
-        def undo() -> None:
-            if not _same(value, before):
-                base.clear(value)
-                base.extend(value, before)
-
-        return undo
-    keys = list(value)
-    items = list(base.values(value))
-
-    def undo_dict() -> None:
-        if not (_same(value, keys) and _same(base.values(value), items)):
-            base.clear(value)
-            for key, item in zip(keys, items, strict=True):
-                base.__setitem__(value, key, item)
-
-    return undo_dict
-
-
-def _same(now: Any, before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _generator_undo(generator: Any) -> Callable[[], None]:
@@ -418,27 +381,23 @@ def throwaway(
     """
     task = forward.task
     device = forward.device
-    called: Any = forward.model
-    wrapped = isinstance(called, (DistributedDataParallel, DataParallel))
-    model: nn.Module = called.module if wrapped else called
+    model = bare_of(forward.model)
     kept = [*model.buffers()]
     if optimizer is not None:
-        kept += [one for group in optimizer.param_groups for one in group["params"]]
-        kept += [*model.parameters(), *tensors_of(list(optimizer.state.values()))]
+        kept += [*parameters_of(optimizer), *model.parameters()]
+        kept += tensors_of(list(optimizer.state.values()))
     random_state = get_rng_state(device)
-    snapshot = Snapshot(
-        task, {"dataset": dataset, "optimizer": optimizer, "model": model}, kept
-    )
+    others = {"dataset": dataset, "optimizer": optimizer, "model": model}
+    snapshot = Snapshot(task, others, kept)
     live = task.state_dict()
     for tensor in tensors_of(live):
         snapshot.keep(tensor)
     task_state = copy.deepcopy(live)
+    answered: Any = contextlib.nullcontext()
+    if model is forward.model and not is_sharded(model):
+        answered = answered_locally()
     try:
-        with (
-            contextlib.nullcontext()
-            if wrapped or is_sharded(model)
-            else answered_locally()
-        ):
+        with answered:
             yield snapshot
     finally:
         model.zero_grad(set_to_none=True)

@@ -5,18 +5,16 @@ training and gradient penalties have them. A Replica is what one worker trains w
 """
 
 import contextlib
-import functools
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from trainers.config import TrainConfig
+from trainers.config.sections import ScalingRule
 from trainers.data.batch import Batch, map_tensors
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler
@@ -25,6 +23,7 @@ from trainers.devices.group import Group
 from trainers.errors import MISSING, ConfigError, shorten
 from trainers.model.moving_average import MovingAverage
 from trainers.model.optimizer import (
+    ONLY,
     JoinedOptimizer,
     check_groups,
     check_lr,
@@ -32,11 +31,13 @@ from trainers.model.optimizer import (
     scaled_options,
     warn_untrained,
 )
+from trainers.model.parameters import parameters_of
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
 from trainers.model.state import AsMade
 from trainers.model.strategy import (
+    ANOTHER_WAY,
     Replicated,
     as_real,
     average_present,
@@ -44,7 +45,8 @@ from trainers.model.strategy import (
     share_buffers,
     unused_parameters,
 )
-from trainers.step.forward import ForwardPass
+from trainers.step.ceiling import Ceiling
+from trainers.step.forward import ForwardPass, bare_of
 from trainers.task import Task, weight_of
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,6 @@ WEIGHTLESS = "weightless"
 """Among them: of how many steps the samples weigh nothing, and the loss is the mean of
 nothing.
 """
-ONLY = "train"
-"""The phase of a task that has one optimizer."""
 
 
 class TrainStep:
@@ -111,15 +111,10 @@ class TrainStep:
         """
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
-        self._parameters = [
-            p for param_group in optimizer.param_groups for p in param_group["params"]
-        ]
-        self._base_lrs = [
-            float(param_group["lr"]) for param_group in optimizer.param_groups
-        ]
-        self._base_options = [
-            dict(param_group) for param_group in optimizer.param_groups
-        ]
+        self._parameters = parameters_of(optimizer)
+        groups = optimizer.param_groups
+        self._base_lrs = [float(param_group["lr"]) for param_group in groups]
+        self._base_options = [dict(param_group) for param_group in groups]
         self.wanted_lrs = self._base_lrs
         """The learning rate of every group."""
         self.by_hand = False
@@ -127,35 +122,27 @@ class TrainStep:
         DDP in the backward pass.
         """
         self._find_beside()
-        self._fused = all(
-            param_group.get("fused") for param_group in optimizer.param_groups
-        )
+        self._fused = all(param_group.get("fused") for param_group in groups)
         # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
         # in some versions only.
-        narrow = any(
-            parameter.dtype is torch.bfloat16 for parameter in self._parameters
-        )
+        narrow = any(p.dtype is torch.bfloat16 for p in self._parameters)
         self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
-        for one in optimizers_of(optimizer):
-            if forward.spec.scaler and self._fused and isinstance(one, SGD):
-                _start_momentum(one)
+        if forward.spec.scaler and self._fused:
+            for part in optimizers_of(optimizer):
+                _start_momentum(part)
 
     def _find_beside(self) -> None:
         """Find what is trained, and what of it DDP does not average."""
-        forward = self.forward
-        self._every = [
-            *{
-                id(one): one for one in (*forward.model.parameters(), *self._parameters)
-            }.values()
-        ]
+        model = self.forward.model
+        self._every = list(dict.fromkeys([*model.parameters(), *self._parameters]))
         self._required = [parameter.requires_grad for parameter in self._every]
-        self._beside: list[Tensor] = []  # what is trained, but not in the wrapped model
-        if isinstance(forward.model, Replicated):
-            averaged = {
-                id(one) for one in forward.model.parameters() if one.requires_grad
-            }
-            self._beside = [one for one in self._parameters if id(one) not in averaged]
-        elif not is_sharded(forward.model):
+        self._beside: list[
+            nn.Parameter
+        ] = []  # what is trained, but not in the wrapped model
+        if isinstance(model, Replicated):
+            averaged = {p for p in model.parameters() if p.requires_grad}
+            self._beside = [p for p in self._parameters if p not in averaged]
+        elif not is_sharded(model):
             self.by_hand = self.group.world_size > 1
 
     @property
@@ -193,19 +180,17 @@ class TrainStep:
         last = len(sizes) - 1
         for index, share in enumerate(shares):
             batch = next(batches)
-            known = (
-                [p.grad for p in self._parameters]
-                if self.copies_gradients and index < last
-                else []
-            )
+            fresh: list[nn.Parameter] = []
+            if self.copies_gradients and index < last:
+                fresh = [p for p in self._parameters if p.grad is None]
             if index == last and not self.by_hand:
                 loss = self._last_pass(batch, share)
             else:
                 with no_sync(self.forward.model):
                     loss = self._loss(batch)
                     self._backward(loss, share)
-            for parameter, before in zip(self._parameters, known, strict=False):
-                if before is None and parameter.grad is not None:
+            for parameter in fresh:
+                if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
             if isinstance(share, Tensor):
                 # A microbatch without a label counts for nothing: torch's mean over
@@ -227,10 +212,12 @@ class TrainStep:
             parameter.grad is not gradient or gradient._version != version
             for parameter, gradient, version in before
         ):
-            field = f"{type(self.forward.task).__name__}.loss()"
-            rule = "changes the gradients of the microbatches before, which are lost"
-            fix = "leave out zero_grad(), backward() and step(), which the run calls"
-            raise ConfigError(field, MISSING, rule, fix)
+            raise ConfigError(
+                f"{type(self.forward.task).__name__}.loss()",
+                MISSING,
+                "changes the gradients of the microbatches before, which are lost",
+                "leave out zero_grad(), backward() and step(), which the run calls",
+            )
         return loss
 
     def _last_pass(self, batch: Batch, share: float | Tensor) -> Tensor:
@@ -243,9 +230,7 @@ class TrainStep:
         wrapped.called = False
         loss = self._loss(batch)
         if not wrapped.called:
-            self.average_by_hand(
-                "the loss goes by another way than the model that forward() was given"
-            )
+            self.average_by_hand(ANOTHER_WAY)
         self._backward(loss, share)
         try:
             wrapped.check_finished()
@@ -270,9 +255,8 @@ class TrainStep:
 
         Every rank must call it.
         """
-        check_groups(
-            self.optimizer, type(self.forward.task).__name__, len(self.wanted_lrs)
-        )
+        owner = type(self.forward.task).__name__
+        check_groups(self.optimizer, owner, len(self.wanted_lrs))
         required = [parameter.requires_grad for parameter in self._every]
         if required != self._required:
             self._required = required
@@ -281,13 +265,16 @@ class TrainStep:
     def _refrozen(self) -> None:
         model = self.forward.model
         if is_sharded(model):
-            rule = "shards what requires a gradient at the start, and the task has frozen or unfrozen parameters since"
-            raise ConfigError("strategy", "fsdp", rule, "set `strategy: ddp`")
+            raise ConfigError(
+                "strategy",
+                "fsdp",
+                "shards what requires a gradient at the start, and the task has frozen or unfrozen parameters since",
+                "set `strategy: ddp`",
+            )
         if self.group.world_size > 1:
             self.average_by_hand("the task has frozen or unfrozen parameters")
         if self.group.rank == 0:
-            bare = model.module if isinstance(model, Replicated) else model
-            warn_untrained(bare, self.optimizer, self.forward.task)
+            warn_untrained(bare_of(model), self.optimizer, self.forward.task)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Compute gradients of `loss * share * world size`.
@@ -320,17 +307,17 @@ class TrainStep:
         if self._weighs_samples:
             return [0.0 if idle else size / step_samples for size in sizes], batches
         held = [next(batches) for _ in sizes]
+        task = self.forward.task
         weights = torch.stack(
-            [weight_of(self.forward.task, batch, 0).to(self.loss_sum) for batch in held]
+            [weight_of(task, batch, 0).to(self.loss_sum) for batch in held]
         )
         for index, size in enumerate(sizes):
             if idle or size == 0:
                 weights[index] = 0
         total = self.group.sum(weights.sum())
         self.weightless += total == 0
-        return list(weights / total.clamp(min=torch.finfo(weights.dtype).tiny)), iter(
-            held
-        )
+        least = torch.finfo(weights.dtype).tiny
+        return list(weights / total.clamp(min=least)), iter(held)
 
     def _gradients(self) -> list[Tensor]:
         """The numbers of all gradients, on their own memory."""
@@ -347,17 +334,14 @@ class TrainStep:
 
         It is the norm over all ranks' shards.
         """
-        if not any(map(is_shard, gradients)):
-            norm = get_total_norm(gradients)
-            torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
-            return norm
-        shards = [
-            local(gradient) for gradient in gradients
-        ]  # else torch takes each gradient by itself
-        of_rank = get_total_norm(shards)
-        exact = torch.promote_types(of_rank.dtype, torch.float32)
-        norm = self.group.sum(of_rank.to(exact).square()).sqrt()
-        torch._foreach_mul_(shards, (most / (norm + 1e-6)).clamp(max=1.0))
+        sharded = any(map(is_shard, gradients))
+        if sharded:  # else torch takes each gradient by itself
+            gradients = [local(gradient) for gradient in gradients]
+        norm = get_total_norm(gradients)
+        if sharded:
+            exact = torch.promote_types(norm.dtype, torch.float32)
+            norm = self.group.sum(norm.to(exact).square()).sqrt()
+        torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def _average(self) -> None:
@@ -373,15 +357,13 @@ class TrainStep:
         checked = gradients
         if self.clip_grad_norm is not None:
             checked = [self._clip(gradients, self.clip_grad_norm)]
-        if (
-            scaled
-        ):  # for infinite gradients the scaler skips the step and lowers the scale
+        if scaled:
+            # For infinite gradients the scaler skips the step and lowers the scale.
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return
-        if (
-            gradients and self._one_pass
-        ):  # it multiplies by one and sets the flag, which no step clears
+        if gradients and self._one_pass:
+            # It multiplies by one and sets the flag, which no step clears.
             torch._amp_foreach_non_finite_check_and_unscale_(
                 checked, self._found_inf, self._one
             )
@@ -392,9 +374,8 @@ class TrainStep:
             self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.step()
-        elif not bool(
-            self._found_inf
-        ):  # an optimizer of the task's own without a fused step: waits for the device
+        elif not bool(self._found_inf):
+            # An optimizer of the task's own without a fused step: waits for the device.
             self.optimizer.step()
 
     def set_lr(self, factor: float) -> None:
@@ -405,10 +386,11 @@ class TrainStep:
         """Set every group's learning rate."""
         for param_group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
             old = param_group["lr"]
-            # A new tensor: several groups may hold the same one.
-            param_group["lr"] = (
-                torch.full_like(old, lr) if isinstance(old, Tensor) else lr
-            )
+            if isinstance(old, Tensor):
+                # A new tensor: several groups may hold the same one.
+                param_group["lr"] = torch.full_like(old, lr)
+            else:
+                param_group["lr"] = lr
         self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
@@ -420,12 +402,11 @@ class TrainStep:
         for param_group, name, value in schedule.cycled(self.optimizer):
             param_group[name] = value
 
-    def set_options(self, config: TrainConfig, size: int) -> None:
+    def set_options(self, scaling: ScalingRule, size: int) -> None:
         """Set what else `lr_scaling` has for steps of another global batch size."""
-        for param_group, base in zip(
-            self.optimizer.param_groups, self._base_options, strict=True
-        ):
-            param_group.update(scaled_options(config, size, base))
+        groups = self.optimizer.param_groups
+        for param_group, base in zip(groups, self._base_options, strict=True):
+            param_group.update(scaled_options(scaling, size, base))
 
     def resized(self) -> None:
         """Note that steps have another number of samples from here on."""
@@ -441,11 +422,8 @@ class TrainStep:
 
         Every rank must call it.
         """
-        read = to_host(
-            torch.stack(
-                [self.group.sum(self.loss_sum), self.weightless.to(self.loss_sum)]
-            )
-        )
+        loss_sum = self.group.sum(self.loss_sum)
+        read = to_host(torch.stack([loss_sum, self.weightless.to(loss_sum)]))
 
         def losses() -> Losses:
             loss, weightless = read()
@@ -455,7 +433,8 @@ class TrainStep:
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """Go on with what `open_losses` gave on any number of ranks."""
-        self.loss_sum.fill_(losses["train_loss"][0] if self.group.rank == 0 else 0.0)
+        loss, _ = losses["train_loss"]
+        self.loss_sum.fill_(loss if self.group.rank == 0 else 0.0)
         self.weightless.fill_(losses[WEIGHTLESS][1])
 
     def take_losses(self, steps: int) -> Callable[[], Losses]:
@@ -467,42 +446,26 @@ class TrainStep:
         return losses
 
 
-def _start_momentum(optimizer: SGD) -> None:
-    """Momentum from zero, which makes the same first step as none.
+def _start_momentum(optimizer: Optimizer) -> None:
+    """Give SGD momentum from zero, which makes the same first step as none.
 
     A fused first step that the loss scaler skips, as it often does, would leave
     momentum that was never written (seen in torch 2.15).
     """
     for param_group in optimizer.param_groups:
-        if param_group["momentum"] and not param_group["dampening"]:
+        if param_group.get("momentum") and param_group.get("dampening") == 0:
             for parameter in param_group["params"]:
-                optimizer.state[parameter].setdefault(
-                    "momentum_buffer", torch.zeros_like(parameter)
-                )
+                zeros = torch.zeros_like(parameter)
+                optimizer.state[parameter].setdefault("momentum_buffer", zeros)
 
 
 @dataclass
-class Replica:
-    """One worker's copy of the model, or its shard, and all that its steps need."""
+class Trained:
+    """A model, neither compiled nor wrapped yet, and what is trained with it."""
 
-    device: torch.device
-    group: Group
-    spec: PrecisionSpec
-    model: nn.Module
-    """The bare module: its state_dict has no wrapper's prefix."""
+    forward: ForwardPass
+    """Of the bare module: its state_dict has no wrapper's prefix."""
     optimizer: Optimizer
-    step: TrainStep
-    sampler: StepSampler
-    train_feed: Feed
-    val_feed: Feed | None
-    """None where the task has no validation split."""
-    total_steps: int
-    microbatch_size: int
-    accumulation: int
-    flops_per_sample: float | None
-    schedule: Schedule | None
-    """A scheduler of torch's; None where the learning rate is a function of the step.
-    """
     ema: MovingAverage | None
     as_made: AsMade
     """What of the model may be switched, as model() has made it."""
@@ -512,18 +475,54 @@ class Replica:
     """Digests of the parameters that checkpoints leave out; None where they have them
     all.
     """
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare module."""
+        return self.forward.model
+
+
+@dataclass
+class Replica(Trained):
+    """One worker's copy of the model, or its shard, and all that its steps need."""
+
+    group: Group
+    step: TrainStep
+    sampler: StepSampler
+    train_feed: Feed
+    val_feed: Feed | None
+    """None where the task has no validation split."""
+    total_steps: int
+    microbatch_size: int
+    accumulation: int
+    ceiling: Ceiling
+    """Told of a microbatch that runs out of memory."""
+    schedule: Schedule | None
+    """A scheduler of torch's; None where the learning rate is a function of the step.
+    """
+    flops_per_sample: float | None
     samples: str
     """What tells a few training samples from others."""
     held_back: str
     """The same of validation."""
-    even: bool = False
+    even: bool
     """Whether forward is a collective, FSDP's or one of the task's: every rank takes as
     many microbatches.
     """
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
     """What was found before the first step that makes figures doubtful; the same on
     every rank.
     """
+
+    @property
+    def device(self) -> torch.device:
+        """This worker's."""
+        return self.group.device
+
+    @property
+    def spec(self) -> PrecisionSpec:
+        """The run's precision."""
+        return self.forward.spec
 
     @property
     def feeds(self) -> list[Feed]:
@@ -583,52 +582,37 @@ class PhasePass(ForwardPass):
         given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
         try:
             with self.spec.autocast_context(self.device):
-                loss = self.scalar(
-                    self.task.training_step(self.model, given, self.phase)
-                )
+                loss = self.task.training_step(self.model, given, self.phase)
+                return self.learnable(self.scalar(loss))
         except RuntimeError as error:
             self.explain(error, batch)
             raise
-        if not loss.requires_grad:
-            rule = "gives a loss that depends on no parameter of that phase's optimizer"
-            raise ConfigError(
-                f"{type(self.task).__name__}.training_step()",
-                self.phase,
-                rule,
-                "return one that does",
-            )
-        return loss
 
 
 def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
     """Return a task's phases in the order of its optimizers; none of usual steps."""
     task = forward.task
-    given = {item.name: getattr(forward, item.name) for item in fields(forward)}
     if not is_phased(task):
         return []
-    parts = (
-        optimizer.parts if isinstance(optimizer, JoinedOptimizer) else {ONLY: optimizer}
-    )
-    held = {
-        name: [one for group in part.param_groups for one in group["params"]]
-        for name, part in parts.items()
-    }
-    for name, parameters in held.items():
-        if not any(parameter.requires_grad for parameter in parameters):
-            rule = "has no parameter that requires a gradient"
-            fix = "leave it out, or give it what it trains"
-            raise ConfigError(f"{type(task).__name__}.optimizer()", name, rule, fix)
-    return [
-        PhasePass(
-            **given,
-            phase=name,
-            optimizer=part,
-            others=tuple(
-                one for other, theirs in held.items() if other != name for one in theirs
-            ),
+    parts = {ONLY: optimizer}
+    if isinstance(optimizer, JoinedOptimizer):
+        parts = optimizer.parts
+    every = parameters_of(optimizer)
+    phases = []
+    for name, part in parts.items():
+        own = set(parameters_of(part))
+        if not any(parameter.requires_grad for parameter in own):
+            raise ConfigError(
+                f"{type(task).__name__}.optimizer()",
+                name,
+                "has no parameter that requires a gradient",
+                "leave it out, or give it what it trains",
+            )
+        others = tuple(parameter for parameter in every if parameter not in own)
+        phases.append(
+            PhasePass(**vars(forward), phase=name, optimizer=part, others=others)
         )
-        for name, part in parts.items()
-    ]
+    return phases
 
 
 class PhasedStep(TrainStep):
@@ -649,14 +633,12 @@ class PhasedStep(TrainStep):
         phases: Sequence[PhasePass],
     ) -> None:
         super().__init__(forward, optimizer, group, clip_grad_norm)
-        self.phases = {one.phase: _Phase(one, self) for one in phases}
+        self.phases = {phase.phase: _Phase(phase, self) for phase in phases}
 
     @property
     def bad(self) -> Tensor:
         """As TrainStep's, of any phase."""
-        return functools.reduce(
-            operator.or_, (phase.bad for phase in self.phases.values())
-        )
+        return torch.stack([phase.bad for phase in self.phases.values()]).any()
 
     def __call__(
         self,
@@ -679,19 +661,13 @@ class PhasedStep(TrainStep):
         names = self.forward.task.phases(self.number)
         if names is None:
             return list(self.phases)
-        if (
-            isinstance(names, str)
-            or not names
-            or len({*names}) < len(names)
-            or not {*names} <= self.phases.keys()
-        ):
-            rule = f"must be different ones among {', '.join(self.phases)}, in a sequence, and one at least"
-            fix = "name what optimizer() returns, or return None for all of them"
+        known = not isinstance(names, str) and {*names} <= self.phases.keys()
+        if not known or not names or len({*names}) < len(names):
             raise ConfigError(
                 f"{type(self.forward.task).__name__}.phases({self.number})",
                 names,
-                rule,
-                fix,
+                f"must be different ones among {', '.join(self.phases)}, in a sequence, and one at least",
+                "name what optimizer() returns, or return None for all of them",
             )
         return names
 
@@ -706,17 +682,15 @@ class PhasedStep(TrainStep):
 
         def losses() -> Losses:
             read = {name: losses_of() for name, losses_of in opened.items()}
-            of_phases = {
-                f"train_loss_{name}": of_phase["train_loss"]
-                for name, of_phase in read.items()
-            }
-            whole = {
-                "train_loss": (sum(loss for loss, _ in of_phases.values()), steps),
-                WEIGHTLESS: max(
-                    of_phase[WEIGHTLESS] for of_phase in read.values()
-                ),  # in each phase of a step, or none
-            }
-            return whole | (of_phases if len(of_phases) > 1 else {})
+            whole: Losses = {"train_loss": (0.0, steps), WEIGHTLESS: (0.0, 0)}
+            for name, of_phase in read.items():
+                loss, _ = whole["train_loss"]
+                whole["train_loss"] = (loss + of_phase["train_loss"][0], steps)
+                # In each phase of a step, or none.
+                whole[WEIGHTLESS] = max(whole[WEIGHTLESS], of_phase[WEIGHTLESS])
+                if len(read) > 1:
+                    whole[f"train_loss_{name}"] = of_phase["train_loss"]
+            return whole
 
         return losses
 
@@ -754,7 +728,10 @@ class _Phase(TrainStep):
     def _update(self) -> None:
         self.steps += 1
         if self._looks and (names := unused_parameters(self.forward.model)):
-            words = "the loss of phase %s does not depend on %s: they are not trained"
-            logger.warning(words, self.forward.phase, shorten(names))
+            logger.warning(
+                "the loss of phase %s does not depend on %s: they are not trained",
+                self.forward.phase,
+                shorten(names),
+            )
         self._looks = False
         super()._update()
