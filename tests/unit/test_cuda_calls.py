@@ -113,12 +113,9 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path, monkeypa
 
     context = Context(None, "test")
     replica = build.build_replica(Blobs(), config, context)
-    monkeypatch.setattr(
-        build, "Replicated", torch.nn.Module
-    )  # a single rank's is not wrapped
     monkeypatch.setattr(type(replica.step.forward), "loss", full)
     with pytest.raises(TooLargeError):
-        build._settle_buckets(replica, config, context)
+        build._settle_buckets(replica, replica.model)  # a single rank is not wrapped
     assert told == [replica.microbatch_size]
 
 

@@ -262,13 +262,9 @@ class Made(Tiny):
             model.register_forward_pre_hook(_add_parameter)
         if self.way == "complex":
             model.spare = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        if self.way == "sparse":
-            model.spare = nn.Embedding(3, 3, sparse=True)
         return model
 
     def optimizer(self, model, config):
-        if self.way == "LBFGS":
-            return torch.optim.LBFGS(model.parameters())
         if self.way == "with its scheduler":
             return [AdamW(model.parameters())], []
         if self.way == "elsewhere":
@@ -297,10 +293,8 @@ def _add_parameter(model, inputs):
         ("replaced", {"checkpoint": {"every_steps": 99}}, "task"),
         ("two", {}, "Made.model()"),
         ("with its scheduler", {}, "Made.optimizer()"),
-        ("LBFGS", {}, "Made.optimizer()"),
         ("elsewhere", {}, "Made.optimizer()"),
         ("given later", {"checkpoint": {"every_steps": 2}}, "Made.optimizer()"),
-        ("sparse", {}, "optimizer.name"),
         ("complex", {"precision": "fp16"}, "precision"),
         ("complex", {"precision": "bf16-pure"}, "precision"),
     ],

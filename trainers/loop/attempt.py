@@ -11,7 +11,12 @@ from typing import Any
 
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
-from trainers.config.sections import EarlyStoppingConfig, check_metric
+from trainers.config.sections import (
+    CheckpointConfig,
+    EarlyStoppingConfig,
+    EvaluateConfig,
+    check_metric,
+)
 from trainers.context import RunContext
 from trainers.data.stream import Mark, Stream
 from trainers.loop.watchdog import Watchdog
@@ -32,7 +37,7 @@ class EarlyStopping:
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         """Without a metric a run never ends early."""
-        self._goal = Best.to_go_on(config)
+        self.goal = Best.to_go_on(config)
         self._patience = config.patience or 0
         self._best: float | None = None
         self._best_step = 0
@@ -41,22 +46,22 @@ class EarlyStopping:
     @property
     def words(self) -> str | None:
         """Why the run ends; None while it goes on."""
-        if self._goal is None or self._waited < self._patience:
+        if self.goal is None or self._waited < self._patience:
             return None
         best = "no value of it was finite"
         if self._best is not None:
             best = f"its best is {self._best:.6g} of step {self._best_step}"
-        return f"stopped early: {self._goal.metric} has not improved in {self._waited} evaluations ({best})"
+        return f"stopped early: {self.goal.metric} has not improved in {self._waited} evaluations ({best})"
 
     def take(self, step: int, figures: Mapping[str, float]) -> None:
         """Take in an evaluation's figures.
 
         Raises ConfigError where the metric is none of them.
         """
-        if self._goal is None:
+        if self.goal is None:
             return
-        if self._goal.improves(figures, self._best):
-            self._best = figures[self._goal.metric]
+        if self.goal.improves(figures, self._best):
+            self._best = figures[self.goal.metric]
             self._best_step = step
             self._waited = 0
         else:
@@ -64,10 +69,10 @@ class EarlyStopping:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data; nothing where the run has no early stopping."""
-        if self._goal is None:
+        if self.goal is None:
             return {}
         return {
-            "metric": self._goal.metric,
+            "metric": self.goal.metric,
             "best": self._best,
             "best_step": self._best_step,
             "waited": self._waited,
@@ -75,7 +80,7 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, where it is of this metric."""
-        if self._goal is not None and state.get("metric") == self._goal.metric:
+        if self.goal is not None and state.get("metric") == self.goal.metric:
             self._best = state["best"]
             self._best_step = state["best_step"]
             self._waited = state["waited"]
@@ -99,14 +104,7 @@ class Attempt:
         self.watchdog = watchdog
         self.compiles = config.compile != "off" or config.cuda_graphs is True
         self.stopping = EarlyStopping(config.early_stopping)
-        self._named = [
-            one
-            for one in (
-                Best.of(config.checkpoint),
-                Best.to_go_on(config.early_stopping),
-            )
-            if one
-        ]
+        self._goals = (Best.of(config.checkpoint), self.stopping.goal)
         self.clock = StepClock(parts.device)
         storage = context.storage
         self.log: RunLog | None = None
@@ -149,7 +147,9 @@ class Attempt:
     def epochs(self) -> float | None:
         """Epochs done, with a part of one; None of a stream of unknown length."""
         sampler = self.parts.sampler
-        return sampler.batches.epochs(self.step) if sampler.known_length else None
+        if not sampler.known_length:
+            return None
+        return sampler.batches.epochs(self.step)
 
     @property
     def samples(self) -> int:
@@ -168,21 +168,16 @@ class Attempt:
 
     def check_names(self, figures: Mapping[str, float]) -> None:
         """Raise ConfigError where an evaluation lacks a metric that is configured."""
-        for goal in self._named:
-            check_metric(goal.key, goal.metric, figures)
+        for goal in self._goals:
+            if goal is not None:
+                check_metric(goal.key, goal.metric, figures)
 
-    def due(self, every_steps: int | None, every_epochs: int | None) -> bool:
-        """Return whether the step that has just ended completes such an interval."""
-        return self.is_due(self.step, every_steps, every_epochs)
-
-    def is_due(
-        self, step: int, every_steps: int | None, every_epochs: int | None
-    ) -> bool:
+    def is_due(self, step: int, every: EvaluateConfig | CheckpointConfig) -> bool:
         """Return whether a step completes such an interval."""
-        if every_steps is not None:
-            return step % every_steps == 0
+        if every.every_steps is not None:
+            return step % every.every_steps == 0
         epoch, index = self.parts.sampler.batches.place(step)
-        return index == 0 and epoch % (every_epochs or 1) == 0
+        return index == 0 and epoch % (every.every_epochs or 1) == 0
 
     def settle(self, step: int) -> None:
         """Do what was left for later up to `step`."""
@@ -198,29 +193,20 @@ class Attempt:
 
     def position(self) -> dict[str, Any]:
         """Return where the run is, for logs and reports."""
-        epoch = {} if self.epochs is None else {"epoch": self.epochs}
-        samples = (
-            {"samples": self.samples} if self.config.changes_batch else {}
-        )  # else they follow from the steps
-        return {
-            "step": self.step,
-            **epoch,
-            **samples,
-            "train_time_s": self.clock.train_time_s,
-        }
+        place: dict[str, Any] = {"step": self.step}
+        if self.epochs is not None:
+            place["epoch"] = self.epochs
+        if self.config.changes_batch:  # else they follow from the steps
+            place["samples"] = self.samples
+        place["train_time_s"] = self.clock.train_time_s
+        return place
 
     def tell(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Tell whoever wants the run's records of one."""
         if self.context.take is not None and self.context.rank == 0:
-            wall_time_s = time.monotonic() - self.began
-            self.context.take(
-                {
-                    "record": kind,
-                    **self.position(),
-                    "wall_time_s": wall_time_s,
-                    **figures,
-                }
-            )
+            row = {"record": kind, **self.position()}
+            row["wall_time_s"] = time.monotonic() - self.began
+            self.context.take({**row, **figures})
 
     def stream_mark(self) -> Mark | None:
         """Return what tells apart a stream's samples that all ranks have read.

@@ -5,7 +5,7 @@ Every few steps they decide together: stop, write a checkpoint, or fail.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainers.checkpoint.run_state import Keeper
-from trainers.data.batch import Batch, fetch, map_tensors
+from trainers.data.batch import Batch, fetch
 from trainers.data.stream import Stream, refuse_other_samples
 from trainers.devices.device import to_host
 from trainers.devices.group import find_unlike
@@ -25,7 +25,6 @@ from trainers.step.forward import named_tensors
 from trainers.step.snapshot import throwaway
 from trainers.step.train_step import Replica
 from trainers.storage import Storage
-from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +47,18 @@ class Checkpointing:
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         storage = attempt.context.storage
-        config = attempt.config
-        chosen = attempt.config.checkpoint
-        if attempt.epochs is None and chosen.every_steps is chosen.every_s is None:
-            config = config.model_copy(
-                update={"checkpoint": chosen.model_copy(update={"every_s": STREAM_S})}
-            )
-        self._config = config
-        self._every = config.checkpoint
-        self._keeper: Keeper | None = None
+        self._config = attempt.config
+        self._every = attempt.config.checkpoint
+        if storage is None and self._every.says_when:
+            storage = attempt.context.refuge
+        steps = self._every.every_steps
+        if attempt.epochs is None and steps is self._every.every_s is None:
+            self._every = self._every.model_copy(update={"every_s": STREAM_S})
+            changes = {"checkpoint": self._every}
+            self._config = self._config.model_copy(update=changes)
         self._off_course = ""
         """Why a checkpoint is none of a run as long as this one."""
-        if storage is None and chosen.says_when:
-            storage = attempt.context.refuge
-        if storage:
-            self._keeper = self._make(storage)
+        self._keeper = self._make(storage) if storage else None
 
     def _make(self, storage: Storage) -> Keeper:
         attempt = self.attempt
@@ -72,10 +68,9 @@ class Checkpointing:
 
     def due(self) -> bool:
         """Return whether one is due after this step, by steps or epochs."""
-        by_steps = self._keeper is not None and self._every.every_s is None
-        return by_steps and self.attempt.due(
-            self._every.every_steps, self._every.every_epochs
-        )
+        if self._keeper is None or self._every.every_s is not None:
+            return False
+        return self.attempt.is_due(self.attempt.step, self._every)
 
     def wanted(self, preempted: bool) -> bool:
         """Return whether this rank wants one: by `every_s`, or before its node goes."""
@@ -114,30 +109,33 @@ class Checkpointing:
 
     def _position(self) -> dict[str, Any]:
         attempt = self.attempt
-        parts = self.attempt.parts
+        parts = attempt.parts
+        sampler = parts.sampler
         stream = parts.train_feed.dataset
+        window = attempt.cut_window
+        if attempt.open_steps:
+            window = parts.step.open_losses(attempt.open_steps)()
+        state = None
+        if isinstance(stream, Stream):
+            state = stream.state_at(attempt.samples)
         return {
             "step": attempt.step,
             "global_batch_size": attempt.config.batch_size,
-            "train_samples": parts.sampler.known_length,
+            "train_samples": sampler.known_length,
             "train_time_s": attempt.clock.train_time_s,
             "metrics": dict(attempt.metrics),
             "evaluated_step": attempt.evaluated_step,
             "total_steps": parts.total_steps,
-            "window": parts.step.open_losses(attempt.open_steps)()
-            if attempt.open_steps
-            else attempt.cut_window,
+            "window": window,
             "reported": attempt.reported,
-            "order": parts.sampler.name(),
+            "order": sampler.name(),
             "samples": parts.samples,
             "held_back": parts.held_back,
             "stopping": attempt.stopping.state_dict(),
-            "stream": stream.state_at(attempt.samples)
-            if isinstance(stream, Stream)
-            else None,
+            "stream": state,
             "stream_mark": attempt.stream_mark(),
-            "batch_sizes": list(parts.sampler.batches.sizes)
-            if attempt.config.changes_batch
+            "batch_sizes": list(sampler.batches.sizes)
+            if sampler.batches.changes
             else [],
         }
 
@@ -173,79 +171,68 @@ class Checkpointing:
         have come through that state.
         """
         attempt = self.attempt
-        context = self.attempt.context
+        context = attempt.context
         keeper = self._keeper
+        position = None
         if keeper is None and context.refuge is not None and context.source is not None:
             keeper = self._make(context.refuge)  # for this alone: nothing else is kept
-        position = None
         try:
-            position = (
-                keeper.resume(context.source, self._check_course)
-                if keeper is not None
-                else None
-            )
+            if keeper is not None:
+                position = keeper.resume(context.source, self._check_course)
         except CheckpointError:
             if not self._off_course:
                 raise
             attempt.parts.warnings.append(f"trained anew: {self._off_course}")
         if keeper is not None and position is not None:
             self._go_back(keeper, position)
-        if isinstance(stream := attempt.parts.train_feed.dataset, Stream):
-            kept = (
-                (None, None)
-                if position is None
-                else (position["stream"], position["stream_mark"])
-            )
-            stream.begin(attempt.samples, *kept)
+        stream = attempt.parts.train_feed.dataset
+        if isinstance(stream, Stream):
+            kept = position or {"stream": None, "stream_mark": None}
+            stream.begin(attempt.samples, kept["stream"], kept["stream_mark"])
 
     def _go_back(self, keeper: Keeper, position: Mapping[str, Any]) -> None:
         attempt = self.attempt
-        set_training(attempt.parts.optimizer, True)
-        attempt.step = attempt.logged_step = attempt.parts.step.number = int(
-            position["step"]
-        )
-        if (losses := position["window"]) and attempt.step < attempt.end:
+        parts = attempt.parts
+        step = int(position["step"])
+        set_training(parts.optimizer, True)
+        attempt.step = step
+        attempt.logged_step = step
+        parts.step.number = step
+        losses = position["window"]
+        if losses and step < attempt.end:
             attempt.logged_step -= losses["train_loss"][1]
-            attempt.parts.step.set_losses(losses)
-        attempt.clock.train_time_s = attempt.earlier_time_s = float(
-            position["train_time_s"]
-        )
+            parts.step.set_losses(losses)
+        time_s = float(position["train_time_s"])
+        attempt.clock.train_time_s = time_s
+        attempt.earlier_time_s = time_s
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])
         attempt.stopping.load_state_dict(position["stopping"])
+        is_as_long = position["total_steps"] == parts.total_steps
         for row in position["reported"]:
-            if position[
-                "total_steps"
-            ] == attempt.parts.total_steps or self._is_evaluated(row["step"]):
+            if is_as_long or self._is_evaluated(row["step"]):
                 attempt.reported.append(row)
                 attempt.context.report(row, None, attempt.elapsed_s)
         attempt.end_early()
-        if keeper.kept_step == attempt.step:
-            attempt.checkpoint = keeper.checkpoints.locate(attempt.step)
+        if keeper.kept_step == step:
+            attempt.checkpoint = keeper.checkpoints.locate(step)
         if attempt.context.rank == 0:
-            logger.info(
-                "resumed at step %d from %s",
-                attempt.step,
-                attempt.checkpoint or attempt.context.source,
-            )
+            place = attempt.checkpoint or attempt.context.source
+            logger.info("resumed at step %d from %s", step, place)
             self._say_other(position)
 
     def _is_evaluated(self, step: float) -> bool:
         """Whether a run that goes on after a step is evaluated there."""
-        evaluate = self.attempt.config.evaluate
-        return self.attempt.is_due(
-            int(step), evaluate.every_steps, evaluate.every_epochs
-        )
+        return self.attempt.is_due(int(step), self.attempt.config.evaluate)
 
     @property
     def _goes_by_length(self) -> bool:
         """Whether the learning rate depends on how many steps the run has."""
-        parts = self.attempt.parts
+        schedule = self.attempt.parts.schedule
         course = self.attempt.config.lr_schedule
-        by_length = course.name != "constant" or isinstance(course.warmup, float)
-        return by_length or (
-            parts.schedule is not None and not parts.schedule.by_figure
-        )
+        if schedule is not None and not schedule.by_figure:
+            return True
+        return course.name != "constant" or isinstance(course.warmup, float)
 
     def _check_course(self, position: Mapping[str, Any]) -> None:
         """Raise CheckpointError where another length makes another trial of it."""
@@ -253,11 +240,10 @@ class Checkpointing:
         then = position["total_steps"]
         if self.attempt.context.storage is not None or then == parts.total_steps:
             return
+        follows = position["stopping"] or parts.schedule is not None
         if self._goes_by_length:
             self._off_course = f"the learning rate goes by the number of steps, {then} then, {parts.total_steps} now"
-        elif (
-            position["stopping"] or parts.schedule is not None
-        ) and not self._is_evaluated(position["evaluated_step"]):
+        elif follows and not self._is_evaluated(position["evaluated_step"]):
             self._off_course = (
                 f"what follows evaluations had one more, at the end of {then} steps"
             )
@@ -267,18 +253,19 @@ class Checkpointing:
     def _say_other(self, position: Mapping[str, Any]) -> None:
         """Warn of what the checkpoint was trained with and this run is not."""
         parts = self.attempt.parts
-        are_told = position["samples"] and parts.samples
-        if are_told and position["samples"] != parts.samples:
-            words = "the training split gives other samples than before step %d: some may come twice, others never; %s"
+        before = position["samples"]
+        if before and parts.samples and before != parts.samples:
             logger.warning(
-                words,
+                "the training split gives other samples than before step %d: some may come twice, others never; %s",
                 self.attempt.step,
                 "let its order follow from a seed, and sort the names of files",
             )
-        if self._goes_by_length and position["total_steps"] != parts.total_steps:
-            words = "the run has %s now, and had %d: a learning rate that goes by this leaves the course that it was on"
+        then = position["total_steps"]
+        if self._goes_by_length and then != parts.total_steps:
             logger.warning(
-                words, counted(parts.total_steps, "step"), position["total_steps"]
+                "the run has %s now, and had %d: a learning rate that goes by this leaves the course that it was on",
+                counted(parts.total_steps, "step"),
+                then,
             )
 
     def close(self) -> None:
@@ -383,21 +370,21 @@ def _ask(
     return mine, answer
 
 
-def check_replicas(attempt: Attempt) -> None:
+def check_replicas(parts: Replica, task: str, step: int) -> None:
     """Raise ConfigError on every rank where a parameter is not the same on all of them."""
-    parts = attempt.parts
     if is_sharded(parts.model):
         return
     named = {**dict(parts.model.named_parameters()), **parts.beside}
-    if (
-        found := find_unlike(
-            {name: one for name, one in named.items() if one.requires_grad}, parts.group
-        )
-    ) is not None:
+    trained = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
+    found = find_unlike(trained, parts.group)
+    if found is not None:
         name, share = found
-        rule = f"has trained ranks apart: at step {attempt.step} `{name}` differs by {share:.1e} of its largest value"
-        fix = "change parameters by the optimizer alone, or alike on every rank"
-        raise ConfigError("task", attempt.config.task, rule, fix)
+        raise ConfigError(
+            "task",
+            task,
+            f"has trained ranks apart: at step {step} `{name}` differs by {share:.1e} of its largest value",
+            "change parameters by the optimizer alone, or alike on every rank",
+        )
 
 
 def _diverged(attempt: Attempt, last: range) -> DivergedError:
@@ -405,23 +392,19 @@ def _diverged(attempt: Attempt, last: range) -> DivergedError:
 
     Every rank must call it.
     """
-    good = (
-        f"; the last good checkpoint is {attempt.checkpoint}"
-        if attempt.checkpoint
-        else ""
+    words = (
+        f"the loss became NaN or infinite between steps {last.start} and {last.stop}"
     )
-    parts = attempt.parts
-    found = next(
-        filter(None, parts.group.gather(_find_non_finite(parts, attempt.task, last))),
-        None,
-    )
-    why = f": {found}" if found else ""
-    return DivergedError(
-        f"the loss became NaN or infinite between steps {last.start} and {last.stop}{why}{good}"
-    )
+    of_ranks = attempt.parts.group.gather(_find_non_finite(attempt.parts, last))
+    found = next(filter(None, of_ranks), None)
+    if found:
+        words += f": {found}"
+    if attempt.checkpoint:
+        words += f"; the last good checkpoint is {attempt.checkpoint}"
+    return DivergedError(words)
 
 
-def _find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
+def _find_non_finite(parts: Replica, steps: range) -> str | None:
     """Return the first thing that is not finite in `steps`: a sample or a parameter.
 
     Looked at are the samples of this rank's share, what the task's transform makes of
@@ -429,17 +412,14 @@ def _find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
 
     None where all are, or where they cannot be read again.
     """
+    dataset = parts.train_feed.dataset
     try:
-        with throwaway(parts.step.forward, dataset=parts.train_feed.dataset):
-            again = (
-                () if isinstance(parts.train_feed.dataset, Stream) else steps
-            )  # a stream only goes forward
-            if (
-                found := next(
-                    filter(None, (_in_step(parts, task, step) for step in again)), None
-                )
-            ) is not None:
-                return found
+        with throwaway(parts.step.forward, dataset=dataset):
+            if not isinstance(dataset, Stream):  # which only goes forward
+                for rows in _rows_of(parts, steps):
+                    found = _in_batch(parts, rows)
+                    if found is not None:
+                        return found
         for name, parameter in parts.model.named_parameters():
             if not bool(torch.isfinite(local(parameter)).all()):
                 return f"parameter `{name}` is not finite"
@@ -448,23 +428,28 @@ def _find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
     return None
 
 
-def _in_step(parts: Replica, task: Task, step: int) -> str | None:
+def _rows_of(parts: Replica, steps: range) -> Iterator[Tensor]:
+    """Yield the samples of this rank's share of some steps, a microbatch at a time."""
     sampler = parts.sampler
-    epoch, index = sampler.batches.place(step)
-    sampler.set_epoch(epoch)
-    for rows in sampler.share(index).split(parts.microbatch_size):
-        if len(rows) == 0:
-            continue
-        parts.train_feed.beat()
-        with torch.no_grad():
-            batch = fetch(parts.train_feed.dataset, rows.tolist(), task.collate)
-            if (found := _bad_tensor(batch, rows)) is not None:
-                return f"{found} is not finite{FIX}or leave out such samples"
-            batch = task.transform(
-                map_tensors(lambda tensor: tensor.to(parts.device), batch), True
-            )
-            if (found := _bad_tensor(batch, rows)) is not None:
-                return f"{found} is not finite after transform(){FIX}transform()"
+    for step in steps:
+        epoch, index = sampler.batches.place(step)
+        sampler.set_epoch(epoch)
+        share = sampler.share(index)
+        if len(share):
+            yield from share.split(parts.microbatch_size)
+
+
+def _in_batch(parts: Replica, rows: Tensor) -> str | None:
+    parts.train_feed.beat()
+    task = parts.forward.task
+    with torch.no_grad():
+        batch = fetch(parts.train_feed.dataset, rows.tolist(), task.collate)
+        found = _bad_tensor(batch, rows)
+        if found is not None:
+            return f"{found} is not finite{FIX}or leave out such samples"
+        found = _bad_tensor(parts.forward.prepare(batch), rows)
+        if found is not None:
+            return f"{found} is not finite after transform(){FIX}transform()"
     return None
 
 
@@ -476,12 +461,7 @@ def _bad_tensor(batch: Batch, rows: Tensor) -> str | None:
             continue
         if bad.shape[:1] != rows.shape:
             return name
-        first = int(
-            rows[
-                bad.flatten(1).any(1).nonzero()[0, 0]
-                if bad.ndim > 1
-                else bad.nonzero()[0, 0]
-            ]
-        )
+        places = bad.reshape(len(rows), -1).any(1).nonzero()
+        first = int(rows[places[0, 0]])
         return f"{name} of training sample {first}"
     return None

@@ -4,128 +4,137 @@ import contextlib
 import logging
 from typing import Any
 
-from torch.utils.data import Dataset
-
-from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.data.batch import fetch
-from trainers.data.batch_schedule import ENDLESS, BatchSchedule
+from trainers.data.batch_schedule import ENDLESS, BatchSchedule, Sizes
 from trainers.data.sampler import Drawn, StepSampler, same_rows_on_ranks
 from trainers.data.stream import Rereadable, Stream, digest, same_on_ranks
-from trainers.devices.device import drawn_alike, seed_all, seed_host
+from trainers.devices.device import drawn_alike, seed_host
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, counted
-from trainers.loop.watchdog import enter
 from trainers.task import Task, load_split
 
 logger = logging.getLogger(__name__)
 
 
 def load_data(
-    task: Task, config: TrainConfig, context: RunContext, group: Group
-) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    task: Task, name: str, context: RunContext, group: Group
+) -> tuple[Any, Any | None]:
     """Load the datasets of both splits; the second is None without evaluation.
 
-    Raises ConfigError for an empty one.
+    Raises ConfigError for an empty one. `name` is the task's, for sentences.
     """
-    seed_all(config.seed)
-    enter("setup")
+    context.enter("setup")
     if context.local_rank == 0:
         with drawn_alike(group.device):
             task.setup()
-    enter("the barrier after setup")
+    context.enter("the barrier after setup")
     group.barrier()
-    enter("dataset")
-    train, val = (
-        load_split(task, split, split == "train", group.device)
-        for split in ("train", "val")
-    )
+    context.enter("dataset")
+    train = load_split(task, "train", True, group.device)
+    val = load_split(task, "val", False, group.device)
     if train is None:
-        rule = 'gives no data for its "train" split, and every run needs some'
         raise ConfigError(
-            "task", config.task, rule, "return one from dataset() or stream()"
+            "task",
+            name,
+            'gives no data for its "train" split, and every run needs some',
+            "return one from dataset() or stream()",
         )
     if isinstance(val, Rereadable):
-        same_on_ranks(val, group, config.task)
-    if val is None:
-        _refuse_what_evaluates(config, context)
-    found = {
-        split: one
-        for split, one in (("train", train), ("val", val))
-        if not isinstance(one, Stream | None)
-    }
-    if not all(hasattr(dataset, "__len__") for dataset in found.values()):
-        fix = "give map-style datasets (`__len__`), or return what is read forward from stream()"
-        raise ConfigError("task", config.task, "has a dataset without length", fix)
-    for split, dataset in found.items():
-        if len(dataset) == 0:
+        same_on_ranks(val, group, name)
+    for split, dataset in (("train", train), ("val", val)):
+        if isinstance(dataset, Stream | None):
+            continue
+        if not hasattr(dataset, "__len__"):
             raise ConfigError(
                 "task",
-                config.task,
-                f'has no sample in its "{split}" split',
-                "check its files",
+                name,
+                "has a dataset without length",
+                "give map-style datasets (`__len__`), or return what is read forward from stream()",
+            )
+        if len(dataset) == 0:
+            raise ConfigError(
+                "task", name, f'has no sample in its "{split}" split', "check its files"
             )
         if not isinstance(dataset, Rereadable):
             same_rows_on_ranks(split, dataset, group)
     return train, val
 
 
-def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
-    """Raise ConfigError where an evaluation needs a validation split."""
-    needs = [
-        ("checkpoint.best", config.checkpoint.best),
-        ("early_stopping.metric", config.early_stopping.metric),
-    ]
-    needs += [
-        ("objective", name) for name in context.watches if name.startswith("val_")
-    ]
-    for field, metric in needs:
-        if metric is not None:
-            rule = 'is a figure of the validation split, and dataset("val") gives none'
-            raise ConfigError(
-                field,
-                metric,
-                rule,
-                "return a few samples that are held back, or go by another metric",
-            )
+def uncounted(key: str, value: object) -> ConfigError:
+    """Return what to raise for a setting that goes by the epochs of a stream."""
+    return ConfigError(
+        key,
+        value,
+        "counts what nobody knows: a stream does not say how many samples it has",
+        "count steps (`max_steps`, `every_steps`)",
+    )
 
 
-def make_sampler(
-    train: Any, task: Task, config: TrainConfig, group: Group
+def look_into(
+    stream: Stream, sampler: object, most: int, task: str, group: Group
+) -> None:
+    """Read as much of a stream as any throw-away pass may, of steps of `most` samples.
+
+    Raises ConfigError where it cannot be trained on so.
+    """
+    if sampler is not None:
+        raise ConfigError(
+            "sampler",
+            type(stream).__name__,
+            "is for data that can be read in any order",
+            "give a map-style dataset",
+        )
+    stream.digest(-(-most // group.world_size))
+    same_on_ranks(stream, group, task)
+    if group.rank == 0:
+        logger.info("%s", stream.words)
+
+
+def deal_out(
+    train: Any,
+    given: Any,
+    group: Group,
+    *,
+    sizes: Sizes,
+    seed: int,
+    drop_last: bool,
+    max_steps: int,
 ) -> StepSampler:
-    """Return what deals the training samples out, in the task's order if any."""
-    size = config.batch_size
-    drop_last = config.drop_last
-    given = task.sampler(train, config)
+    """Return what deals the training samples out, in the `given` order if any.
+
+    A stream as far as `max_steps` read it.
+    """
     drawn = None
     of_stream = isinstance(train, Stream)
-    if isinstance(train, Stream):
-        _look_into(train, given is not None, config, group)
-        batches = BatchSchedule(config.batch_sizes, ENDLESS, drop_last)
-        train = range(
-            batches.samples(config.max_steps or 0)
-        )  # as far as this run reads it
+    if of_stream:
+        train = range(BatchSchedule(sizes, ENDLESS, drop_last).samples(max_steps))
     elif given is not None:
-        drawn = Drawn(given, len(train), config.seed, group.device)
+        drawn = Drawn(given, len(train), seed, group.device)
     sampler = StepSampler(
         train,
         group.world_size,
         group.rank,
         not of_stream,
-        config.seed,
+        seed,
         drop_last,
-        global_batch_size=config.batch_sizes,
+        global_batch_size=sizes,
         drawn=drawn,
     )
     sampler.of_stream = of_stream
     if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
-        fix = "give the order of all samples: the ranks split each step of it"
-        raise ConfigError("sampler", drawn.name, "gives each rank another order", fix)
-    if size > sampler.length and not of_stream:
+        raise ConfigError(
+            "sampler",
+            drawn.name,
+            "gives each rank another order",
+            "give the order of all samples: the ranks split each step of it",
+        )
+    largest = max(size for _, size in sizes)
+    if largest > sampler.length and not of_stream:
         given_by = 'dataset("train")' if drawn is None else "sampler()"
         rule = f"is more than the {counted(sampler.length, 'sample')} of an epoch, which {given_by} gives"
-        key = "global_batch_size" if config.batch_schedule is None else "batch_schedule"
-        raise ConfigError(key, size, rule, f"set it to at most {sampler.length}")
+        key = "batch_schedule" if sampler.batches.changes else "global_batch_size"
+        raise ConfigError(key, largest, rule, f"set it to at most {sampler.length}")
     return sampler
 
 
@@ -135,9 +144,12 @@ def check_length(train: Any, sampler: StepSampler) -> None:
     Its epochs were dealt out with another.
     """
     if sampler.drawn is None and sampler.known_length and sampler.length != len(train):
-        rule = f"has {len(train)} samples now, and had {sampler.length}, of which epochs are made"
-        fix = "keep its length; sampler() may choose among samples that are there from the start"
-        raise ConfigError('dataset("train")', type(train).__name__, rule, fix)
+        raise ConfigError(
+            'dataset("train")',
+            type(train).__name__,
+            f"has {len(train)} samples now, and had {sampler.length}, of which epochs are made",
+            "keep its length; sampler() may choose among samples that are there from the start",
+        )
 
 
 def tell_samples(dataset: Any) -> str:
@@ -147,58 +159,12 @@ def tell_samples(dataset: Any) -> str:
 
     Nothing of a stream, which does so itself, and of samples that are others each time.
     """
+    if isinstance(dataset, Stream | Rereadable):
+        return ""
     told: set[str] = set()
     with contextlib.suppress(Exception):  # training says it better
-        for _ in range(0 if isinstance(dataset, Stream | Rereadable) else 2):
+        rows = sorted({0, len(dataset) // 2, len(dataset) - 1})
+        for _ in range(2):
             seed_host(0)
-            told.add(
-                digest(
-                    fetch(
-                        dataset, sorted({0, len(dataset) // 2, len(dataset) - 1}), list
-                    )
-                )
-            )
+            told.add(digest(fetch(dataset, rows, list)))
     return told.pop() if len(told) == 1 else ""
-
-
-def steps_in_all(config: TrainConfig, batches: BatchSchedule) -> int:
-    """Return the steps of a run."""
-    return config.max_steps or batches.first_step(config.epochs or 0)
-
-
-def _look_into(
-    stream: Stream, has_sampler: bool, config: TrainConfig, group: Group
-) -> None:
-    """Read as much of a stream as any throw-away pass may.
-
-    Raises ConfigError where it cannot be trained on so.
-    """
-    for key, value, instead in (
-        ("epochs", config.epochs, "`max_steps`"),
-        ("evaluate.every_epochs", config.evaluate.every_epochs, "`every_steps`"),
-        (
-            "checkpoint.every_epochs",
-            config.checkpoint.every_epochs,
-            "`every_steps` or `every_s`",
-        ),
-    ):
-        if value is not None:
-            rule = "counts what nobody knows: a stream does not say how many samples it has"
-            raise ConfigError(key, value, rule, f"give {instead} in its place")
-    if has_sampler:
-        fix = "give a map-style dataset"
-        raise ConfigError(
-            "sampler",
-            type(stream).__name__,
-            "is for data that can be read in any order",
-            fix,
-        )
-    stream.digest(-(-config.batch_size // group.world_size))
-    same_on_ranks(stream, group, config.task)
-    if group.rank == 0:
-        logger.info("%s", stream.words)
-        if (workers := config.data.num_workers) > 1:
-            logger.warning(
-                "`data.num_workers` is %d, and has the effect of 1: one process reads a stream",
-                workers,
-            )

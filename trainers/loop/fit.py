@@ -20,14 +20,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainers.causes import classify
 from trainers.config import TrainConfig
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.data.batch import Batch
 from trainers.data.stream import Stream
-from trainers.devices.device import device_name, environment, reset_peak_memory
-from trainers.errors import ConfigError, PreemptedError, TooLargeError, counted, shorten
+from trainers.devices.device import environment, reset_peak_memory
+from trainers.errors import (
+    ConfigError,
+    PreemptedError,
+    Status,
+    TooLargeError,
+    counted,
+    shorten,
+)
 from trainers.loop.attempt import Attempt
 from trainers.loop.build import build_replica
 from trainers.loop.checkpointing import (
@@ -50,7 +56,7 @@ from trainers.measure.profiler import Inspection, inspect_run, memory_watched
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import lr_factor, lr_scale, scaled_decay
 from trainers.model.strategy import unused_parameters
-from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller, refuse_microbatch
+from trainers.step.ceiling import next_smaller
 from trainers.step.evaluation import batch_seed
 from trainers.step.train_step import PhasedStep
 from trainers.task import Task
@@ -67,7 +73,6 @@ _MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyL
 _Plan = tuple[list[Tensor], list[int]]
 """A step's microbatches, and how many samples each of them counts."""
 _LONGEST_WAIT_S = 6e5  # the store's ends at 24 days
-_DOUBLE_BACKWARD = "does not currently support double backward"  # aot_autograd's words
 
 
 class Training:
@@ -91,11 +96,10 @@ class Training:
         stack: contextlib.ExitStack,
     ) -> None:
         self.attempt = attempt
+        self.parts = attempt.parts
+        self.config = attempt.config
         self.inspection = inspection
-        task = attempt.task
-        self.task_after_step = (
-            None if type(task).after_step is Task.after_step else task.after_step
-        )
+        self.acts_after_step = type(attempt.task).after_step is not Task.after_step
         self.batch_size: int | None = None
         """Of the last step, where there is a schedule."""
         self.lr_scale = 1.0
@@ -105,9 +109,8 @@ class Training:
         short one comes too seldom.
         """
         self.agreements = 0
-        self.slow_start = (
-            attempt.compiles
-        )  # the first steps may take as long as a phase
+        # The first steps may take as long as a phase.
+        self.slow_start = attempt.compiles
         self.monitor = Monitor(attempt.parts, attempt.clock)
         stack.callback(self.monitor.close)
         self.checkpointing = Checkpointing(attempt)
@@ -117,34 +120,30 @@ class Training:
     def run(self) -> RunResult:
         """Train from the newest checkpoint on."""
         attempt = self.attempt
-        parts = self.attempt.parts
+        parts = self.parts
         watchdog = attempt.watchdog
         storage = attempt.context.storage
         reset_peak_memory(parts.device)
         watchdog.enter("resume")
-        if (
-            attempt.log is not None and storage is not None
-        ):  # before others wait for rank 0 in a step
-            storage.write(
-                "environment.json",
-                json.dumps(environment(parts.device), indent=2).encode(),
-            )
+        # Before others wait for rank 0 in a step.
+        if attempt.log is not None and storage is not None:
+            about = json.dumps(environment(parts.device), indent=2)
+            storage.write("environment.json", about.encode())
         self.checkpointing.resume()
         is_long = attempt.end - attempt.step >= _TUNED_STEPS
-        self.tunes = (
-            is_long and parts.device.type == "cuda" and not attempt.config.deterministic
-        )
-        if isinstance(stream := parts.train_feed.dataset, Stream):
+        on_gpu = parts.device.type == "cuda"
+        self.tunes = is_long and on_gpu and not self.config.deterministic
+        stream = parts.train_feed.dataset
+        if isinstance(stream, Stream):
             stream.beat = watchdog.beat
-            self.slow_start |= (
-                attempt.step > 0
-            )  # what was trained may have to be read again
+            # What was trained may have to be read again.
+            self.slow_start |= attempt.step > 0
         if attempt.context.rank == 0:
             self.say_start()
-        watchdog.enter(
-            "the first steps" if self.slow_start else "training",
-            steps=not self.slow_start,
-        )
+        if self.slow_start:
+            watchdog.enter("the first steps")
+        else:
+            watchdog.enter("training", steps=True)
         stopped = False
         while attempt.step < attempt.end and not stopped:
             stopped = self.epoch() and attempt.step < attempt.end
@@ -153,22 +152,21 @@ class Training:
         else:
             end_window(attempt, self.monitor)
             attempt.settle(attempt.step)
-        if not stopped and attempt.evaluated_step != attempt.step:
-            self.evaluate()
+            if attempt.evaluated_step != attempt.step:
+                self.evaluate()
         self.checkpointing.keep_end()
         watchdog.enter("the end")
-        is_done = (
-            attempt.step == parts.total_steps or attempt.stopping.words is not None
-        )
-        return finish(
-            "done" if is_done else "stopped", attempt, self.monitor, self.inspection
-        )
+        at_end = attempt.step == parts.total_steps
+        is_done = at_end or attempt.stopping.words is not None
+        status: Status = "done" if is_done else "stopped"
+        return finish(status, attempt, self.monitor, self.inspection)
 
     def say_start(self) -> None:
         """Tell and log how the run trains: batch arithmetic, data, learning rate."""
-        parts = self.attempt.parts
-        config = self.attempt.config
+        parts = self.parts
+        config = self.config
         context = self.attempt.context
+        precision = parts.spec.name
         told = {
             "uri": context.storage.uri if context.storage else None,
             "total_steps": self.attempt.end,
@@ -179,32 +177,32 @@ class Training:
             "world_size": context.world_size,
             "launcher": context.launcher,
             "device": str(parts.device),
-            "precision": parts.spec.name,
+            "precision": precision,
         }
         self.attempt.tell("start", told)
         workers = counted(context.world_size, "worker")
         sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
-        where = f"{context.launcher}, {parts.device}, {parts.spec.name}"
+        where = f"{context.launcher}, {parts.device}, {precision}"
         batches = parts.sampler.batches
-        largest = "largest " if config.changes_batch else ""
+        largest = "largest " if batches.changes else ""
         logger.info(
             "%sglobal batch %d = %s (%s)", largest, config.batch_size, sizes, where
         )
         if batches.changes:
             logger.info("global batch: %s", batches.words(parts.total_steps))
-            if (end := batches.samples(parts.total_steps)) <= (
-                batches.sizes[-2][0] or 0
-            ):
-                words = (
-                    "the last size of `batch_schedule` is never reached: the run has %s"
+            end = batches.samples(parts.total_steps)
+            if end <= (batches.sizes[-2][0] or 0):
+                logger.warning(
+                    "the last size of `batch_schedule` is never reached: the run has %s",
+                    counted(end, "sample"),
                 )
-                logger.warning(words, counted(end, "sample"))
         steps = f"{counted(parts.total_steps, 'step')} in all"
-        if size := parts.sampler.known_length:
-            of_epoch = f"{counted(batches.steps_in(0), 'step')} an epoch"
-            of_epoch = f"{of_epoch} at first" if batches.changes else of_epoch
-            steps = f"{counted(size, 'training sample')}, {of_epoch}, {steps}"
-        first = config.optimizer.lr * lr_scale(config, batches.sizes[0][1])
+        if parts.sampler.known_length:
+            samples = counted(parts.sampler.known_length, "training sample")
+            at_first = " at first" if batches.changes else ""
+            of_epoch = f"{counted(batches.steps_in(0), 'step')} an epoch{at_first}"
+            steps = f"{samples}, {of_epoch}, {steps}"
+        first = config.optimizer.lr * lr_scale(config.lr_scaling, batches.sizes[0][1])
         logger.info("%s; learning rate %g", steps, first)
         if parts.val_feed is None:
             logger.info("no validation split: nothing is evaluated")
@@ -217,7 +215,7 @@ class Training:
             if clock.first_step_s is None:
                 self.look_at_first_step()
             clock.step(size, sum(sizes))
-            if self.attempt.parts.step.strayed:
+            if self.parts.step.strayed:
                 clock.leave_out()
             if self.inspection is not None:
                 self.inspection.step(clock)
@@ -231,7 +229,7 @@ class Training:
         Yields after each step its samples, and those of this rank's microbatches.
         """
         attempt = self.attempt
-        parts = self.attempt.parts
+        parts = self.parts
         sampler = parts.sampler
         check_length(parts.train_feed.dataset, sampler)
         number, first = sampler.batches.place(attempt.step)
@@ -246,28 +244,19 @@ class Training:
                 parts.ema.take_unfrozen()
             size = sampler.step_size(step)
             if self.tunes:
-                torch.backends.cudnn.benchmark = size == sampler.batches.size(
-                    attempt.step
-                )
+                is_full = size == sampler.batches.size(attempt.step)
+                torch.backends.cudnn.benchmark = is_full
             try:
                 parts.step(batches, sizes, size, idle=not any(sizes))
             except (RuntimeError, MemoryError) as error:
-                if classify(error) in OUT_OF_MEMORY:
-                    where = device_name(parts.device)
-                    refuse_microbatch(
-                        error,
-                        parts.microbatch_size,
-                        attempt.config,
-                        attempt.context,
-                        where,
-                    )
+                parts.ceiling.refuse(error, parts.microbatch_size)
                 raise
             if self.tunes:
                 torch.backends.cudnn.benchmark = False
             attempt.step += 1
-            if self.task_after_step is not None:
+            if self.acts_after_step:
                 with torch.no_grad():
-                    self.task_after_step(parts.model, attempt.step)
+                    attempt.task.after_step(parts.model, attempt.step)
             if parts.schedule is not None:
                 parts.schedule.stepped(attempt.step, attempt.ends_epoch)
             if parts.ema is not None:
@@ -276,114 +265,103 @@ class Training:
 
     def set_rates(self) -> None:
         """Set the next step's learning rates, and note where its batch size is another."""
-        attempt = self.attempt
-        parts = self.attempt.parts
-        config = self.attempt.config
+        step = self.attempt.step
+        parts = self.parts
+        config = self.config
         batches = parts.sampler.batches
-        if (
-            config.batch_schedule is not None
-            and (size := batches.size(attempt.step)) != self.batch_size
-        ):
-            if self.batch_size is not None:
-                parts.step.resized()
-            self.batch_size = size
-            self.lr_scale = lr_scale(config, size)
-            parts.step.set_options(config, size)
-            if (
-                parts.ema is not None
-                and (decay := scaled_decay(config, size)) is not None
-            ):
-                parts.ema.set_decay(decay)
+        if config.batch_schedule is not None:
+            size = batches.size(step)
+            if size != self.batch_size:
+                self._resize(size)
         if parts.schedule is not None:
-            parts.step.follow(parts.schedule, attempt.step, self.lr_scale)
+            parts.step.follow(parts.schedule, step, self.lr_scale)
             return
         course = batches if config.counts_samples else None
-        parts.step.set_lr(
-            lr_factor(config.lr_schedule, attempt.step, parts.total_steps, course)
-            * self.lr_scale
-        )
+        factor = lr_factor(config.lr_schedule, step, parts.total_steps, course)
+        parts.step.set_lr(factor * self.lr_scale)
+
+    def _resize(self, size: int) -> None:
+        """Set what follows from a batch size from here on."""
+        parts = self.parts
+        scaling = self.config.lr_scaling
+        if self.batch_size is not None:
+            parts.step.resized()
+        self.batch_size = size
+        self.lr_scale = lr_scale(scaling, size)
+        parts.step.set_options(scaling, size)
+        decay = scaled_decay(self.config.ema.decay, scaling, size)
+        if parts.ema is not None and decay is not None:
+            parts.ema.set_decay(decay)
 
     def look_at_first_step(self) -> None:
         """Warn of parameters without a gradient after the first step.
 
         Raises ConfigError for those that came in it.
         """
-        parts = self.attempt.parts
         self._refuse_late()
-        phased = isinstance(
-            parts.step, PhasedStep
-        )  # which says it itself, of each phase
-        if (
-            not phased
-            and self.attempt.context.rank == 0
-            and (names := unused_parameters(parts.model))
-        ):
+        # Steps of phases say it themselves, of each phase.
+        if self.attempt.context.rank or isinstance(self.parts.step, PhasedStep):
+            return
+        names = unused_parameters(self.parts.model)
+        if names:
             logger.warning(
                 "the loss of the first step does not depend on %s: it has not trained them",
                 shorten(names),
             )
 
     def _refuse_late(self) -> None:
-        parts = self.attempt.parts
-        if late := parts.as_made.late_parameters(parts.model):
-            rule = (
-                "is made while it trains, when the optimizer has its parameters already"
-            )
+        late = self.parts.as_made.late_parameters(self.parts.model)
+        if late:
             raise ConfigError(
                 "task",
-                self.attempt.config.task,
-                f"has a model whose `{late[0]}` {rule}",
+                self.config.task,
+                f"has a model whose `{late[0]}` is made while it trains, when the optimizer has its parameters already",
                 _MADE_EARLY,
             )
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
         attempt = self.attempt
-        config = self.attempt.config
-        evaluate_now = attempt.due(
-            config.evaluate.every_steps, config.evaluate.every_epochs
-        )
+        step = attempt.step
+        evaluate_now = attempt.is_due(step, self.config.evaluate)
         checkpoint_now = self.checkpointing.due()
         agreed = Agreement()
-        is_last = attempt.step == attempt.end
+        is_last = step == attempt.end
         at_once = evaluate_now or checkpoint_now or is_last
-        if at_once or attempt.step % AGREE_EVERY_STEPS == 0:
+        if at_once or step % AGREE_EVERY_STEPS == 0:
             agreed = self.agree(at_once)
-        if attempt.step % config.log_every_steps == 0 or is_last:
+        if step % self.config.log_every_steps == 0 or is_last:
             end_window(attempt, self.monitor)
         waits = at_once or agreed.acts or self.asked.waits
-        attempt.settle(attempt.step if waits else attempt.step - AGREE_EVERY_STEPS)
+        attempt.settle(step if waits else step - AGREE_EVERY_STEPS)
         improved = evaluate_now and self.evaluate()
-        if (
-            checkpoint_now or improved or agreed.checkpoint_due
-        ) and attempt.step < attempt.end:
+        keeps = checkpoint_now or improved or agreed.checkpoint_due
+        goes_on = step < attempt.end
+        if keeps and goes_on:
             take_first_losses(attempt)
             self.checkpointing.keep(at_once=agreed.preempted)
-        if agreed.preempted and attempt.step < attempt.end:
+        if agreed.preempted and goes_on:
             raise PreemptedError(
-                f"a node is being taken away; step {attempt.step} is kept in {attempt.checkpoint}"
+                f"a node is being taken away; step {step} is kept in {attempt.checkpoint}"
             )
         if not attempt.clock.running:
             attempt.clock.start_span()
-        return agreed.stop or attempt.step >= attempt.end
+        return agreed.stop or not goes_on
 
     def agree(self, at_once: bool) -> Agreement:
         """Agree with all ranks on what comes next; the first time slow steps are over."""
-        self.attempt.parts.step.check_lr()
+        attempt = self.attempt
+        self.parts.step.check_lr()
         agreed = self.asked.next(at_once)
-        self.attempt.later.append(
-            (
-                self.attempt.step,
-                partial(self.attempt.clock.settle, self.attempt.clock.spans),
-            )
-        )
-        if self.agreements % _CHECK_EVERY == 0 or self.attempt.step == self.attempt.end:
+        settle = partial(attempt.clock.settle, attempt.clock.spans)
+        attempt.later.append((attempt.step, settle))
+        if self.agreements % _CHECK_EVERY == 0 or attempt.step == attempt.end:
             self._refuse_late()
-            check_replicas(self.attempt)
+            check_replicas(self.parts, self.config.task, attempt.step)
         self.agreements += 1
         if self.slow_start:
             self.slow_start = False
-            self.attempt.watchdog.enter("training", steps=True)
+            attempt.watchdog.enter("training", steps=True)
         return agreed
 
     def evaluate(self) -> bool:
@@ -399,26 +377,20 @@ def step_batches(
     The attempt must be at the first of them.
     """
     config = attempt.config
-    plans, ahead = itertools.tee(
-        _plans(attempt, first, last)
-    )  # the feed is ahead by what loaders prepare
+    parts = attempt.parts
+    every = (
+        parts.sampler.plan(step, parts.microbatch_size, parts.even)
+        for step in range(first, last)
+    )
+    plans, ahead = itertools.tee(every)  # the feed is ahead by what loaders prepare
     seeds = None
-    if (
-        config.data.num_workers > 0
-    ):  # random state of loader processes is in no checkpoint
+    # Random state of loader processes is in no checkpoint.
+    if config.data.num_workers > 0:
         ahead, again = itertools.tee(ahead)
         seeds = _loader_seeds(again, config.seed, attempt.context.rank, attempt.step)
-    flat = (indices for microbatches, _ in ahead for indices in microbatches)
-    batches = attempt.clock.timed(
-        attempt.parts.train_feed.batches(flat, training=True, seeds=seeds)
-    )
-    return batches, (sizes for _, sizes in plans)
-
-
-def _plans(attempt: Attempt, first: int, last: int) -> Iterator[_Plan]:
-    parts = attempt.parts
-    for step in range(first, last):
-        yield parts.sampler.plan(step, parts.microbatch_size, parts.even)
+    flat = (rows for microbatches, _ in ahead for rows in microbatches)
+    batches = parts.train_feed.batches(flat, training=True, seeds=seeds)
+    return attempt.clock.timed(batches), (sizes for _, sizes in plans)
 
 
 def _loader_seeds(
@@ -449,13 +421,12 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
                 watched(config.failure, context) as watchdog,
                 memory_watched(config, context),
             ):
-                _outlast(config.failure, context)
+                _outlast(config.failure, context.world_size)
                 return _attempt(task, config, context, watchdog, begun)
         except TooLargeError as error:
             if context.world_size > 1:
-                raise TooLargeError(
-                    *error.args
-                ) from None  # without the frames that hold what did not fit
+                # Without the frames that hold what did not fit.
+                raise TooLargeError(*error.args) from None
             logger.warning("%s; going on with a smaller one", error)
             context.microbatch_ceiling = next_smaller(error.microbatch_size)
         for state in begun:
@@ -465,18 +436,18 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
             torch.cuda.empty_cache()
 
 
-def _outlast(failure: FailureConfig, context: RunContext) -> None:
+def _outlast(failure: FailureConfig, world_size: int) -> None:
     """Let collectives wait longer than any budget of the watchdog.
 
     It knows what hangs, and gloo and NCCL do not.
     """
-    if context.world_size > 1:
+    if world_size > 1:
         budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
-        # torch 2.11 has no public one
-        set_timeout = (
-            getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        )
-        set_timeout(timedelta(seconds=min(budget_s, _LONGEST_WAIT_S)))
+        timeout = timedelta(seconds=min(budget_s, _LONGEST_WAIT_S))
+        # torch 2.11 has no public one.
+        public = getattr(dist, "set_timeout", None)
+        set_timeout = public or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timeout)
 
 
 def _attempt(
@@ -491,7 +462,7 @@ def _attempt(
     `begun` gets the task's state before the first step of the first attempt, once
     model() has made what is in it.
     """
-    with _torch_limits_explained(config), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)
         if inspection is not None:
             stack.callback(inspection.close)
@@ -501,29 +472,5 @@ def _attempt(
             begun.append(copy.deepcopy(task.state_dict()))
         for feed in parts.feeds:
             feed.beat = watchdog.beat
-        return Training(
-            Attempt(task, config, context, parts, watchdog), inspection, stack
-        ).run()
-
-
-@contextlib.contextmanager
-def _torch_limits_explained(config: TrainConfig) -> Iterator[None]:
-    """Raise ConfigError, which names the setting, for a known limit of torch's.
-
-    Limits that forward alone can meet, and whose sentence needs the batch, are
-    explained by ForwardPass.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if config.compile != "off" and _DOUBLE_BACKWARD in str(
-            error
-        ):  # else the task compiles something itself
-            rule = (
-                "cannot train a loss that has a gradient in it, such as a gradient penalty: torch does not "
-                "differentiate the backward pass of a compiled model"
-            )
-            raise ConfigError(
-                "compile", config.compile, rule, "set `compile: off`"
-            ) from error
-        raise
+        attempt = Attempt(task, config, context, parts, watchdog)
+        return Training(attempt, inspection, stack).run()

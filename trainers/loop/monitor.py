@@ -3,14 +3,12 @@
 Nothing of it waits for the device within a step: it is read when a window is logged.
 """
 
-import itertools
+import functools
 import logging
 import math
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import averaged
 from trainers.model.sharding import is_sharded
-from trainers.model.strategy import share_buffers, share_tensors
+from trainers.model.strategy import share_tensors
 from trainers.step.evaluation import evaluate
 from trainers.step.flops import device_peak, utilisation
 from trainers.step.train_step import WEIGHTLESS, Losses, Replica
@@ -96,18 +94,17 @@ class Monitor:
         found: dict[str, float] = {}
         if time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
             self._memory_s = time.monotonic()
-            found |= {
-                name: value
-                for name, value in memory_figures(self.device).items()
-                if name != "total_bytes"
-            }
-            if (used_j := self._energy.used_j()) is not None:
+            found |= memory_figures(self.device)
+            del found["total_bytes"]
+            used_j = self._energy.used_j()
+            if used_j is not None:
                 found["energy_j"] = used_j
         if spent.time_s > 0:
             found["samples_per_s"] = spent.samples / spent.time_s
             found["step_time_s"] = spent.time_s / spent.steps
             found["data_wait_share"] = min(1.0, spent.wait_s / spent.time_s)
-            if (mfu := self.mfu(found["samples_per_s"])) is not None:
+            mfu = self.mfu(found["samples_per_s"])
+            if mfu is not None:
                 found["mfu"] = mfu
         return found
 
@@ -138,13 +135,10 @@ class Monitor:
 
         Every rank must call it.
         """
-        now = self.clock.totals()
-        warm = (
-            now - self._warm
-            if self._warm is not None and now.steps > self._warm.steps
-            else now
-        )
-        return self._gather(warm, self._backward.mean())
+        spent = self.clock.totals()
+        if self._warm is not None and spent.steps > self._warm.steps:
+            spent -= self._warm
+        return self._gather(spent, self._backward.mean())
 
     def close(self) -> None:
         """Release NVML and remove the hooks."""
@@ -177,7 +171,8 @@ class Monitor:
             "energy_of": self._energy.source,
         }
         rows = self.group.gather(row)
-        for key, words in findings(rows) if self.group.rank == 0 else ():
+        found = findings(rows) if self.group.rank == 0 else ()
+        for key, words in found:
             if key not in self._said:
                 self._said.add(key)
                 logger.warning("ranks: %s", words)
@@ -205,19 +200,12 @@ class BackwardTimer:
         self._taken_s = 0.0
         self._taken = 0
         self._hooks: list[Any] = []
-        first = (
-            next((one for one in model.parameters() if one.requires_grad), None)
-            if model is not None
-            else None
-        )
-        if model is None or first is None:
+        if model is None:
             return
+        first = next(p for p in model.parameters() if p.requires_grad)
         if self._on_gpu:
-            make: Any = torch.cuda.Event
-            self._pairs = [
-                (make(enable_timing=True), make(enable_timing=True))
-                for _ in range(_EVENT_PAIRS)
-            ]
+            make: Any = functools.partial(torch.cuda.Event, enable_timing=True)
+            self._pairs = [(make(), make()) for _ in range(_EVENT_PAIRS)]
         self._hooks += [
             model.register_forward_hook(self._forward_ended),
             first.register_hook(self._backward_ended),
@@ -243,14 +231,12 @@ class BackwardTimer:
 
     def collect(self) -> None:
         """Read the events that the device has passed."""
-        done = list(
-            itertools.takewhile(lambda pair: pair[1].query(), self._pairs[: self._used])
-        )
-        for begin, end in done:
+        while self._used and self._pairs[0][1].query():
+            begin, end = self._pairs[0]
             self._sum_s += begin.elapsed_time(end) / 1e3
-        self._count += len(done)
-        self._used -= len(done)
-        self._pairs = self._pairs[len(done) :] + done
+            self._count += 1
+            self._used -= 1
+            self._pairs.append(self._pairs.pop(0))
 
     def take(self) -> float | None:
         """Return the mean since the last call, in seconds; None without any."""
@@ -286,33 +272,29 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     if attempt.config.changes_batch:
         record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
     attempt.logged_step = attempt.step
-    attempt.later.append(
-        (
-            attempt.step,
-            partial(_log_window, attempt, monitor, clock.spans, record, losses),
-        )
-    )
+    spans = clock.spans
+
+    def log() -> None:
+        clock.settle(spans)
+        _log_window(attempt, monitor, record, losses())
+
+    attempt.later.append((attempt.step, log))
 
 
 def _log_window(
-    attempt: Attempt,
-    monitor: Monitor,
-    spans: int,
-    record: dict[str, Any],
-    read_losses: Callable[[], Losses],
+    attempt: Attempt, monitor: Monitor, record: dict[str, Any], taken: Losses
 ) -> None:
     """Log the mean loss of a window's steps, and tell the terminal and the launcher."""
-    parts = attempt.parts
     clock = attempt.clock
-    clock.settle(spans)
-    taken = read_losses()
-    attempt.cut_window = (
-        taken if record["step"] % attempt.config.log_every_steps else {}
-    )
+    is_cut = record["step"] % attempt.config.log_every_steps
+    attempt.cut_window = taken if is_cut else {}
     _, weightless = taken[WEIGHTLESS]
     if weightless and not attempt.weightless and attempt.context.rank == 0:
-        words = "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out"
-        logger.warning(words, counted(weightless, "step"), record["step"])
+        logger.warning(
+            "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out",
+            counted(weightless, "step"),
+            record["step"],
+        )
     attempt.weightless += weightless
     losses = _means(taken)
     loss = losses["train_loss"]
@@ -321,17 +303,17 @@ def _log_window(
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:
-        figures = {"loss": loss, **asdict(throughput)}
-        attempt.context.observe(
-            figures | {name: record[name] for name in _OBSERVED if name in record}
-        )
-    record |= {"ranks": ranks} if ranks else {}
+        seen = {name: record[name] for name in _OBSERVED if name in record}
+        attempt.context.observe({"loss": loss, **asdict(throughput), **seen})
+    if ranks:
+        record["ranks"] = ranks
     attempt.tell("train", record)
-    if attempt.log is not None:
-        attempt.log.add(record)
-        attempt.log.show(record["step"])
-    if attempt.log is not None and not attempt.context.draws_line:
-        done = f"step {record['step']}/{parts.total_steps}"
+    if attempt.log is None:
+        return
+    attempt.log.add(record)
+    attempt.log.show(record["step"])
+    if not attempt.context.draws_line:
+        done = f"step {record['step']}/{attempt.parts.total_steps}"
         if "epoch" in record:
             done += f"  epoch {record['epoch']:.2f}"
         speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
@@ -365,57 +347,45 @@ def validate(attempt: Attempt) -> dict[str, float]:
     began = time.perf_counter()
     take_first_losses(attempt)
     figures = _figures(attempt)
+    step = attempt.step
     if figures:
         attempt.check_names(figures)
     if attempt.parts.schedule is not None:
-        attempt.parts.schedule.evaluated(attempt.step, figures)
+        attempt.parts.schedule.evaluated(step, figures)
     attempt.metrics |= figures
-    attempt.evaluated_step = attempt.step
+    attempt.evaluated_step = step
     if figures:
-        attempt.pauses.evaluated(time.perf_counter() - began)
-    if figures and attempt.log is not None:
-        attempt.log.add({**attempt.position(), **figures})
-    if figures:
-        attempt.tell("evaluation", {**figures, "time_s": time.perf_counter() - began})
-    if figures and attempt.context.rank == 0:
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
-        logger.info(
-            "evaluated at step %d in %.2f s: %s",
-            attempt.step,
-            time.perf_counter() - began,
-            shown,
-        )
+        time_s = time.perf_counter() - began
+        attempt.pauses.evaluated(time_s)
+        if attempt.log is not None:
+            attempt.log.add({**attempt.position(), **figures})
+        attempt.tell("evaluation", {**figures, "time_s": time_s})
+        if attempt.context.rank == 0:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            logger.info("evaluated at step %d in %.2f s: %s", step, time_s, shown)
     attempt.report(None)
     if figures:
-        attempt.task.on_evaluate(dict(figures), attempt.step)
-    attempt.stopping.take(attempt.step, figures)
+        attempt.task.on_evaluate(dict(figures), step)
+    attempt.stopping.take(step, figures)
     attempt.end_early()
     return figures
 
 
 def _figures(attempt: Attempt) -> dict[str, float]:
     parts = attempt.parts
-    config = attempt.config
     if parts.val_feed is None:
         return {}
-    seeds = (config.seed, attempt.step)
-    sharded = is_sharded(parts.model)
+    frozen = [tensor for tensor in parts.beside.values() if not tensor.requires_grad]
     in_phase = attempt.watchdog.phase("evaluation", steps=not attempt.compiles)
     with in_phase, averaged(parts.optimizer, parts.ema):
-        share_buffers(parts.model, parts.group)
-        share_tensors(
-            [tensor for tensor in parts.beside.values() if not tensor.requires_grad],
-            parts.group,
-        )
+        share_tensors([*parts.model.buffers(), *frozen], parts.group)
         return evaluate(
-            parts.model,
-            attempt.task,
+            parts.forward,
             parts.val_feed,
-            config.evaluate.microbatch_size,
-            parts.spec,
+            attempt.config.evaluate.microbatch_size,
             parts.group,
-            seeds=seeds,
-            collective=parts.even and not sharded,
+            seeds=(attempt.config.seed, attempt.step),
+            collective=parts.even and not is_sharded(parts.model),
         )
 
 
@@ -430,18 +400,20 @@ def finish(
     context = attempt.context
     parts = attempt.parts
     clock = attempt.clock
-    group = parts.group
     speed = clock.throughput()
     ranks = monitor.finish()
     attempt.watchdog.enter("closing")
-    compiled = inspection.compiled() if inspection is not None else None
-    mfu = monitor.mfu(speed.samples_per_s) if speed is not None else None
-    phases = attempt.watchdog.spent_s
-    of_rank_0 = group.first(
-        (speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled, phases)
-    )
-    throughput, first_step_s, flops_per_sample, mfu, compiled, phases = of_rank_0
+    of_rank_0: dict[str, Any] = {
+        "throughput": speed,
+        "first_step_s": clock.first_step_s,
+        "flops_per_sample": parts.flops_per_sample,
+        "mfu": monitor.mfu(speed.samples_per_s) if speed is not None else None,
+        "compile": inspection.compiled() if inspection is not None else None,
+        "phases_s": dict(attempt.watchdog.spent_s),
+    }
+    metrics = attempt.metrics.items()
     result = RunResult(
+        **parts.group.first(of_rank_0),
         status=status,
         steps=attempt.step,
         epochs=attempt.epochs,
@@ -452,29 +424,19 @@ def finish(
         train_time_s=clock.train_time_s,
         wall_time_s=time.monotonic() - attempt.began,
         peak_memory_bytes=max(row["peak_bytes"] for row in ranks),
-        throughput=throughput,
-        metrics={
-            name: value
-            for name, value in attempt.metrics.items()
-            if not math.isnan(value)
-        },
+        metrics={name: value for name, value in metrics if not math.isnan(value)},
         checkpoint=attempt.checkpoint,
         message=attempt.stopping.words or "",
-        first_step_s=first_step_s,
-        compile=compiled,
         cuda_graphs=parts.step.capture,
-        flops_per_sample=flops_per_sample,
-        mfu=mfu,
         ranks=ranks,
         samples=attempt.samples,
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,
-        phases_s=dict(phases),
         warnings=parts.warnings,
     )
     if attempt.log is not None and context.storage is not None:
         attempt.log.flush(attempt.step)
         context.storage.write("result.json", result.to_json().encode())
-    group.barrier()
+    parts.group.barrier()
     return result
