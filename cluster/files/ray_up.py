@@ -82,8 +82,13 @@ def read_file(path: str | Path) -> str:
     try:
         return read_text(Path(path), source)
     except FileNotFoundError as error:
-        fix = "give the path of a cluster file"
-        raise ConfigError("the file", MISSING, "does not exist", fix, source) from error
+        raise ConfigError(
+            "the file",
+            MISSING,
+            "does not exist",
+            "give the path of a cluster file",
+            source,
+        ) from error
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
@@ -113,8 +118,13 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
             if key in written:
                 raise ConfigError("the file", MISSING, rule, fix, source)
     if len(documents) != 1 or not isinstance(written, dict):
-        rule = "must be one mapping of fields to values"
-        raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source)
+        raise ConfigError(
+            "the file",
+            MISSING,
+            "must be one mapping of fields to values",
+            _HOW_TO_WRITE,
+            source,
+        )
     # What the file itself says, before the defaults, which crash on a wrong type.
     shape = {
         "cluster_name": "default",
@@ -168,8 +178,13 @@ def _asking_ray(source: str) -> Iterator[None]:
     except jsonschema.ValidationError as error:
         raise schema_error(error, "", _HOW_TO_WRITE, source) from error
     except (Exception, SystemExit) as error:  # with provider local Ray prints and exits
-        rule = f"is refused by Ray ({first_line(error)})"
-        raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source) from error
+        raise ConfigError(
+            "the file",
+            MISSING,
+            f"is refused by Ray ({first_line(error)})",
+            _HOW_TO_WRITE,
+            source,
+        ) from error
     finally:
         logger.setLevel(level)
 
@@ -178,11 +193,10 @@ def _check_types(written: Mapping[str, Any], source: str) -> None:
     types = written["available_node_types"]
     provider = written.get("provider")
     if isinstance(provider, dict) and provider.get("type") == "local":
-        rule = "has no effect with provider local"
         raise ConfigError(
             "available_node_types",
             MISSING,
-            rule,
+            "has no effect with provider local",
             "remove it; Ray asks the hosts",
             source,
         )
@@ -300,9 +314,13 @@ def _started_with(commands: Sequence[str]) -> dict[str, float]:
 def check_bounds(field: str, low: int, high: int, most: str, source: str) -> None:
     """Raise ConfigError where a node type's least number of nodes is above its most."""
     if low > high:
-        rule = f"must be at most {most}, {high}"
-        fix = f"write {high} or less, or raise {most}"
-        raise ConfigError(field, low, rule, fix, source)
+        raise ConfigError(
+            field,
+            low,
+            f"must be at most {most}, {high}",
+            f"write {high} or less, or raise {most}",
+            source,
+        )
 
 
 def check_schema(

@@ -111,8 +111,12 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
         machine = str(node_type["node_config"].get("InstanceType") or "")
         size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
         if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
-            field = f"available_node_types.{name}.node_config.InstanceType"
-            yield warning(field, machine, f"has {size}, which is no size of EC2's", fix)
+            yield warning(
+                f"available_node_types.{name}.node_config.InstanceType",
+                machine,
+                f"has {size}, which is no size of EC2's",
+                fix,
+            )
 
 
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
@@ -145,22 +149,28 @@ def _local(
         environ.get("RAY_UP_enable_autoscaler_v2"),
         head.get("RAY_enable_autoscaler_v2"),
     ):
-        rule = "does not work with Ray's autoscaler v2, which is the default"
-        fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {HEAD}"
-        yield warning("provider.type", "local", rule, fix)
+        yield warning(
+            "provider.type",
+            "local",
+            "does not work with Ray's autoscaler v2, which is the default",
+            f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {HEAD}",
+        )
     provider = cluster.config["provider"]
     workers = list(provider.get("worker_ips") or ())
     addresses = [provider.get("head_ip"), *workers]
     for address in {address for address in workers if addresses.count(address) > 1}:
-        rule = "must not hold an address twice, or the head: that host would stop itself to start again"
-        yield error("provider.worker_ips", address, rule, "remove it there")
+        yield error(
+            "provider.worker_ips",
+            address,
+            "must not hold an address twice, or the head: that host would stop itself to start again",
+            "remove it there",
+        )
     for address in filter(_is_loopback, addresses):
         field = "worker_ips" if address in workers else "head_ip"
-        rule = "must be an address that the other hosts reach"
         yield error(
             f"provider.{field}",
             address,
-            rule,
+            "must be an address that the other hosts reach",
             "write the host's address in your network",
         )
 
@@ -184,9 +194,12 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
         )
         ports = (permission.get("FromPort"), permission.get("ToPort"))
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
-            value = f"ports {ports[0]} to {ports[1]} for everybody"
-            fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
-            yield error("provider.security_group.IpPermissions", value, OPEN_PORT, fix)
+            yield error(
+                "provider.security_group.IpPermissions",
+                f"ports {ports[0]} to {ports[1]} for everybody",
+                OPEN_PORT,
+                "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)",
+            )
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
@@ -207,12 +220,10 @@ def _machines(cluster: ClusterFile) -> Iterator[Finding]:
             must_stop
             and google_scheduling_of(machine).get("onHostMaintenance") != "TERMINATE"
         ):
-            where = f"{field}.node_config.scheduling.onHostMaintenance"
-            rule = "must be TERMINATE, or Google Cloud refuses a machine with GPUs"
             yield error(
-                where,
+                f"{field}.node_config.scheduling.onHostMaintenance",
                 MISSING,
-                rule,
+                "must be TERMINATE, or Google Cloud refuses a machine with GPUs",
                 "write `scheduling: {onHostMaintenance: TERMINATE}`",
             )
 
@@ -223,13 +234,21 @@ def _resource(
     said = node_type.resources.get(resource, 0)
     machine = node_type.instance_type or "machine with these accelerators"
     if has is not None and said > has:
-        rule = f"must be at most {has}, which is what a {machine} has"
-        yield error(field, said, rule, f"write {has}, or take a larger machine")
+        yield error(
+            field,
+            said,
+            f"must be at most {has}, which is what a {machine} has",
+            f"write {has}, or take a larger machine",
+        )
     elif node_type.is_head and said:
         yield warning(field, said, HEAD_WORKS, "write 0, and let workers do it")
     elif has and resource == "GPU" and said < has and not node_type.is_head:
-        rule = f"leaves GPUs idle that are paid for: a {machine} has {has}"
-        yield warning(field, said, rule, f"write {has}")
+        yield warning(
+            field,
+            said,
+            f"leaves GPUs idle that are paid for: a {machine} has {has}",
+            f"write {has}",
+        )
 
 
 def _versions(cluster: ClusterFile) -> Iterator[Finding]:
@@ -253,22 +272,30 @@ def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Fin
         yield from version_finding(field, package, version)
     for file in constraint_files(arguments):
         if "://" not in file and not _brings(cluster, file):
-            rule = "must be brought to the nodes, which have no such file"
-            fix = f"add `{file}: constraints.txt` to file_mounts"
-            yield error(field, file, rule, fix)
+            yield error(
+                field,
+                file,
+                "must be brought to the nodes, which have no such file",
+                f"add `{file}: constraints.txt` to file_mounts",
+            )
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
     text = "\n".join(cluster.commands[HEAD])
     for host in re.findall(r"--dashboard-host[=\s]+(\S+)", text):
         if not _is_loopback(host.strip("'\"")):
-            rule = "must be the head's loopback: the dashboard runs the code of whoever may use it"
-            fix = "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`"
-            yield warning(HEAD, f"--dashboard-host={host}", rule, fix)
+            yield warning(
+                HEAD,
+                f"--dashboard-host={host}",
+                "must be the head's loopback: the dashboard runs the code of whoever may use it",
+                "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`",
+            )
     if "ray start" in text and "--autoscaling-config" not in text:
-        rule = "must give `ray start` its --autoscaling-config, or no worker is ever started"
         yield error(
-            HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml"
+            HEAD,
+            MISSING,
+            "must give `ray start` its --autoscaling-config, or no worker is ever started",
+            "add --autoscaling-config=~/ray_bootstrap_config.yaml",
         )
 
 
@@ -279,9 +306,12 @@ def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Findi
         and "RAY_AUTH_TOKEN" not in head
         and not _brings(cluster, place)
     ):
-        rule = f"must bring the token to {place}, or no node can join"
-        fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
-        yield error("file_mounts", MISSING, rule, fix)
+        yield error(
+            "file_mounts",
+            MISSING,
+            f"must bring the token to {place}, or no node can join",
+            f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)",
+        )
 
 
 def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
@@ -295,9 +325,12 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
         and scheme in ("abfs", "abfss")
         and "msi_name" not in cluster.config["provider"]
     ):
-        rule = "must name an identity that may write to the container: Ray's own may only start machines"
-        fix = "add `msi_name` and `msi_resource_group` of an identity with the role Storage Blob Data Contributor"
-        yield warning("provider.msi_name", MISSING, rule, fix)
+        yield warning(
+            "provider.msi_name",
+            MISSING,
+            "must name an identity that may write to the container: Ray's own may only start machines",
+            "add `msi_name` and `msi_resource_group` of an identity with the role Storage Blob Data Contributor",
+        )
     key = _ACCOUNTS.get((cluster.provider, scheme))
     for node_type in cluster.node_types:
         if (
@@ -305,12 +338,10 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
             and not node_type.is_head
             and not _node_config(cluster, node_type).get(key)
         ):
-            field = f"available_node_types.{node_type.name}.node_config.{key}"
-            rule = f"must let workers write to {scheme}://, which Ray arranges for the head only"
             yield warning(
-                field,
+                f"available_node_types.{node_type.name}.node_config.{key}",
                 MISSING,
-                rule,
+                f"must let workers write to {scheme}://, which Ray arranges for the head only",
                 f"add `{key}` of an account that may use the bucket",
             )
 
@@ -347,22 +378,26 @@ def environment_findings(
         mode = environment.get("RAY_AUTH_MODE")
         if mode != "token":
             value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
-            rule = (
-                "must turn token authentication on, or whoever reaches a port runs code"
+            yield error(
+                field,
+                value,
+                "must turn token authentication on, or whoever reaches a port runs code",
+                "set RAY_AUTH_MODE=token where Ray starts",
             )
-            yield error(field, value, rule, "set RAY_AUTH_MODE=token where Ray starts")
         token = environment.get("RAY_AUTH_TOKEN", "$")
         if not token.startswith("$"):
-            rule = "must not hold RAY_AUTH_TOKEN: it is a secret"
-            fix = "bring it in a file (`ray get-auth-token --generate` makes one), or from a Secret"
-            yield error(field, MISSING, rule, fix)
+            yield error(
+                field,
+                MISSING,
+                "must not hold RAY_AUTH_TOKEN: it is a secret",
+                "bring it in a file (`ray get-auth-token --generate` makes one), or from a Secret",
+            )
         own = environment.get("PACELINE_STORAGE")
         if not own:
-            rule = "must set PACELINE_STORAGE, or checkpoints stay on one node and die with it"
             yield warning(
                 field,
                 MISSING,
-                rule,
+                "must set PACELINE_STORAGE, or checkpoints stay on one node and die with it",
                 "name a bucket or a shared directory, such as s3://BUCKET/PREFIX",
             )
         elif storage and own != storage:
@@ -373,9 +408,12 @@ def environment_findings(
                 "write one place",
             )
     if storage and own_disk.match(storage):
-        rule = "is on each node's own disk, where no other node finds a checkpoint"
-        fix = "name a bucket, or a directory that all nodes share"
-        yield error(next(iter(starts)), f"PACELINE_STORAGE={storage}", rule, fix)
+        yield error(
+            next(iter(starts)),
+            f"PACELINE_STORAGE={storage}",
+            "is on each node's own disk, where no other node finds a checkpoint",
+            "name a bucket, or a directory that all nodes share",
+        )
 
 
 def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -400,16 +438,23 @@ def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Fi
         )
     wait_s = _number(environment.get("RAY_JOB_STOP_WAIT_TIME_S"), _RAYS_STOP_WAIT_S)
     if wait_s < _STOP_WAIT_S:
-        rule = f"should leave a stopped job {_STOP_WAIT_S:g} s or more for its last checkpoint, not {wait_s:g}"
-        yield warning(field, MISSING, rule, "set RAY_JOB_STOP_WAIT_TIME_S=120")
+        yield warning(
+            field,
+            MISSING,
+            f"should leave a stopped job {_STOP_WAIT_S:g} s or more for its last checkpoint, not {wait_s:g}",
+            "set RAY_JOB_STOP_WAIT_TIME_S=120",
+        )
 
 
 def key_findings(written: object) -> Iterator[Finding]:
     """Find a long-lived key or a password in what a file says."""
     if _KEYS.search(str(written)):
-        rule = "must not stand in the file: it is a long-lived key, and is copied to every node"
-        fix = "give the nodes a role (instance profile, service account, managed identity)"
-        yield error("a cloud key", MISSING, rule, fix)
+        yield error(
+            "a cloud key",
+            MISSING,
+            "must not stand in the file: it is a long-lived key, and is copied to every node",
+            "give the nodes a role (instance profile, service account, managed identity)",
+        )
 
 
 def version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
@@ -440,9 +485,11 @@ def image_finding(field: str, image: str | None) -> Iterator[Finding]:
     name, _, digest = (image or "").partition("@")
     tag = name.rpartition("/")[2].partition(":")[2]
     if not (tag or digest) or tag.startswith("latest"):
-        rule = "must be pinned by a tag, or nodes that start later differ"
         yield warning(
-            field, image or MISSING, rule, "write a tag that names the versions in it"
+            field,
+            image or MISSING,
+            "must be pinned by a tag, or nodes that start later differ",
+            "write a tag that names the versions in it",
         )
         return
     version = _RAY_IN_IMAGE.search(name)

@@ -111,10 +111,9 @@ class Checkup:
         names = self.ask_all("importing torch", _START_S, probes.device_name)
         for node_id, name in names.items():
             self.nodes[node_id].device = name
-        calls: dict[str, Call] = {
-            node_id: (probes.gpu_findings, self.nodes[node_id].num_gpus)
-            for node_id in self.answering()
-        }
+        calls: dict[str, Call] = {}
+        for node_id in self.answering():
+            calls[node_id] = (probes.gpu_findings, self.nodes[node_id].num_gpus)
         healths = self.ask("reading its GPUs", _PART_S, calls)
         for node_id, health in healths.items():
             self.found += on(self.nodes[node_id], health)
@@ -128,19 +127,19 @@ class Checkup:
                 break
         for node_id, why in cut.items():
             self._note(node_id, NETWORK, why, "must reach its neighbours", _NO_LINK)
-        self.found += [
-            each
-            for each in self._slow()
-            if each.field != NETWORK or each.node_id not in cut
-        ]
+        for finding in self._slow():
+            is_link = finding.field == NETWORK
+            if not is_link or finding.node_id not in cut:
+                self.found.append(finding)
 
     def answering(self, training: bool = False) -> list[str]:
         """List the nodes that have answered everything so far, or those that train."""
-        return [
-            node_id
-            for node_id, node in self.nodes.items()
-            if node.answers and (node.trains or not training)
-        ]
+        found = []
+        for node_id, node in self.nodes.items():
+            is_wanted = node.trains or not training
+            if node.answers and is_wanted:
+                found.append(node_id)
+        return found
 
     def ask_all(self, part: str, timeout_s: float, *call: Any) -> dict[str, Any]:
         """Ask the same of all nodes that answer."""
@@ -153,10 +152,9 @@ class Checkup:
 
         Notes which node gave none in time, or failed.
         """
-        references = {
-            node_id: self._actors[node_id].call.remote(*call)
-            for node_id, call in calls.items()
-        }
+        references = {}
+        for node_id, call in calls.items():
+            references[node_id] = self._actors[node_id].call.remote(*call)
         ready, _ = ray.wait(
             list(references.values()), num_returns=len(references), timeout=timeout_s
         )
@@ -176,9 +174,13 @@ class Checkup:
                 failure = words if "Error:" in words else ""
             self.nodes[node_id].answers = False
             if failure:
-                rule = "must be able to run the check"
-                fix = "install there what the other nodes have"
-                self._note(node_id, "node", failure, rule, fix)
+                self._note(
+                    node_id,
+                    "node",
+                    failure,
+                    "must be able to run the check",
+                    "install there what the other nodes have",
+                )
             else:
                 self._note(
                     node_id, "node", f"silent in {part}", "must answer", _NO_ANSWER
@@ -194,10 +196,9 @@ class Checkup:
     def _storage(self, uri: str) -> None:
         """Have every node write a marker, then read those of all."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
-        calls: dict[str, Call] = {
-            node_id: (probes.write_marker, place, node_id)
-            for node_id in self.answering()
-        }
+        calls: dict[str, Call] = {}
+        for node_id in self.answering():
+            calls[node_id] = (probes.write_marker, place, node_id)
         wrong = self.ask("writing to storage", _PART_S, calls)
         writers = [node_id for node_id, words in wrong.items() if words is None]
         calls = dict.fromkeys(writers, (probes.seen_markers, place, writers))
@@ -228,21 +229,23 @@ class Checkup:
         for pairs in link_rounds(self.answering(training=True)):
             for node_id, answer in self._meet(pairs).items():
                 links[node_id] = max(links.get(node_id, answer), answer)
-        for node_id, (rate, _) in links.items():
+        cut = {}
+        for node_id, (rate, why) in links.items():
             self.nodes[node_id].better({NETWORK: rate})
-        return {node_id: why for node_id, (rate, why) in links.items() if not rate}
+            if not rate:
+                cut[node_id] = why
+        return cut
 
     def _meet(self, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, str]]:
         """Measure all these links at once; the rate of each node and why it has none."""
-        address = {first: self.nodes[first].address for first, _ in pairs}
-        calls: dict[str, Call] = {
-            first: (probes.free_port, address[first]) for first in address
-        }
+        calls: dict[str, Call] = {}
+        for first, _ in pairs:
+            calls[first] = (probes.free_port, self.nodes[first].address)
         ports = self.ask("meeting", _PART_S, calls)
         calls = {}
         for first, second in pairs:
             if first in ports:
-                place = (address[first], ports[first], _MEET_S / 2)
+                place = (self.nodes[first].address, ports[first], _MEET_S / 2)
                 calls[first] = (probes.link, 0, *place)
                 calls[second] = (probes.link, 1, *place)
         return self.ask("meeting", _MEET_S, calls)
@@ -252,8 +255,10 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return a ring of pairs in rounds in which every node is in one pair at most."""
     first = list(zip(nodes[::2], nodes[1::2], strict=False))
     second = list(zip(nodes[1::2], nodes[2::2], strict=False))
-    third = [(nodes[-1], nodes[0])] if len(nodes) > 2 else []
-    return [pairs for pairs in (first, second, third) if pairs]
+    rounds = [first, second]
+    if len(nodes) > 2:
+        rounds.append([(nodes[-1], nodes[0])])
+    return list(filter(None, rounds))
 
 
 def _node(row: Mapping[str, Any]) -> Node:
@@ -281,10 +286,10 @@ def lost_nodes(
     alive = {row["NodeManagerAddress"] for row in rows if row["Alive"]}
     lost = {}
     for row in rows:
-        has_died = row["DeathReason"] == _UNEXPECTED
-        has_died = has_died and row["NodeManagerAddress"] not in alive
-        if has_died and row["NodeID"] not in examined:
-            lost[row["NodeManagerAddress"]] = row
+        address = row["NodeManagerAddress"]
+        is_known = address in alive or row["NodeID"] in examined
+        if row["DeathReason"] == _UNEXPECTED and not is_known:
+            lost[address] = row
     fix = "look at the host and its cable; Ray takes it back when `ray start` runs there again"
     found: list[NodeFinding] = []
     for row in lost.values():
@@ -297,7 +302,8 @@ def wait_for_workers(num_workers: int, timeout_s: float) -> None:
     """Wait until `num_workers` nodes for workers are alive, or the time is up."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        up = sum(_trains(row["Resources"]) for row in ray.nodes() if row["Alive"])
+        alive = [row for row in ray.nodes() if row["Alive"]]
+        up = sum(_trains(row["Resources"]) for row in alive)
         if up >= num_workers:
             return
         print(
@@ -358,7 +364,10 @@ def check(
     rows = ray.nodes()
     lost = lost_nodes(rows, checkup.nodes)
     gone = {each.node_id for each in lost}
-    nodes = [*checkup.nodes.values(), *(_node(r) for r in rows if r["NodeID"] in gone)]
+    nodes = list(checkup.nodes.values())
+    for row in rows:
+        if row["NodeID"] in gone:
+            nodes.append(_node(row))
     found = [*checkup.found, *lost]
     workers = len(checkup.answering(training=True))
     if num_workers is not None and workers < num_workers:
@@ -367,6 +376,8 @@ def check(
         few = error("worker nodes", workers, rule, fix)
         found += on(Node("", "cluster", ""), [few])
     if uri is None and len(nodes) > 1:
-        words = "note: storage was not looked at; give --storage_path or set PACELINE_STORAGE"
-        print(words, file=sys.stderr)
+        print(
+            "note: storage was not looked at; give --storage_path or set PACELINE_STORAGE",
+            file=sys.stderr,
+        )
     return print_report(nodes, found, as_json, exclude_bad, num_workers)

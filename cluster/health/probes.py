@@ -86,10 +86,8 @@ class NodeFinding(Finding):
 
 def on(node: Node, found: Iterable[Finding]) -> list[NodeFinding]:
     """Return findings with their node."""
-    return [
-        NodeFinding(**vars(each), node_id=node.node_id, host=node.host)
-        for each in found
-    ]
+    place: dict[str, Any] = {"node_id": node.node_id, "host": node.host}
+    return [NodeFinding(**vars(each), **place) for each in found]
 
 
 def label_selector(found: Sequence[NodeFinding]) -> dict[str, str]:
@@ -103,11 +101,11 @@ def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
 
     `seen`: whose markers each could read.
     """
-    return [
-        node_id
-        for node_id, markers in seen.items()
-        if 2 * len(markers) <= len(seen) > 1
-    ]
+    found = []
+    for node_id, markers in seen.items():
+        if 2 * len(markers) <= len(seen) > 1:
+            found.append(node_id)
+    return found
 
 
 def different(nodes: Sequence[Node]) -> list[NodeFinding]:
@@ -159,10 +157,10 @@ def print_report(
     """
     out = sys.stderr if exclude_bad else sys.stdout
     bad = {each.node_id for each in found}
-    rows: list[dict[str, Any]] = [
-        dataclasses.asdict(node) | {"verdict": "bad" if node.node_id in bad else "ok"}
-        for node in nodes
-    ]
+    rows: list[dict[str, Any]] = []
+    for node in nodes:
+        verdict = "bad" if node.node_id in bad else "ok"
+        rows.append(dataclasses.asdict(node) | {"verdict": verdict})
     tree = {
         "nodes": rows,
         "findings": [dataclasses.asdict(each) for each in found],
@@ -200,8 +198,13 @@ def print_report(
 
 def _lowest(node: Node, is_link: bool) -> str:
     """Of several GPUs that for which others wait."""
-    rates = [rate for name, rate in node.rates.items() if (name == NETWORK) == is_link]
-    return f"{min(rates):,.0f}" if rates else "-"
+    rates = []
+    for name, rate in node.rates.items():
+        if (name == NETWORK) == is_link:
+            rates.append(rate)
+    if not rates:
+        return "-"
+    return f"{min(rates):,.0f}"
 
 
 def _unit(name: str) -> str:
@@ -230,11 +233,10 @@ def device_name() -> str:
 
     if num_gpus():
         return torch.cuda.get_device_name(0)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.machine()
 
 
@@ -251,9 +253,14 @@ def gpu_findings(least: int) -> list[Finding]:
         count = nvml.nvmlDeviceGetCount()
         found = []
         if count < least:
-            rule = f"must be the {least} that Ray gives out"
-            fix = "restart the host, or take it out of the cluster"
-            found.append(error("GPUs", count, rule, fix))
+            found.append(
+                error(
+                    "GPUs",
+                    count,
+                    f"must be the {least} that Ray gives out",
+                    "restart the host, or take it out of the cluster",
+                )
+            )
         for index in range(count):
             found += _against(nvml, index)
         return found
@@ -266,8 +273,14 @@ def _against(nvml: Any, index: int) -> list[Finding]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
     except nvml.NVMLError as failure:
-        fix = "restart the host; if it stays so, replace the GPU"
-        return [error(field, str(failure), "must answer NVML", fix)]
+        return [
+            error(
+                field,
+                str(failure),
+                "must answer NVML",
+                "restart the host; if it stays so, replace the GPU",
+            )
+        ]
     errors = 0
     is_worn = False
     with contextlib.suppress(nvml.NVMLError):
@@ -279,14 +292,24 @@ def _against(nvml: Any, index: int) -> list[Finding]:
         is_worn = any(remaps)  # one waits for a reset, or could not be done
     found = []
     if errors or is_worn:
-        rule = "must have none, and no rows to remap"
-        fix = "reset it; if they return, replace it"
-        found.append(error(field, f"{errors} uncorrected memory errors", rule, fix))
+        found.append(
+            error(
+                field,
+                f"{errors} uncorrected memory errors",
+                "must have none, and no rows to remap",
+                "reset it; if they return, replace it",
+            )
+        )
     reasons = slowed_by(nvml, handle) - {"power cap"}  # which may be intended
     if reasons:
-        value = f"slowed by {', '.join(sorted(reasons))}"
-        fix = "look at cooling and power"
-        found.append(error(field, value, "must run at its own clocks", fix))
+        found.append(
+            error(
+                field,
+                f"slowed by {', '.join(sorted(reasons))}",
+                "must run at its own clocks",
+                "look at cooling and power",
+            )
+        )
     return found
 
 
@@ -342,13 +365,17 @@ def matmul_rates() -> dict[str, float]:
 
     torch.set_num_threads(1)  # the other cores may be at work
     rates = {}
-    for index in range(num_gpus()) or (None,):
-        device = torch.device("cpu" if index is None else f"cuda:{index}")
-        n = 768 if index is None else 8192
-        dtype = torch.float32 if index is None else _half()
+    devices = [f"cuda:{index}" for index in range(num_gpus())]
+    for name in devices or ["one core"]:
+        device = torch.device("cpu")
+        n = 768
+        dtype = torch.float32
+        if devices:
+            device = torch.device(name)
+            n = 8192
+            dtype = _half()
         left, right = torch.randn(2, n, n, device=device).to(dtype)
         product = functools.partial(torch.mm, left, right, out=torch.empty_like(left))
-        name = "one core" if index is None else str(device)
         rates[f"matmul of {name}"] = 2 * n**3 / seconds_of(product, device) / 1e9
     return rates
 
@@ -390,8 +417,14 @@ def check_local(as_json: bool) -> int:
     try:
         node.better(matmul_rates())
     except torch.OutOfMemoryError as failure:
-        rule = "must have some left to be measured"
-        found.append(error("memory", first_line(failure), rule, "see what runs here"))
+        found.append(
+            error(
+                "memory",
+                first_line(failure),
+                "must have some left to be measured",
+                "see what runs here",
+            )
+        )
     return print_report([node], on(node, found), as_json)
 
 
@@ -437,7 +470,8 @@ def _mb_per_s(device: Any) -> float:
 
     from trainers.devices.device import synchronize
 
-    tensor = torch.zeros(2**26 if device.type == "cuda" else 2**21, device=device)
+    count = 2**26 if device.type == "cuda" else 2**21
+    tensor = torch.zeros(count, device=device)
     best = 0.0
     for _ in range(4):
         dist.barrier()
