@@ -125,8 +125,9 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     if trained.ema is not None:
         trained.ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
-    schedule = _make_schedule(task, trained.optimizer, config, sampler, total_steps)
-    _check_figure(schedule, val)
+    schedule = _make_schedule(
+        task, trained.optimizer, config, sampler, total_steps, evaluates=val is not None
+    )
     replica = Replica(
         **vars(trained),
         **vars(seen),
@@ -504,6 +505,7 @@ def _make_schedule(
     config: TrainConfig,
     sampler: StepSampler,
     total_steps: int,
+    evaluates: bool,
 ) -> Schedule | None:
     """Make the task's scheduler; None where it leaves the course to the configuration."""
     if type(task).schedule is Task.schedule:
@@ -523,6 +525,8 @@ def _make_schedule(
     batches = sampler.batches if config.counts_samples else None
     schedule = Schedule(given, stand_in, course, total_steps, batches)
     _require_plain(schedule.state_dict(), type(schedule.scheduler).__name__)
+    if schedule.by_figure and not evaluates:
+        raise _unheld("schedule()", schedule.figure)
     epochs = 0
     if sampler.known_length:
         epochs = sampler.batches.place(total_steps).epoch
@@ -531,12 +535,6 @@ def _make_schedule(
     ends = [sampler.batches.first_step(epoch + 1) for epoch in range(epochs)]
     schedule.try_to_the_end(total_steps, ends)
     return schedule
-
-
-def _check_figure(schedule: Schedule | None, val: object) -> None:
-    """Raise ConfigError where a scheduler goes by evaluations, and there are none."""
-    if schedule is not None and schedule.by_figure and val is None:
-        raise _unheld("schedule()", schedule.figure)
 
 
 def _settle_buckets(replica: Replica, wrapped: Replicated) -> None:

@@ -207,8 +207,9 @@ class PrecisionSpec:
             model = model.to(self.parameters)
         # Not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter
         # as well.
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = self._laid_out(tensor.data)
+        if self.channels_last:
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.data = self._laid_out(tensor.data)
         return model
 
     def convert_batch(self, batch: Batch) -> Batch:
