@@ -13,6 +13,7 @@ from torch import nn
 from tests.gpu.runs import CUDA, Hungry, Images, curve, train
 from tests.waits import HANG_S
 from trainers.causes import classify
+from trainers.step.microbatch import Probe
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +71,48 @@ def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(
     assert result.microbatch_size <= 16
     assert len(curve(tmp_path / "run")) == 12
     assert result.peak_memory_bytes < LIMIT_BYTES
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """The sizes that are probed."""
+    sizes: list[int] = []
+    run = Probe.run
+
+    def noted(probe, size, *how, **more):
+        sizes.append(size)
+        return run(probe, size, *how, **more)
+
+    monkeypatch.setattr(Probe, "run", noted)
+    return sizes
+
+
+@pytest.mark.usefixtures("limited")
+def test_memory_is_probed_only_where_it_could_be_short(probed):
+    ample = Hungry(bytes_per_sample=MB, samples=128)
+    assert train(CUDA, task=ample, **OPTIONS).microbatch_size == 128
+    assert probed == []
+    short = Hungry(bytes_per_sample=5 * MB, samples=128)
+    assert train(CUDA, task=short, **OPTIONS).microbatch_size == 128
+    assert probed == [128]
+
+
+class Pairs(Hungry):
+    """Forward takes memory for each pair of samples: of a few almost none."""
+
+    def forward(self, model, batch):
+        outputs = super().forward(model, batch)
+        pairs = len(outputs) * len(outputs)
+        torch.empty(pairs * MB // 8, dtype=torch.uint8, device=outputs.device)
+        return outputs
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_first_step_that_was_forecast_to_fit_and_does_not(probed):
+    """128 samples take two gigabytes, and the forecast says 128 MB."""
+    result = train(CUDA, task=Pairs(bytes_per_sample=4, samples=128), **OPTIONS)
+    assert (result.status, result.steps, result.microbatch_size) == ("done", 8, 64)
+    assert probed == []
 
 
 @pytest.mark.usefixtures("limited")

@@ -237,9 +237,21 @@ def take_spare(device: torch.device) -> Tensor | None:
     """
     if device.type != "cuda":
         return None
-    share = _SPARE_SHARE * torch.cuda.get_per_process_memory_fraction(device)
-    spare = int(share * total_memory_bytes(device))
+    spare = int(_SPARE_SHARE * _allowed_bytes(device))
     return torch.empty(spare, dtype=torch.uint8, device=device)
+
+
+def _allowed_bytes(device: torch.device) -> float:
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return total_memory_bytes(device) * share
+
+
+def free_gpu_bytes(device: torch.device) -> float:
+    """Return the bytes of a GPU that this process may still allocate."""
+    free, _ = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    unused = torch.cuda.memory_reserved(device) - allocated
+    return min(free + unused, _allowed_bytes(device) - allocated)
 
 
 def grow_segments() -> None:

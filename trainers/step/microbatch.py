@@ -1,7 +1,7 @@
 """Choose the microbatch: what size fits, and whether the loss may be split at all.
 
-Whether one fits is probed locally, without a collective inside; then agreed by all
-ranks. Under DDP a rank that
+Whether one fits is forecast from a few samples where memory is ample, else probed
+locally, without a collective inside; then agreed by all ranks. Under DDP a rank that
 runs out of memory leaves the others waiting in all-reduce. So a size is tried on the
 bare module first: worst-case batch, forward, backward and optimizer step, everything
 put back after.
@@ -9,7 +9,9 @@ put back after.
 Only a loss that is a weighted mean adds up over microbatches.
 """
 
+import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +26,7 @@ from trainers.causes import classify
 from trainers.data.batch import Batch, fetch, leaves_of, map_tensors, tensors_of
 from trainers.data.stream import digest
 from trainers.devices.device import (
+    free_gpu_bytes,
     get_rng_state,
     let_go,
     synchronize,
@@ -58,6 +61,12 @@ _NOISE = 3  # times what the same pass differs from itself by
 _DRAWS = 4  # of what is random
 _ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
 _REFUSED = "cannot be trained: "
+_FEW = 8
+"""Samples of the pass from which the memory of a whole microbatch is forecast."""
+_MARGIN = 2
+"""How many times the forecast must fit into what is free, to need no probe."""
+_STATE_COPIES = 4
+"""Of the parameters beside them: gradients, DDP's buckets and two moments."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,40 @@ class Probe:
         error = self._error(size, accumulates, with_spare)
         let_go(self.forward.device)
         return error
+
+    def fits_by_far(self, size: int) -> bool:
+        """Return whether memory is so ample on every rank that `size` needs no probe.
+
+        Every rank must call it. Only CUDA counts what a pass takes; whether a forecast
+        was right shows in the first step.
+        """
+        forward = self.forward
+        if forward.device.type != "cuda" or is_sharded(forward.model):
+            return False
+        parameters = sum(part.nbytes for part in forward.model.parameters())
+        activations = self._few_bytes * max(1, size / _FEW)
+        needed = activations + _STATE_COPIES * parameters
+        fits = _MARGIN * needed < free_gpu_bytes(forward.device)
+        return all(self.group.gather(fits))
+
+    @functools.cached_property
+    def _few_bytes(self) -> float:
+        """Memory that a pass of a few samples takes; infinite where it fails.
+
+        The probe explains why.
+        """
+        device = self.forward.device
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        with throwaway(self.forward, dataset=self.dataset):
+            try:
+                for part in self.passes:
+                    with part.alone():
+                        part.loss(self.batch(_FEW)).backward()
+            except Exception as error:
+                logger.debug("memory cannot be forecast: %s", error)
+                return math.inf
+        return torch.cuda.max_memory_allocated(device) - before
 
     def _error(
         self, size: int, accumulates: bool, with_spare: bool
@@ -212,6 +255,8 @@ class _Search:
                 raise torch.OutOfMemoryError(self.too_large)
             return False
         if known_fit is not None and size <= known_fit:
+            return True
+        if self.probe.fits_by_far(size):
             return True
         error, reason = self._probed(size, last)
         self.tell(size, reason is None)
