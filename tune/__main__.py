@@ -18,11 +18,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 from pydantic import Field
 
 from trainers.command_line import leave, run
+from trainers.config.model import Tree
 from trainers.errors import MISSING, ConfigError
 from trainers.lease import InUseError
 from trainers.output import Output
@@ -58,7 +59,7 @@ def sweep(
         str,
         Field(title="SWEEP", description="its file (.yaml) or its directory, or a URI"),
     ],
-    overrides: dict[str, Any],
+    overrides: Tree,
     output: Output,
     *,
     fresh: Annotated[
@@ -142,7 +143,7 @@ def watch(
 
 def plan(
     location: _Sweep,
-    overrides: dict[str, Any],
+    overrides: Tree,
     output: Output,
     *,
     cluster: Annotated[

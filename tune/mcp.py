@@ -24,7 +24,7 @@ from pydantic import Field
 
 from cluster.files.ray_up import load_cluster
 from trainers.command_line import Command
-from trainers.config.model import build
+from trainers.config.model import Tree, build
 from trainers.errors import MISSING, POLICIES, ConfigError, PacelineError, first_line
 from trainers.lease import LEASE
 from trainers.output import as_data
@@ -36,10 +36,10 @@ from tune.sweeps.spec import SweepSpec, is_complete, read_kept, read_saved, read
 from tune.sweeps.steer import named_trial, order_extension, steer
 from tune.sweeps.sweep import pending_extension
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord
+from tune.trials.record import Records
 from tune.watch import Follow, judge
 
-Result = dict[str, Any]
+Result = Tree
 
 _INSTRUCTIONS = """Paceline finds the batch size and the precision with which a PyTorch
 model trains best. Call `validate` and `plan`, then `start`, then `watch` until the sweep
@@ -52,10 +52,10 @@ _LOOK_S = 0.1
 _Sweep = Annotated[str, Field(description="a sweep's file or URI")]
 _Cluster = Annotated[str, Field(description="a cluster's file")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
-_Keys = Annotated[dict[str, Any], Field(description="dotted keys to set")]
+_Keys = Annotated[Tree, Field(description="dotted keys to set")]
 _Trial = Annotated[str, Field(description="a trial's id, or how it begins")]
 _Minutes = Annotated[float | None, Field(gt=0, le=1e9, description="if none has ended")]
-_NO_KEYS: dict[str, Any] = {}
+_NO_KEYS: Tree = {}
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Tools:
         process, _ = self._processes[uri]
         return process.poll() is None
 
-    def _run(self, spec: SweepSpec, location: str, keys: dict[str, Any]) -> Result:
+    def _run(self, spec: SweepSpec, location: str, keys: Tree) -> Result:
         """Take the sweep's budget from the limits; start the sweep unless it runs."""
         self._trials[spec.uri] = _most_trials(spec) or 0
         self._usd += spec.config.budget.usd or 0.0
@@ -243,7 +243,7 @@ def _most_trials(spec: SweepSpec) -> int | None:
     return spec.config.budget.trials if spec.config.around else spec.num_trials
 
 
-def _answer(spec: SweepSpec, records: list[TrialRecord]) -> Result:
+def _answer(spec: SweepSpec, records: Records) -> Result:
     """Return what summary.json holds, for some records, with the interval."""
     found = answer(spec.config, records)
     best = found.best
@@ -263,11 +263,11 @@ def make_server(limits: Limits | None) -> Server[Any]:
     """Return a server of the tools."""
     tools = Tools(limits)
     names = "validate", "plan", "start", "extend", "watch", "stop", "explain", "answer"
-    offered: dict[str, Any] = {name: getattr(tools, name) for name in names}
+    offered: Tree = {name: getattr(tools, name) for name in names}
     models = {name: Command(name, tool).model for name, tool in offered.items()}
     turn = threading.Lock()
 
-    def tell(name: str, given: dict[str, Any]) -> types.CallToolResult:
+    def tell(name: str, given: Tree) -> types.CallToolResult:
         found = None
         try:
             if name not in offered:

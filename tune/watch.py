@@ -44,7 +44,7 @@ from tune.report.write import contents, read_environment, render, source
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
 from tune.trials.journal import Journal, Live, Running, in_order, read_live
-from tune.trials.record import TrialRecord
+from tune.trials.record import Records, TrialRecord
 from tune.trials.steering import Actions
 
 LOOPBACK = "127.0.0.1"
@@ -297,7 +297,7 @@ class Follow:
                 if record is not None:
                     self._records[name] = record
 
-    def _draw(self, records: list[TrialRecord], has_ended: bool) -> None:
+    def _draw(self, records: Records, has_ended: bool) -> None:
         """Draw the report anew if a record is new or the sweep has ended."""
         spec = self._spec
         what = [record.id for record in records], has_ended

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tune.config import SweepConfig
 from tune.sweeps.progress import Terminal, View, render
+from tune.trials.journal import Live, Running
 from tune.trials.record import TrialRecord
 
 
@@ -19,24 +20,21 @@ def config(**keys):
     )
 
 
+def live(*running):
+    return Live("running", 24, 2, list(running))
+
+
 def view(**changes):
     best = TrialRecord(
         "a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1
     )
-    trial = {
-        "trial": "b",
-        "started": time.time() - 12.3,
-        "metrics": {"step": 120, "val_loss": 0.25, "epoch": 3},
-    }
+    config_of_trial = {"global_batch_size": 32, "precision": "bf16"}
+    metrics = {"step": 120, "val_loss": 0.25, "epoch": 3}
+    trial = Running("b", 1, time.time() - 12.3, config_of_trial, metrics)
     known = {
         "config": config(usd_per_hour=60.0, budget={"time_s": 600.0}),
-        "total": 24,
+        "live": live(trial),
         "statuses": {"done": 9, "out_of_memory": 2},
-        "state": {
-            "lanes": [0, 1],
-            "running": {1: trial},
-        },
-        "configs": {"b": {"global_batch_size": 32, "precision": "bf16"}},
         "best": (0.123456, best),
         "spent_s": 90.0,
     }
@@ -51,10 +49,9 @@ def text(shown):
 
 def test_no_name_is_markup_or_moves_the_cursor():
     name = "val_[/red]\x1b[2J"
-    trial = {"trial": "b", "started": time.time(), "metrics": {"step": 1, name: 0.25}}
     record = TrialRecord("a", {"task_args.[/b]\x1b": "[/red]\x1b[2J"}, "done", 0, 1)
-    state = {"lanes": [0], "running": {0: trial}}
-    shown = text(view(state=state, best=(1.0, record), configs={"b": record.config}))
+    trial = Running("b", 0, time.time(), record.config, {"step": 1, name: 0.25})
+    shown = text(view(live=live(trial), best=(1.0, record)))
     assert "\x1b" not in shown
     for words in (
         r"val_[/red]\x1b[2J 0.25",

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ray import cloudpickle
 
 from trainers.causes import failure_of
+from trainers.config.model import Tree
 from trainers.devices.device import peak_memory_bytes
 from trainers.launch.spec import FunctionSpec
 from tune.forks.assignment import Place
@@ -118,7 +119,7 @@ class _TuneSession:
     def __init__(self, utils: ForkUtils) -> None:
         self._utils = utils
 
-    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+    def report(self, metrics: Tree, checkpoint: Any = None) -> None:
         """As Ray\'s."""
         self._utils.report(metrics, checkpoint)
 
@@ -198,7 +199,7 @@ def run_function(
     }
 
 
-def _raised(error: BaseException, rank: int) -> dict[str, Any]:
+def _raised(error: BaseException, rank: int) -> Tree:
     failure = failure_of(error, rank)
     text = "".join(traceback.format_exception(error, limit=-20))
     try:

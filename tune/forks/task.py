@@ -16,6 +16,7 @@ import torch
 
 import trainers.loop.fit  # noqa: F401 (before the fork: all that a run imports)
 from trainers.causes import failure_of
+from trainers.config.model import Tree
 from trainers.context import RunContext
 from trainers.devices.device import (
     device_name,
@@ -68,9 +69,7 @@ class TrialContext(RunContext):
         self.watches = assignment.watches
         self._goes_on = True
 
-    def report(
-        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
-    ) -> None:
+    def report(self, metrics: Tree, checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells of an evaluation, and hears whether the trial should go on."""
         if checkpoint is None:
             check_reported(self.watches, metrics)
@@ -205,12 +204,12 @@ def run_trial(
     }
 
 
-def _failed(error: Exception, context: RunContext) -> dict[str, Any]:
+def _failed(error: Exception, context: RunContext) -> Tree:
     """Return the outcome of what an error has ended."""
     if isinstance(error, PreemptedError):
         return {"status": error.status, "message": str(error)}
     failure = failure_of(error, context.rank)
-    outcome: dict[str, Any] = {
+    outcome: Tree = {
         "status": failure.status,
         "message": failure.message,
         "follows": failure.follows,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from trainers.config.model import Tree
 from trainers.errors import ConfigError, RunFailedError, StorageError
 from trainers.loop.watchdog import GRACE_S
 from trainers.on_ray.cluster import show_life
@@ -179,7 +180,7 @@ class Mailbox:
         self._closed = True
         await self._notify()
 
-    async def watch(self, notes: int = 0) -> dict[str, Any]:
+    async def watch(self, notes: int = 0) -> Tree:
         """Return what the terminal and the metrics show.
 
         Returns:
@@ -312,7 +313,7 @@ class Mailbox:
             return None
         return trial
 
-    async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
+    async def report(self, ticket: str, metrics: Tree) -> bool:
         """Keep an evaluation of a running trial; returns whether the trial should go on.
 
         What a trial reports again after it was started again is not kept twice.
@@ -418,7 +419,7 @@ class Mailbox:
         outcome = {"status": "hung", "message": cause.message, "traceback": stacks}
         await self.end(lane, ticket, outcome)
 
-    async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
+    async def end(self, lane: int, ticket: str, outcome: Tree) -> None:
         """Take the outcome of a trial on its lane, from the first rank that has one.
 
         `smaller` in it: start again with this microbatch; `again`: start again, since
@@ -445,7 +446,7 @@ class Mailbox:
         else:
             await self._finish(trial, {"lane": lane, **outcome})
 
-    def _is_misnamed(self, trial: Submission, outcome: dict[str, Any]) -> bool:
+    def _is_misnamed(self, trial: Submission, outcome: Tree) -> bool:
         """Whether the sweep decides by what no trial reports.
 
         The driver ends it then, and this trial has no result.
@@ -475,7 +476,7 @@ class Mailbox:
         )
         await self._enqueue(trial, first=True)
 
-    async def _start_again(self, trial: Submission, outcome: dict[str, Any]) -> None:
+    async def _start_again(self, trial: Submission, outcome: Tree) -> None:
         """Queue a trial again; with the outcome it ends where it was lost too often."""
         trial.losses += 1
         why = outcome["message"]
@@ -490,7 +491,7 @@ class Mailbox:
             why += f", {trial.losses} times"
         await self._finish(trial, outcome | {"message": why})
 
-    async def _finish(self, trial: Submission, outcome: dict[str, Any]) -> None:
+    async def _finish(self, trial: Submission, outcome: Tree) -> None:
         stopped = self._queue.steering.stopped
         if outcome["status"] == "stopped" and trial.assignment.trial in stopped:
             outcome["message"] = BY_HAND

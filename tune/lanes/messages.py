@@ -6,8 +6,8 @@ import asyncio
 import functools
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
 
+from trainers.config.model import Tree
 from trainers.errors import RunFailedError
 from tune.forks.assignment import Assignment
 from tune.trials.microbatch_bounds import fixed_size, key_of
@@ -37,8 +37,8 @@ def new_ticket(name: str) -> str:
 class Event:
     """A report of a running trial or, where `outcome` is set, its end."""
 
-    metrics: dict[str, Any] = field(default_factory=dict)
-    outcome: dict[str, Any] | None = None
+    metrics: Tree = field(default_factory=dict)
+    outcome: Tree | None = None
 
     @property
     def row(self) -> dict[str, float]:
@@ -77,12 +77,12 @@ class Submission:
         return bool(self.events) and self.events[-1].outcome is not None
 
     @property
-    def outcome(self) -> dict[str, Any]:
+    def outcome(self) -> Tree:
         """How it ended."""
         return self.events[-1].outcome or {}
 
     @property
-    def newest(self) -> dict[str, Any]:
+    def newest(self) -> Tree:
         """Its newest report."""
         reports = [event.metrics for event in self.events if event.outcome is None]
         return reports[-1] if reports else {}

@@ -23,6 +23,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from ray.train.collective import barrier, broadcast_from_rank_zero
 
 from trainers.causes import death_of, forget_kernel_kills
+from trainers.config.model import Tree
 from trainers.config.sections import FailureConfig
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.process import setup_logging
@@ -78,7 +79,7 @@ class FunctionContext(TrainContext):
 
     def report(
         self,
-        metrics: dict[str, Any],
+        metrics: Tree,
         checkpoint: Any = None,
         name: Any = None,
         mode: Any = None,
@@ -187,8 +188,8 @@ class FunctionTrial:
         zygote: Zygote,
         place: Place,
         files: list[int],
-        serve: Callable[[Fork, Any], dict[str, Any]],
-    ) -> dict[str, Any]:
+        serve: Callable[[Fork, Any], Tree],
+    ) -> Tree:
         """Run it; `serve` answers what its process asks.
 
         Returns:
@@ -280,7 +281,7 @@ class Asked(WorkerContext):
         self._used: dict[str, float] = {}
         """What this rank has used so far: the least that all ranks will have."""
 
-    def report(self, metrics: dict[str, Any]) -> bool:  # type: ignore[override] # the process has decided who tells
+    def report(self, metrics: Tree) -> bool:  # type: ignore[override] # the process has decided who tells
         """Tell the mailbox of an evaluation; returns whether the trial should go on."""
         told = metrics | self._used
         goes_on: bool = self._lane.tell("report", self._assignment.ticket, told)
@@ -441,16 +442,14 @@ class Lane:
         own: Any = ray.get_runtime_context().current_actor
         own.execute.options(name=f"{self._shown}: trial {trial}").remote(int)
 
-    def _fork(
-        self, assignment: Assignment, place: Place, files: list[int]
-    ) -> dict[str, Any]:
+    def _fork(self, assignment: Assignment, place: Place, files: list[int]) -> Tree:
         """Run a trial in a process; returns its outcome."""
 
-        def serve(fork: Fork, asked: Any) -> dict[str, Any]:
+        def serve(fork: Fork, asked: Any) -> Tree:
             default_s = FailureConfig().hang_timeout_s
             failure = assignment.tree.get("failure", {})
             hang_timeout_s = failure.get("hang_timeout_s", default_s)
-            outcome: dict[str, Any] = fork.serve(
+            outcome: Tree = fork.serve(
                 asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s
             )
             return outcome
@@ -484,7 +483,7 @@ class Lane:
             pass
 
 
-def _death(death: NoOutcomeError, rank: int) -> dict[str, Any]:
+def _death(death: NoOutcomeError, rank: int) -> Tree:
     """Return the outcome of a trial whose process has ended without one."""
     if death.code == HUNG_EXIT_CODE:
         return {"status": "hung", "message": f"rank {rank} made no step"}

@@ -26,6 +26,7 @@ import ray.train
 import ray.train.collective
 from ray.util.queue import Empty
 
+from trainers.config.model import Tree
 from trainers.on_ray.internals import accepted, actor_record
 from trainers.on_ray.worker_group import listen, own_gpu
 from tune.forks.assignment import Place
@@ -207,9 +208,7 @@ def shape_of(
     )
 
 
-def worker_options(
-    resources: Sequence[tuple[str, float]], runtime_env: str
-) -> dict[str, Any]:
+def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> Tree:
     """Return how Ray starts a worker's actor."""
     return {
         "runtime_env": json.loads(runtime_env),
@@ -300,7 +299,7 @@ class LaneGroup(WorkerGroup):
         return list(self._assign_worker_ranks(workers))
 
     def _init_train_context_on_workers(
-        self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]
+        self, workers: list[Worker], sync_actor: Any, given: Tree
     ) -> None:
         context = {
             "train_run_context": self._train_run_context,

@@ -13,6 +13,7 @@ import ray
 import ray.train
 from ray import cloudpickle
 
+from trainers.config.model import Tree
 from tune.forks.child import Channel, TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
@@ -35,7 +36,7 @@ class Run:
     """Pickled: the training function with its configuration, a callable without
     arguments.
     """
-    given: dict[str, Any]
+    given: Tree
     """The other arguments of the TorchTrainer."""
     backend: str
     timeout_s: float
@@ -50,7 +51,7 @@ class DriverSession:
     def __getattr__(self, name: str) -> Any:
         return self.ask("attribute", name)
 
-    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+    def report(self, metrics: Tree, checkpoint: Any = None) -> None:
         """As Tune's."""
         self.ask("report", metrics, checkpoint=checkpoint)
 
@@ -65,7 +66,7 @@ class Reports:
         return reports_of_trial, ()
 
 
-def run_driver(channel: Channel, driver: bytes, config: dict[str, Any]) -> Any:
+def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     """Call a pickled driver with a trial's configuration; returns what it returns."""
     from tune.forks.function import as_new_process
 
@@ -97,7 +98,7 @@ class Asked:
         """What Tune's session has by a name."""
         return getattr(get_session(), name)
 
-    def report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
+    def report(self, metrics: Tree, checkpoint: Any) -> None:
         """As Tune's.
 
         Raises:

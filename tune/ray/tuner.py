@@ -20,6 +20,7 @@ from ray.tune.schedulers import (
 )
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
+from trainers.config.model import Tree
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import beside_driver
@@ -54,7 +55,7 @@ _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
 """What Tune reserves for a trial, which waits for its lane; it refuses nothing at all."""
 
 
-def in_lanes(driver: Callable[[dict[str, Any]], Any], pool: str) -> Any:
+def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
     """Return what Tune runs for a trial: the driver in a fork, its trainers in lanes.
 
     Args:
@@ -63,7 +64,7 @@ def in_lanes(driver: Callable[[dict[str, Any]], Any], pool: str) -> Any:
     """
     packed = cloudpickle.dumps(driver)
 
-    def run(config: dict[str, Any]) -> Any:
+    def run(config: Tree) -> Any:
         lanes: Any = ray.get_actor(pool)
         actor = str(ray.get_runtime_context().get_actor_id())
         os.environ.setdefault(
@@ -120,7 +121,7 @@ class Tuner(tune.Tuner):
         self,
         trainable: Any = None,
         *,
-        param_space: dict[str, Any] | None = None,
+        param_space: Tree | None = None,
         tune_config: tune.TuneConfig | None = None,
         run_config: tune.RunConfig | None = None,
         **given: Any,
@@ -198,7 +199,7 @@ class Tuner(tune.Tuner):
             ray.kill(pool)
 
 
-def likely_shape(driver: Callable[[dict[str, Any]], Any]) -> Shape | None:
+def likely_shape(driver: Callable[[Tree], Any]) -> Shape | None:
     """Guess the workers of a driver's first trial; None where the trial has to say."""
     try:
         return shape_of(ray.train.ScalingConfig(**likely_scaling(driver)))

@@ -6,19 +6,15 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from trainers.config.function import BATCH_KEYS
 from trainers.config.sections import direction_of
 from trainers.errors import POLICIES, counted
 from trainers.measure.figures import student_t
-from tune.config import (
-    MEASURED,
-    TO_TARGET,
-    Objective,
-    SweepConfig,
-    sample_values,
-)
+from tune.config import MEASURED, TO_TARGET, Objective, SweepConfig, sample_values
 from tune.report.words import (
+    Trials,
     amount,
     capitalized,
     duration,
@@ -30,7 +26,6 @@ from tune.report.words import (
     shown,
     span,
     target,
-    telling,
 )
 from tune.search.finalists import (
     LEVEL,
@@ -43,7 +38,14 @@ from tune.search.finalists import (
     told_apart,
 )
 from tune.search.space import is_inside, scores_of
-from tune.trials.record import EQUAL, Interval, TrialRecord, trial_id, value_of
+from tune.trials.record import (
+    EQUAL,
+    Interval,
+    Records,
+    TrialRecord,
+    trial_id,
+    value_of,
+)
 
 _BUSY = 0.25
 _TELLING = 10.0
@@ -58,13 +60,17 @@ _UNITS = {
 """What follows the value of a metric that its unit tells."""
 
 
+Run = tuple[float, TrialRecord]
+"""A trial, after its value of the objective."""
+
+
 @dataclass(frozen=True)
 class Configuration:
     """What its seeds say of a configuration: a seed is a repeat, never a choice."""
 
     record: TrialRecord
     """The run whose value is the median, without its seed."""
-    runs: list[tuple[float, TrialRecord]]
+    runs: list[Run]
     """Those with a value of the objective, best first."""
     mean: Interval
     """Of the objective, with the 95 % interval; the spread is pooled over all
@@ -83,9 +89,7 @@ def without_seed(record: TrialRecord) -> TrialRecord:
 
 
 def by_configuration(
-    objective: Objective,
-    ranked: Sequence[tuple[float, TrialRecord]],
-    records: Sequence[TrialRecord],
+    objective: Objective, ranked: Sequence[Run], records: Records
 ) -> list[Configuration]:
     """Return the configurations, best mean first; those that miss a value come last.
 
@@ -97,22 +101,21 @@ def by_configuration(
     are geometric.
     """
     first = _first_runs(records)
-    tried = Counter(_key(record) for record in first.values())
-    groups: dict[str, list[tuple[float, TrialRecord]]] = {}
+    groups: dict[str, list[Run]] = {}
     for value, record in ranked:
         if record.id in first:
             groups.setdefault(_key(record), []).append((value, record))
     if not groups:
         return []
+    missed = Counter(_key(record) for record in first.values())
     is_ratio = objective.metric in MEASURED and all(value > 0 for value, _ in ranked)
     scale, unscale = (math.log, math.exp) if is_ratio else (float, float)
     means = {}
-    missed = {}
     squares = 0.0
     for key, runs in groups.items():
         values = [scale(value) for value, _ in runs]
         means[key] = statistics.fmean(values)
-        missed[key] = tried[key] - len(runs)
+        missed[key] -= len(runs)
         squares += sum((value - means[key]) ** 2 for value in values)
     sign = 1 if objective.direction == "min" else -1
     order = sorted(groups, key=lambda key: (missed[key] > 0, sign * means[key]))
@@ -131,16 +134,15 @@ def by_configuration(
             gap = sign * (means[key] - means[best])
             is_close = gap <= student_t(num_free, level) * error
             is_equal = is_close and missed[key] == missed[best]
-        low = unscale(means[key] - half)
-        mean = Interval(unscale(means[key]), low, unscale(means[key] + half))
+        ends = (means[key], means[key] - half, means[key] + half)
+        mean = Interval(*map(unscale, ends))
         _, median = runs[(len(runs) - 1) // 2]
-        found.append(
-            Configuration(without_seed(median), runs, mean, missed[key], is_equal)
-        )
+        record = without_seed(median)
+        found.append(Configuration(record, runs, mean, missed[key], is_equal))
     return found
 
 
-def _first_runs(records: Sequence[TrialRecord]) -> dict[str, TrialRecord]:
+def _first_runs(records: Records) -> dict[str, TrialRecord]:
     """Return the records that count, by id: the first one of each trial."""
     first: dict[str, TrialRecord] = {}
     for record in records:
@@ -168,28 +170,8 @@ class Doubt:
         return f"{self.what}. Settled by {self.settled_by}."
 
 
-def doubts(
-    config: SweepConfig,
-    records: Sequence[TrialRecord],
-    found: Sequence[Final],
-    most_ahead: float | None,
-) -> list[Doubt]:
-    """Return what is in doubt: the order, then the machine while this was measured."""
-    kinds = (
-        _once(config, records, found, most_ahead),
-        _one_seed(config, records),
-        _by_hand(config, records),
-        _disturbed(config, records),
-        _busy(records),
-    )
-    return [doubt for doubt in kinds if doubt is not None]
-
-
 def _once(
-    config: SweepConfig,
-    records: Sequence[TrialRecord],
-    found: Sequence[Final],
-    most_ahead: float | None,
+    trials: Trials, found: Sequence[Final], most_ahead: float | None
 ) -> Doubt | None:
     """Doubt the order where configurations ran once and may be faster."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
@@ -197,82 +179,74 @@ def _once(
     how_much = "faster by an amount that nothing limits"
     if most_ahead <= _TELLING:
         how_much = f"up to {number(most_ahead, 2)} times as fast (95 % confidence)"
-    repeated = [final.record.id for final in found]
-    rest = [record for record in rivals(config, records) if record.id not in repeated]
+    what = f"another trial may be {how_much}"
     if not found:
-        return Doubt(
-            f"One run each: another trial may be {how_much}",
-            "repeats (`finalists: 2` or more)",
-        )
+        return Doubt(f"One run each: {what}", "repeats (`finalists: 2` or more)")
+    repeated = [final.record.id for final in found]
+    rest = []
+    for record in rivals(trials.config, trials.records):
+        if record.id not in repeated:
+            rest.append(trials.name(record))
     if not rest:
-        return Doubt(
-            f"Another trial may be {how_much}",
-            "more repeats, for which a longer search leaves time",
-        )
-    names = telling(config, records)
-    who = listed([in_words(names, record) for record in rest])
+        more = "more repeats, for which a longer search leaves time"
+        return Doubt(f"Another trial may be {how_much}", more)
+    who = printable(capitalized(listed(rest)))
     wanted = min(MOST_FINALISTS, len(repeated) + len(rest))
-    return Doubt(
-        f"{printable(capitalized(who))} ran once: another trial may be {how_much}",
-        f"`finalists: {wanted}`",
-    )
+    return Doubt(f"{who} ran once: {what}", f"`finalists: {wanted}`")
 
 
-def _one_seed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+def _one_seed(trials: Trials) -> Doubt | None:
     """Doubt figures that differ between seeds, of one run each."""
-    is_measured = config.objective.metric in MEASURED
-    is_compared = sum(record.finished for record in records) > 1
-    if is_measured or "seed" in config.space or not is_compared:
+    is_measured = trials.objective.metric in MEASURED
+    is_compared = sum(record.finished for record in trials.records) > 1
+    if is_measured or "seed" in trials.config.space or not is_compared:
         return None
-    return Doubt(
-        "One seed each: another may change the order", "`seed: [0, 1, 2]` in the space"
-    )
+    what = "One seed each: another may change the order"
+    return Doubt(what, "`seed: [0, 1, 2]` in the space")
 
 
-def _by_hand(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
+def _by_hand(trials: Trials) -> Doubt | None:
     """Doubt trials that a user has stopped, and that no clone replaces."""
-    ended = {trial_id(record.config) for record in records if not record.is_censored}
-    names = telling(config, records)
-    stopped = [
-        in_words(names, record)
-        for record in records
-        if record.is_censored and trial_id(record.config) not in ended
-    ]
-    if not stopped:
+    stopped = {}
+    ended = set()
+    for record in trials.records:
+        name = trial_id(record.config)
+        if record.is_censored:
+            stopped[record.id] = name, trials.name(record)
+        else:
+            ended.add(name)
+    names = [words for name, words in stopped.values() if name not in ended]
+    if not names:
         return None
-    who = printable(capitalized(listed(stopped)))
-    if len(stopped) == 1:
+    who = printable(capitalized(listed(names)))
+    what = f"{who} were stopped by hand: how good they would have been is open"
+    if len(names) == 1:
         what = f"{who} was stopped by hand: how good it would have been is open"
-    else:
-        what = f"{who} were stopped by hand: how good they would have been is open"
     return Doubt(what, "a clone (`python -m tune steer SWEEP clone TRIAL`)")
 
 
-def _disturbed(config: SweepConfig, records: Sequence[TrialRecord]) -> Doubt | None:
-    disturbed = [record for record in records if record.disturbed_s]
+def _disturbed(trials: Trials) -> Doubt | None:
+    lost = [(record.disturbed_s or 0.0, record) for record in trials.records]
+    disturbed = [pair for pair in lost if pair[0]]
     if not disturbed:
         return None
-    worst = max(disturbed, key=lambda record: record.disturbed_s or 0.0)
-    who = printable(in_words(telling(config, records), worst))
-    longest = duration(worst.disturbed_s or 0.0)
-    what = f"{counted(len(disturbed), 'trial')} stood still or had no processor, for up to {longest} ({who})"
+    longest_s, worst = max(disturbed, key=itemgetter(0))
+    who = printable(trials.name(worst))
+    what = f"{counted(len(disturbed), 'trial')} stood still or had no processor, for up to {duration(longest_s)} ({who})"
     return Doubt(f"{what}: samples/s leave that out", "a machine without other work")
 
 
-def _busy(records: Sequence[TrialRecord]) -> Doubt | None:
-    waits = {"trials": pressure(records), "repeats": pressure(records, repeats=True)}
-    shares = [
-        f"{who} {share:.0%}"
-        for who, share in waits.items()
-        if share is not None and share > _BUSY
-    ]
+def _busy(trials: Trials) -> Doubt | None:
+    shares = []
+    for purpose in ("trial", "repeat"):
+        share = pressure(trials.records, purpose == "repeat")
+        if share is not None and share > _BUSY:
+            shares.append(f"{purpose}s {share:.0%}")
     if not shares:
         return None
     time = f"{', '.join(shares)} of their time"
-    return Doubt(
-        f"Work on the nodes waited for a processor ({time}): times are those of a busy machine",
-        "`lanes: 1`, or a machine without other work",
-    )
+    what = f"Work on the nodes waited for a processor ({time}): times are those of a busy machine"
+    return Doubt(what, "`lanes: 1`, or a machine without other work")
 
 
 @dataclass(frozen=True)
@@ -336,40 +310,40 @@ class _Place:
     """
 
 
-def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
+def answer(config: SweepConfig, records: Records) -> Answer:
     """Rank the trials by the objective, and say the outcome.
 
     Repeats decide where finalists were repeated, the mean over its seeds where the
     space has a `seed`, and else one run each.
     """
     objective = config.objective
+    trials = Trials(config, records)
     ranked = _ranked(objective, records)
     found = finals(config, records)
+    ranking = [record for _, record in ranked]
     if "seed" in config.space:
         configurations = by_configuration(objective, ranked, records)
         ranking = []
         for configuration in configurations:
             ranking += [record for _, record in configuration.runs]
-        places = _places_of_seeds(objective, configurations)
+        places = _places_of_seeds(objective.metric, configurations)
     elif found:
-        finalists = [final.record for final in found]
-        ids = {record.id for record in finalists}
-        ranking = finalists + [record for _, record in ranked if record.id not in ids]
+        ranking = [final.record for final in found]
+        ids = {record.id for record in ranking}
+        ranking += [record for _, record in ranked if record.id not in ids]
         places = _places_of_finals(found)
     else:
-        ranking = [record for _, record in ranked]
-        places = _places_of_runs(objective, ranked)
-    best = None
+        places = _places_of_runs(objective.metric, ranked)
     value = None
     if places:
-        best = places[0].record
-        value = places[0].value
-        ranking[0] = best
-        line = _line(config, records, places)
+        best = places[0]
+        ranking[0] = best.record
+        value = best.value
+        line = _line(trials, places)
         if found and objective.metric == "usd_to_target":
-            value = _usd(best, value)
+            value = _usd(best.record, value)
     else:
-        line = _why_none(config, records)
+        line = f"There is no best trial: {_why_none(trials)}."
     ahead = None
     if objective.metric in TO_TARGET and len(ranking) > 1:
         ahead = most_ahead(records, found)
@@ -377,70 +351,70 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
     repeated = {final.record.id for final in found}
     as_good = {record.id for record in [*ranking[:1], *equal]}
     as_good |= {record.id for record in rivals(config, records)} - repeated
+    # The order, then the machine while this was measured.
+    doubts = [
+        _once(trials, found, ahead),
+        _one_seed(trials),
+        _by_hand(trials),
+        _disturbed(trials),
+        _busy(trials),
+    ]
     return Answer(
         ranking,
         found,
         value,
         equal,
         printable(line),
-        printable(_fastest(config, records, best, found)),
-        printable(largest_size(config, records, as_good)),
-        doubts(config, records, found, ahead),
+        printable(_fastest(trials, ranking[0] if places else None, found)),
+        printable(largest_size(trials, as_good)),
+        [doubt for doubt in doubts if doubt is not None],
         ahead,
     )
 
 
-def _ranked(
-    objective: Objective, records: list[TrialRecord]
-) -> list[tuple[float, TrialRecord]]:
+def _ranked(objective: Objective, records: Records) -> list[Run]:
     """Return the trials that have a value of the objective, best first."""
     found = []
     for record in records:
         value = value_of(objective.metric, record)
         if value is not None and record.purpose != "repeat":
             found.append((value, record))
-    is_max = objective.direction == "max"
-    return sorted(found, key=lambda pair: pair[0], reverse=is_max)
+    found.sort(key=itemgetter(0), reverse=objective.direction == "max")
+    return found
 
 
-def _places_of_runs(
-    objective: Objective, ranked: Sequence[tuple[float, TrialRecord]]
-) -> list[_Place]:
+def _places_of_runs(metric: str, ranked: Sequence[Run]) -> list[_Place]:
     """Return the places by one run each."""
-    if not ranked:
-        return []
-    best_value, best = ranked[0]
     places = []
     for value, record in ranked:
-        margin = _margin(objective.metric, best_value, value)
-        is_clear = margin is not None and record is not best
-        if objective.metric in TO_TARGET:
-            is_clear = record is not best and told_apart(best, record)
-        elif objective.metric == "samples_per_s":
+        best_value, best = ranked[0]
+        margin = _margin(metric, best_value, value)
+        is_clear = margin is not None
+        if metric in TO_TARGET:
+            is_clear = told_apart(best, record)
+        elif metric == "samples_per_s":
             is_clear = is_clear and _is_faster(best, record)
-        places.append(_Place(record, value, "one run", not is_clear, margin or ""))
+        is_equal = record is best or not is_clear
+        places.append(_Place(record, value, "one run", is_equal, margin or ""))
     return places
 
 
 def _places_of_seeds(
-    objective: Objective, configurations: Sequence[Configuration]
+    metric: str, configurations: Sequence[Configuration]
 ) -> list[_Place]:
     """Return the places by the means over seeds."""
     places = []
-    for configuration in configurations:
-        mean = configuration.mean
-        runs = "one seed"
-        if len(configuration.runs) > 1:
-            runs = f"{len(configuration.runs)} seeds"
-        if configuration.num_missed:
-            runs += f", {configuration.num_missed} more without a value"
+    for found in configurations:
+        mean = found.mean
+        num_runs = len(found.runs)
+        runs = f"{num_runs} seeds" if num_runs > 1 else "one seed"
+        if found.num_missed:
+            runs += f", {found.num_missed} more without a value"
         if mean.low < mean.high:
-            runs = f"{_between(objective.metric, mean)}, {runs}"
-        margin = _margin(objective.metric, configurations[0].mean.value, mean.value)
-        is_equal = configuration.is_equal or margin is None
-        places.append(
-            _Place(configuration.record, mean.value, runs, is_equal, margin or "")
-        )
+            runs = f"{_between(metric, mean)}, {runs}"
+        margin = _margin(metric, configurations[0].mean.value, mean.value)
+        is_equal = found.is_equal or margin is None
+        places.append(_Place(found.record, mean.value, runs, is_equal, margin or ""))
     return places
 
 
@@ -456,32 +430,35 @@ def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
         if math.isfinite(final.ratio.high):
             interval = f"{low} to {number(final.ratio.high, 2)}"
         margin = f"{number(final.ratio.value, 3)} times ({interval}) faster than"
-        places.append(
-            _Place(final.record, final.time_s.value, runs, final.equal, margin)
-        )
+        time_s = final.time_s.value
+        places.append(_Place(final.record, time_s, runs, final.equal, margin))
     return places
 
 
-def _line(
-    config: SweepConfig, records: Sequence[TrialRecord], places: Sequence[_Place]
-) -> str:
+def _line(trials: Trials, places: Sequence[_Place]) -> str:
     """Return the answer."""
-    names = telling(config, records)
-    names.pop("seed", None)
     first, *others = places
-    name = capitalized(in_words(names, first.record))
-    head = f"{name}: {_achieved(config.objective, first)} ({first.runs})"
-    if not others and len(records) == 1:
+    name = capitalized(_without_seed(trials, first.record))
+    head = f"{name}: {_achieved(trials.objective, first)} ({first.runs})"
+    if not others and len(trials.records) == 1:
         return f"{head}; it is the only trial."
     if not others:
         return f"{head}; nothing else has a value to compare."
-    tied = [in_words(names, place.record) for place in _tied(places)]
-    equal = [name.removeprefix("batch ") for name in tied]
+    equal = []
+    for place in _tied(places):
+        name = _without_seed(trials, place.record)
+        equal.append(name.removeprefix("batch "))
     if not equal:
-        next_ = in_words(names, others[0].record)
-        return f"{head}, {others[0].margin} the next, {next_}."
+        following = _without_seed(trials, others[0].record)
+        return f"{head}, {others[0].margin} the next, {following}."
     verb = "is" if len(equal) == 1 else "are"
     return f"{head}; {listed(equal)} {verb} as good."
+
+
+def _without_seed(trials: Trials, record: TrialRecord) -> str:
+    """Return a configuration in words, whatever its seed."""
+    names = {key: name for key, name in trials.telling.items() if key != "seed"}
+    return in_words(names, record)
 
 
 def _tied(places: Sequence[_Place]) -> list[_Place]:
@@ -565,38 +542,34 @@ def _margin(metric: str, value: float, other: float) -> str | None:
     return f"{number(high / low, digits)} times {words} than"
 
 
-def _why_none(config: SweepConfig, records: Sequence[TrialRecord]) -> str:
+def _why_none(trials: Trials) -> str:
     """Return why no trial has a value of the objective."""
-    finished = [record for record in records if record.finished]
-    metric = config.objective.metric
+    finished = [record for record in trials.records if record.finished]
+    metric = trials.objective.metric
     reported = metric_names(finished)
-    if not records:
-        why = "none has run"
-    elif not finished:
-        why = _none_finished(records)
-    elif metric in reported:
-        why = f"no finished one has a {metric} that is a finite number"
-    elif metric != "time_to_target":
-        names = ", ".join(reported) or "none"
-        why = f"no finished one has a {metric} (metrics reported: {names})"
-    else:
-        why = _none_reached(config, records, finished)
-    return f"There is no best trial: {why}."
+    if not trials.records:
+        return "none has run"
+    if not finished:
+        return _none_finished(trials.records)
+    if metric in reported:
+        return f"no finished one has a {metric} that is a finite number"
+    if metric == "time_to_target":
+        return _none_reached(trials, finished)
+    names = ", ".join(reported) or "none"
+    return f"no finished one has a {metric} (metrics reported: {names})"
 
 
-def _none_finished(records: Sequence[TrialRecord]) -> str:
+def _none_finished(records: Records) -> str:
     counts = Counter(record.status for record in records).most_common()
     ended = ", ".join(f"{count} {status}" for status, count in counts)
     status, _ = counts[0]
     return f"none finished ({ended}). For {status}: {POLICIES[status].advice}"
 
 
-def _none_reached(
-    config: SweepConfig, records: Sequence[TrialRecord], finished: Sequence[TrialRecord]
-) -> str:
-    goal = config.objective.goal
+def _none_reached(trials: Trials, finished: Records) -> str:
+    goal = trials.objective.goal
     assert goal is not None  # of a time to target
-    text = f"no finished one reached {target(config.objective)}"
+    text = f"no finished one reached {target(trials.objective)}"
     values = []
     for record in finished:
         for row in (*record.curve, record.metrics):
@@ -605,25 +578,19 @@ def _none_reached(
                 values.append((value, record))
     if not values:
         return f"{text}, and none reported {goal.metric}"
-    pick = min if goal.mode == "min" else max
-    value, closest = pick(values, key=lambda pair: pair[0])
-    who = in_words(telling(config, records), closest)
-    return f"{text}; the closest, {who}, came to {number(value, 4)}"
+    values.sort(key=itemgetter(0), reverse=goal.mode == "max")
+    value, closest = values[0]
+    return f"{text}; the closest, {trials.name(closest)}, came to {number(value, 4)}"
 
 
-def _fastest(
-    config: SweepConfig,
-    records: list[TrialRecord],
-    best: TrialRecord | None,
-    found: list[Final],
-) -> str:
+def _fastest(trials: Trials, best: TrialRecord | None, found: Sequence[Final]) -> str:
     """Return a sentence on the highest throughput.
 
     Returns:
         "" where the best trial is about as fast.
     """
-    objective = config.objective
-    ranked = _ranked(Objective(metric="samples_per_s"), records)
+    objective = trials.objective
+    ranked = _ranked(Objective(metric="samples_per_s"), trials.records)
     if not ranked or objective.metric == "samples_per_s":
         return ""
     rate, fastest = ranked[0]
@@ -631,11 +598,10 @@ def _fastest(
         is_best = without_seed(fastest).config == best.config
         if is_best or (best.samples_per_s and not _is_faster(fastest, best)):
             return ""
-    names = telling(config, records)
-    names.pop("seed", None)
     width = _half_width(fastest)
     spread = f" (+-{width:.1%})" if width else ""
-    who = f"{in_words(names, fastest)}, {amount('samples_per_s', rate)}{spread}"
+    name = _without_seed(trials, fastest)
+    who = f"{name}, {amount('samples_per_s', rate)}{spread}"
     return f"Highest throughput: {who}; it {_needed(objective, fastest, found)}."
 
 
@@ -655,9 +621,7 @@ def _needed(objective: Objective, record: TrialRecord, found: Sequence[Final]) -
     return f"needs {span(record.missed_target_s, value)}"
 
 
-def largest_size(
-    config: SweepConfig, records: Sequence[TrialRecord], as_good: Collection[str]
-) -> str:
+def largest_size(trials: Trials, as_good: Collection[str]) -> str:
     """Say whether the largest batch size lost to its learning rate or to itself.
 
     `as_good` are the ids of the best trial, and of those that are as good.
@@ -665,22 +629,25 @@ def largest_size(
     Returns:
         A sentence; "" where no rate was searched around, or the size was not tried.
     """
+    config = trials.config
     sizes = [key for key in BATCH_KEYS if isinstance(config.space.get(key), list)]
     if not sizes or config.around is None or not as_good:
         return ""
     size = max(sample_values(config.space[sizes[0]]))
-    searched = [record for record in records if record.purpose == "trial"]
-    tried = [record for record in searched if record.config.get(sizes[0]) == size]
+    tried = []
+    for record in trials.records:
+        if record.purpose == "trial" and record.config.get(sizes[0]) == size:
+            tried.append(record)
     if not tried:
         return ""
-    scores = scores_of(config.objective, tried)
+    scores = scores_of(trials.objective, tried)
     best = min(tried, key=lambda record: scores[record.id])
-    rate = telling(config, records).get(config.around, config.around)
+    rate = trials.telling.get(config.around, config.around)
     own = f"with its best, {rate} {shown(best.config[config.around])}"
     if not is_inside(config, tried, best.config):
         return f"Whether the largest batch, {size}, lost to its rate or to itself is not known: {own}, none was tried beyond."
     if best.id not in as_good:
-        has = _needed(config.objective, best, [])
+        has = _needed(trials.objective, best, [])
         return f"The largest batch, {size}, lost to itself, not to its rate: {own}, it {has}."
     start = shown(sample_values(config.space[config.around])[0])
     return f"The largest batch, {size}, is as good as the best {own}; the rule's is {start}."

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
@@ -12,19 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from trainers.errors import counted
-from tune.config import SweepConfig
+from tune.config import Objective, SweepConfig
 from tune.report.answer import Answer
 from tune.report.words import (
+    Trials,
     amount,
     duration,
-    labels,
     metric_names,
     number,
     printable,
     shown,
     span,
 )
-from tune.trials.record import TrialRecord, trial_id
+from tune.trials.record import Records, TrialRecord, trial_id
 
 _MOST_ROWS = 40
 _MEASURING = Console(width=10**4)
@@ -53,7 +54,7 @@ class Column:
 
 def table(
     config: SweepConfig,
-    records: list[TrialRecord],
+    records: Records,
     answer: Answer,
     width: int | None = None,
 ) -> Table:
@@ -73,17 +74,18 @@ def table(
     if answer.best is not None:
         notes.append(f"* best by {printable(config.objective.metric)}")
     if left_out:
-        notes.append(
-            f"the best {len(rows)} of {len(records):,} rows; report.html has all"
-        )
+        words = f"of {len(records):,} rows; report.html has all"
+        notes.append(f"the best {len(rows)} {words}")
     title = _title(config.name, records)
     found = columns(config, rows)
-    dispensable = _least_telling(config, found)
+    dispensable = _least_telling(config.objective, found)
+    rows = best_first(rows, answer)
     hidden: list[str] = []
-    ordered = best_first(rows, answer)
     while True:
-        note = [f"not shown for want of room: {', '.join(hidden)}"] if hidden else []
-        drawn = _draw(title, [*notes, *note], found, ordered, answer)
+        said = list(notes)
+        if hidden:
+            said.append(f"not shown for want of room: {', '.join(hidden)}")
+        drawn = _draw(title, said, found, rows, answer.best)
         is_wide = width is not None and _MEASURING.measure(drawn).minimum > width
         if not is_wide or not dispensable:
             return drawn
@@ -92,7 +94,7 @@ def table(
         hidden.append(least.header)
 
 
-def _title(name: str, records: Sequence[TrialRecord]) -> str:
+def _title(name: str, records: Records) -> str:
     counts = Counter(record.purpose for record in records)
     said = []
     for purpose in ("trial", "clone", "repeat"):
@@ -105,8 +107,8 @@ def _draw(
     title: str,
     notes: Sequence[str],
     found: Sequence[Column],
-    rows: Sequence[TrialRecord],
-    answer: Answer,
+    rows: Records,
+    best: TrialRecord | None,
 ) -> Table:
     result = Table(box=SIMPLE, show_edge=False, padding=0, title=title)
     if notes:
@@ -125,16 +127,16 @@ def _draw(
     for record in rows:
         cells = [column.cells[record.id] for column in found]
         style = "" if record.finished else "dim"
-        if answer.best is not None and record.id == answer.best.id:
+        if best is not None and record.id == best.id:
             cells[0] = f"* {cells[0]}"
             style = "bold green"
         result.add_row(*map(Text, cells), style=style)
     return result
 
 
-def _least_telling(config: SweepConfig, found: Sequence[Column]) -> list[Column]:
+def _least_telling(objective: Objective, found: Sequence[Column]) -> list[Column]:
     """Return the columns that a narrow table can do without, the least telling first."""
-    wanted = {"time to target", *config.objective.watched}
+    wanted = {"time to target", *objective.watched}
     figures = {}
     for column in found:
         if column.is_figure and column.header not in wanted:
@@ -153,7 +155,7 @@ def as_html(*shown: RenderableType) -> str:
     return console.export_html(inline_styles=True, code_format=frame)
 
 
-def best_first(records: list[TrialRecord], answer: Answer) -> list[TrialRecord]:
+def best_first(records: Records, answer: Answer) -> list[TrialRecord]:
     """Return the trials in the answer's order, each followed by its repeats.
 
     Those without a value of the objective come last, in the order of the records.
@@ -172,7 +174,7 @@ def best_first(records: list[TrialRecord], answer: Answer) -> list[TrialRecord]:
     return sorted(records, key=place)
 
 
-def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
+def columns(config: SweepConfig, records: Records) -> list[Column]:
     """Return the table's columns; the objective is one of them."""
     found = [*_settings(config, records), *_measured(records)]
     taken = {"id", "time to target", *(column.header for column in found)}
@@ -190,36 +192,27 @@ def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     return found
 
 
-def _settings(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
+def _settings(config: SweepConfig, records: Records) -> list[Column]:
     """Return the columns that say what a trial is, and how it ended."""
     found = []
-    for key, label in labels(config, records).items():
+    for key, label in Trials(config, records).labels.items():
         cells = {record.id: shown(record.config.get(key)) for record in records}
         found.append(Column(label, False, cells))
+    runs = {}
+    statuses = {}
+    for record in records:
+        seed = "" if record.seed is None else f", seed {record.seed}"
+        runs[record.id] = f"{record.purpose}{seed}"
+        statuses[record.id] = str(record.status)
     if any(record.purpose != "trial" for record in records):
-        runs = {}
-        for record in records:
-            seed = "" if record.seed is None else f", seed {record.seed}"
-            runs[record.id] = record.purpose + seed
         found.append(Column("run", False, runs))
-    statuses = {record.id: str(record.status) for record in records}
     return [*found, Column("status", False, statuses)]
 
 
-def _measured(records: list[TrialRecord]) -> list[Column]:
+def _measured(records: Records) -> list[Column]:
     """Return the columns that say what a trial used, and how fast it was."""
-    forms: dict[str, tuple[str, Callable[[float], str]]] = {
-        "samples_per_s": ("samples/s", _four_digits),
-        "step_time_s": ("step time, ms", lambda value: number(value * 1e3, 3)),
-        "peak_memory_bytes": (
-            "peak memory",
-            lambda value: amount("peak_memory_bytes", value),
-        ),
-        "disturbed_s": ("disturbed", duration),
-        "energy_j": ("energy", lambda value: amount("energy_j", value)),
-    }
     found = []
-    for name, (header, form) in forms.items():
+    for name, (header, form) in _FORMS.items():
         values = [getattr(record, name) for record in records]
         is_rare = name in ("disturbed_s", "energy_j")
         if not is_rare or any(value is not None for value in values):
@@ -227,7 +220,7 @@ def _measured(records: list[TrialRecord]) -> list[Column]:
     return found
 
 
-def _times(records: list[TrialRecord]) -> Column:
+def _times(records: Records) -> Column:
     times = [record.time_to_target_s for record in records]
     column = _figure("time to target", records, times, duration)
     for record in records:
@@ -239,31 +232,46 @@ def _times(records: list[TrialRecord]) -> Column:
 
 def _figure(
     header: str,
-    records: list[TrialRecord],
-    values: list[float | None],
+    records: Records,
+    values: Sequence[float | None],
     form: Callable[[float], str],
 ) -> Column:
     """Return a column of figures, of which some records may have none."""
-    cells = {}
+    column = Column(header, True, {})
     for record, value in zip(records, values, strict=True):
-        cells[record.id] = "-" if value is None else form(value)
-    ids = [record.id for record in records]
-    return Column(header, True, cells, dict(zip(ids, values, strict=True)))
+        column.values[record.id] = value
+        column.cells[record.id] = "-" if value is None else form(value)
+    return column
 
 
 def _four_digits(value: float) -> str:
     return number(value, 4)
 
 
+def _milliseconds(value_s: float) -> str:
+    return number(value_s * 1e3, 3)
+
+
+_FORMS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "samples_per_s": ("samples/s", _four_digits),
+    "step_time_s": ("step time, ms", _milliseconds),
+    "peak_memory_bytes": ("peak memory", partial(amount, "peak_memory_bytes")),
+    "disturbed_s": ("disturbed", duration),
+    "energy_j": ("energy", partial(amount, "energy_j")),
+}
+
+
 def constant(
-    config: SweepConfig, records: list[TrialRecord], found: list[Column]
+    config: SweepConfig, records: Records, found: list[Column]
 ) -> list[Column]:
     """Return the columns that say the same of every trial, or that there is nothing."""
-    keys = set(labels(config, records).values())
-    found_same = []
+    if len(records) < 2:
+        return []
+    keys = Trials(config, records).labels.values()
+    same = []
     for column in found:
         cells = set(column.cells.values())
-        is_telling = column.header not in keys and cells != {"-"}
-        if len(records) > 1 and len(cells) == 1 and not is_telling:
-            found_same.append(column)
-    return found_same
+        is_idle = column.header in keys or cells == {"-"}
+        if len(cells) == 1 and is_idle:
+            same.append(column)
+    return same

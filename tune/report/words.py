@@ -1,46 +1,61 @@
 """Trials, values and figures in words: for sentences, tables and axes. Pure."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeGuard
 
 from trainers.config.function import BATCH_KEYS
 from trainers.errors import printable as printable
 from tune.config import Objective, SweepConfig
-from tune.trials.record import TrialRecord
+from tune.trials.record import Records, TrialRecord
 
 _MOST_NAMES = 3
 
 
-def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the column names of dotted keys: the last part where that is clear."""
-    keys = dict.fromkeys(config.space)
-    for record in records:
-        keys.update(dict.fromkeys(record.config))
-    taken = Counter(["id", "status", *metric_names(records), *map(_last_part, keys)])
-    found = {}
-    for key in keys:
-        is_clear = taken[_last_part(key)] == 1
-        found[key] = printable(_last_part(key) if is_clear else key)
-    return found
+class Trials:
+    """The trials of a sweep, and what they are called."""
+
+    def __init__(self, config: SweepConfig, records: Records) -> None:
+        self.config = config
+        self.objective = config.objective
+        self.records = records
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """The column names of dotted keys: the last part where that is clear."""
+        keys = dict.fromkeys(self.config.space)
+        for record in self.records:
+            keys.update(dict.fromkeys(record.config))
+        metrics = metric_names(self.records)
+        taken = Counter(["id", "status", *metrics, *map(_last_part, keys)])
+        found = {}
+        for key in keys:
+            is_clear = taken[_last_part(key)] == 1
+            found[key] = printable(_last_part(key) if is_clear else key)
+        return found
+
+    @cached_property
+    def telling(self) -> dict[str, str]:
+        """The labels of the keys that tell trials apart; of all where none does."""
+        varied = {}
+        for key, label in self.labels.items():
+            values = {repr(record.config.get(key)) for record in self.records}
+            if len(values) > 1:
+                varied[key] = label
+        return varied or self.labels
+
+    def name(self, record: TrialRecord) -> str:
+        """Return a trial by what tells it apart: "batch 64 in bf16, lr 0.001"."""
+        return in_words(self.telling, record)
 
 
 def _last_part(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def telling(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
-    """Return the labels of the keys that tell trials apart; of all where none does."""
-    found = labels(config, records)
-    varied = {
-        key: label
-        for key, label in found.items()
-        if len({repr(record.config.get(key)) for record in records}) > 1
-    }
-    return varied or found
-
-
-def metric_names(records: Sequence[TrialRecord]) -> list[str]:
+def metric_names(records: Records) -> list[str]:
     """Return all metrics that were reported, in the order in which they first were."""
     names: dict[str, None] = {}
     for record in records:
@@ -67,63 +82,67 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
 
 def capitalized(text: str) -> str:
     """Return a sentence with a capital letter, unless it begins with a key or a value."""
-    return text[0].upper() + text[1:] if text.startswith("batch ") else text
+    if text.startswith("batch "):
+        return f"B{text[1:]}"
+    return text
 
 
 def listed(names: Sequence[str]) -> str:
     """Return at most three names, and how many more there are: "a, b, c and 2 more"."""
-    rest = len(names) - _MOST_NAMES
-    if rest > 0:
-        return f"{', '.join(names[:_MOST_NAMES])} and {rest} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    first = list(names[:_MOST_NAMES])
+    last = f"{len(names) - _MOST_NAMES} more"
+    if len(names) <= _MOST_NAMES:
+        last = first.pop()
+    if not first:
+        return last
+    return f"{', '.join(first)} and {last}"
 
 
 def in_a_line(config: Mapping[str, Any]) -> str:
     """Return a trial's configuration by the last parts of its keys."""
-    return "  ".join(
-        f"{_last_part(key)} {shown(value)}" for key, value in config.items()
-    )
+    parts = [f"{_last_part(key)} {shown(value)}" for key, value in config.items()]
+    return "  ".join(parts)
 
 
 def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return the step of a running trial's newest evaluation, and its figures."""
-    figures = [
-        f"{key} {value:.4g}"
-        for key, value in metrics.items()
-        if key.startswith(("val_", "train_l"))
-    ]
-    step = f"{metrics['step']:.0f}" if "step" in metrics else ""
+    figures = []
+    for key, value in metrics.items():
+        if key.startswith(("val_", "train_l")):
+            figures.append(f"{key} {value:.4g}")
+    step = ""
+    if "step" in metrics:
+        step = f"{metrics['step']:.0f}"
     return step, "  ".join(figures)
 
 
 def shown(value: Any) -> str:
     """Return a value as YAML has it in one line, numbers to four digits."""
     if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+        return json.dumps(value)
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{shown(key)}: {shown(child)}" for key, child in value.items())
-            + "}"
-        )
+        parts = [f"{shown(key)}: {shown(child)}" for key, child in value.items()]
+        return f"{{{', '.join(parts)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value)) or "''"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return printable(str(value)) or "''"
 
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value fits on an axis: a number that arithmetic keeps finite."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) < 1e100
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e100
 
 
 def number(value: float, digits: int) -> str:
     """Round to a number of digits; thousands are set apart."""
     rounded = float(f"{value:.{digits}g}")
-    return f"{rounded:,.0f}" if 1000 <= abs(rounded) < 1e15 else f"{rounded:g}"
+    if 1000 <= abs(rounded) < 1e15:
+        return f"{rounded:,.0f}"
+    return f"{rounded:g}"
 
 
 def duration(time_s: float) -> str:
@@ -143,7 +162,9 @@ def span(low_s: float | None, high_s: float) -> str:
     if first == last:
         return last
     start, unit = first.split()
-    return f"{start if last.endswith(f' {unit}') else first} to {last}"
+    if last.endswith(f" {unit}"):
+        first = start
+    return f"{first} to {last}"
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:
@@ -157,7 +178,9 @@ def time_unit(longest_s: float) -> tuple[float, str]:
 
 def memory_unit(most_bytes: float) -> tuple[int, str]:
     """Return the bytes of the unit that suits amounts up to `most_bytes`, and its name."""
-    return (2**30, "GiB") if most_bytes >= 2**30 else (2**20, "MiB")
+    if most_bytes < 2**30:
+        return 2**20, "MiB"
+    return 2**30, "GiB"
 
 
 def target(objective: Objective) -> str:
@@ -170,15 +193,14 @@ def amount(metric: str, value: float) -> str:
     """Return a value of the objective with its unit."""
     if metric == "time_to_target":
         return duration(value)
-    if metric == "usd_to_target":
-        return f"{number(value, 3)} USD"
+    if metric == "energy_j":
+        return _energy(value)
     if metric == "peak_memory_bytes":
         size, unit = memory_unit(value)
         return f"{number(value / size, 3)} {unit}"
-    if metric == "energy_j":
-        return _energy(value)
-    if metric == "samples_per_s":
-        return f"{number(value, 3)} samples/s"
+    units = {"usd_to_target": "USD", "samples_per_s": "samples/s"}
+    if metric in units:
+        return f"{number(value, 3)} {units[metric]}"
     return number(value, 4)
 
 

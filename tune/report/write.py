@@ -16,6 +16,7 @@ import pyarrow as pa
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from pyarrow import parquet
 
+from trainers.config.model import Tree
 from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES, CheckpointError, escape_controls, redact
 from trainers.storage import Storage, validated
@@ -23,10 +24,10 @@ from tune.config import SweepConfig, sample_values
 from tune.report.answer import Answer, answer
 from tune.report.figures import figures
 from tune.report.table import best_first, columns, constant
-from tune.report.words import duration, labels, metric_names, printable, target
+from tune.report.words import Trials, duration, metric_names, printable, target
 from tune.search.finalists import Final
 from tune.search.space import trial_tree
-from tune.trials.record import TrialRecord
+from tune.trials.record import Records
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,11 @@ def best_command(sweep: Storage) -> str:
 def contents(
     sweep: Storage,
     config: SweepConfig,
-    train: dict[str, Any],
-    records: list[TrialRecord],
+    train: Tree,
+    records: Records,
     environment: Mapping[str, str],
     found: Answer,
-) -> dict[str, Any]:
+) -> Tree:
     """Return what the template report.html shows of a sweep.
 
     `train` is the run that is varied.
@@ -104,10 +105,10 @@ def contents(
 
 def summary(
     config: SweepConfig,
-    records: list[TrialRecord],
+    records: Records,
     environment: Mapping[str, str],
     found: Answer,
-) -> dict[str, Any]:
+) -> Tree:
     """Return what summary.json holds, with numbers that may not be finite."""
     counts = Counter(record.status for record in records)
     objective = config.objective.model_dump(exclude_none=True)
@@ -145,7 +146,7 @@ def summary(
     }
 
 
-def _finalist(final: Final) -> dict[str, Any]:
+def _finalist(final: Final) -> Tree:
     return {
         "id": final.record.id,
         "config": final.record.config,
@@ -171,8 +172,8 @@ def strict(value: Any) -> Any:
 def write_report(
     sweep: Storage,
     config: SweepConfig,
-    train: dict[str, Any],
-    records: list[TrialRecord],
+    train: Tree,
+    records: Records,
     environment: dict[str, str],
     *,
     task_dir: str | None,
@@ -204,9 +205,9 @@ def write_report(
 def read_environment(sweep: Storage) -> dict[str, str]:
     """Return the versions and nodes of the last report; none where it cannot be read."""
     try:
-        summary: dict[str, Any] = {}
+        summary: Tree = {}
         if sweep.exists("summary.json"):
-            summary = sweep.read_json("summary.json", dict[str, Any])
+            summary = sweep.read_json("summary.json", Tree)
         return validated(summary.get("environment", {}), dict[str, str])
     except CheckpointError as error:
         logger.warning("%s; versions and nodes are not shown", error)
@@ -229,9 +230,9 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
     return "".join(f"# {printable(line)}\n" for line in lines)
 
 
-def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
+def to_parquet(config: SweepConfig, records: Records) -> bytes:
     """Return a row a trial; a column's type does not depend on which trials have run."""
-    columns: dict[str, Any] = {}
+    columns: Tree = {}
 
     def add(kind: Any, *names: str) -> None:
         for name in names:
@@ -242,7 +243,7 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
         columns[name] = pa.array(values, kind)
 
     add(pa.string(), "id", "status")
-    for key in labels(config, records):
+    for key in Trials(config, records).labels:
         values = [record.config.get(key) for record in records]
         columns[key] = _config_column(config, key, values)
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")

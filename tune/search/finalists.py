@@ -36,6 +36,7 @@ from tune.trials.record import (
     REPEATS,
     REPEATS_WEIGHT,
     Interval,
+    Records,
     TrialRecord,
     crossing_s,
     trial_id,
@@ -226,9 +227,7 @@ def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
     return time_alone(other).low > APART * time_alone(first).high
 
 
-def contenders(
-    config: SweepConfig, records: Sequence[TrialRecord]
-) -> list[TrialRecord]:
+def contenders(config: SweepConfig, records: Records) -> list[TrialRecord]:
     """Return the trials to repeat, fastest first.
 
     None where the answer is clear, or of another kind than a time.
@@ -247,7 +246,7 @@ def contenders(
     return found[:count]
 
 
-def _time_for_repeats_s(records: Sequence[TrialRecord]) -> float:
+def _time_for_repeats_s(records: Records) -> float:
     """Return how long repeats may take, s: half of the search's time on its lanes."""
     search = [record for record in records if record.purpose != "repeat"]
     lanes = {record.lane for record in search}
@@ -262,11 +261,11 @@ def _cost_s(record: TrialRecord) -> float:
     return max(0.0, record.end_time - record.start_time)
 
 
-def _mean_cost_s(records: Sequence[TrialRecord]) -> float:
+def _mean_cost_s(records: Records) -> float:
     return statistics.fmean(map(_cost_s, records))
 
 
-def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
+def rivals(config: SweepConfig, records: Records) -> list[TrialRecord]:
     """Return the fastest trial and those that one run each cannot tell apart from it."""
     if config.objective.metric not in TO_TARGET or "seed" in config.space:
         return []
@@ -274,7 +273,7 @@ def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRec
     return [record for record in trials if not told_apart(trials[0], record)]
 
 
-def _fastest_first(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+def _fastest_first(records: Records) -> list[TrialRecord]:
     """Return the trials that met the target, one of each configuration."""
     times = []
     for record in records:
@@ -290,7 +289,7 @@ def _fastest_first(records: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def repeats_to_run(
-    config: SweepConfig, train: dict[str, Any], records: Sequence[TrialRecord]
+    config: SweepConfig, train: dict[str, Any], records: Records
 ) -> list[tuple[TrialRecord, int]]:
     """Return finalist and seed of each repeat to run before the next look, in turn.
 
@@ -307,8 +306,8 @@ def repeats_to_run(
 
 def _standing(
     config: SweepConfig,
-    found: Sequence[TrialRecord],
-    records: Sequence[TrialRecord],
+    found: Records,
+    records: Records,
     first_seed: int,
 ) -> Race:
     """Return how the race of the finalists stands; the first repeat has `first_seed`."""
@@ -380,7 +379,7 @@ class Final:
     """Whether it cannot be told apart from the fastest, which is equal to itself."""
 
 
-def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
+def finals(config: SweepConfig, records: Records) -> list[Final]:
     """Return what the repeats say, fastest first.
 
     A target is met between two evaluations: no ratio claims more than what holds
@@ -420,7 +419,7 @@ def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
 def _final(
     standing: Standing,
     record: TrialRecord,
-    runs: Sequence[TrialRecord],
+    runs: Records,
     laps: Sequence[Lap],
     half: float,
 ) -> Final:
@@ -445,7 +444,7 @@ def _exponential(value: float, low: float, high: float) -> Interval:
     return Interval(math.exp(value), math.exp(low), math.exp(high))
 
 
-def most_ahead(records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
+def most_ahead(records: Records, found: Sequence[Final]) -> float | None:
     """Return how many times as fast as the best any other trial is at most.
 
     That holds with 95 % confidence: of finalists by the race, of all others by one run
@@ -489,7 +488,7 @@ def _ratio(value: float, other: float) -> float:
     return value / other if other > 0 else math.inf
 
 
-def pressure(records: Sequence[TrialRecord], repeats: bool = False) -> float | None:
+def pressure(records: Records, repeats: bool = False) -> float | None:
     """Return in which share of their time trials, or repeats, waited for a processor.
 
     Returns:
@@ -503,9 +502,7 @@ def pressure(records: Sequence[TrialRecord], repeats: bool = False) -> float | N
     return statistics.median(known) if known else None
 
 
-def _repeats(
-    finalist: TrialRecord, records: Sequence[TrialRecord]
-) -> list[TrialRecord]:
+def _repeats(finalist: TrialRecord, records: Records) -> list[TrialRecord]:
     return [
         record
         for record in records

@@ -11,6 +11,7 @@ from ray import tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
+from trainers.config.model import Tree
 from tune.config import MOST_TRIALS, Objective, Range, SweepConfig, sample_values
 from tune.search.space import NO_SCORE, WHOLE, Score, grid, next_trials, score
 from tune.trials.record import FAR_APART, TrialRecord, value_of
@@ -20,7 +21,7 @@ _WORTH_S = 10.0
 """Of training: a shorter trial is left to its end."""
 
 
-def tune_space(config: SweepConfig) -> dict[str, Any]:
+def tune_space(config: SweepConfig) -> Tree:
     """Return the space for Tune: a grid as one list of trials, which a budget can cut."""
     if config.around is not None:
         return {}
@@ -108,7 +109,7 @@ class AroundSearch(Searcher):
         return None if running else Searcher.FINISHED
 
     def on_trial_complete(
-        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
+        self, trial_id: str, result: Tree | None = None, error: bool = False
     ) -> None:
         """Take in how a trial has ended; without a status it was stopped."""
         result = result or {"status": "error"}
@@ -160,9 +161,7 @@ class BeatenScheduler(FIFOScheduler):
         # Tune pickles it for a restore that the journal replaces.
         return FIFOScheduler, ()
 
-    def on_trial_result(
-        self, tune_controller: Any, trial: Any, result: dict[str, Any]
-    ) -> str:
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: Tree) -> str:
         """Called by Tune with each evaluation."""
         trained_s = result.get("train_time_s", 0.0) - result.get("disturbed_s", 0.0)
         if self._objective.reached(result) or trained_s < _WORTH_S:

@@ -4,14 +4,14 @@ import importlib.util
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainers.config.function import build_run, kind_of
 from trainers.config.model import Tree, override
 from trainers.errors import MISSING, ConfigError
 from tune.config import MOST_TRIALS, Objective, Range, SweepConfig, sample_values
-from tune.trials.record import TrialRecord, trial_id, value_of
+from tune.trials.record import Records, TrialRecord, trial_id, value_of
 
 _FIRST_STEPS = (0, 1, -1)
 _MOST_STEPS = 6
@@ -65,9 +65,7 @@ def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str,
     return found
 
 
-def next_trials(
-    config: SweepConfig, scores: Mapping[str, Score]
-) -> list[dict[str, Any]]:
+def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[Tree]:
     """Return the trials to run as far as `scores` tell; none where the search is over.
 
     `lr: around` searches a rate for each combination of the space's other values. It
@@ -82,7 +80,7 @@ def next_trials(
     others = dict(config.space)
     around = others.pop(config.around or "")
     assert isinstance(around, Range)
-    wanted: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    wanted: dict[int, list[Tree]] = defaultdict(list)
     for combination in _combinations(others):
         trials = {}
         known = {}
@@ -102,7 +100,7 @@ def next_trials(
 
 def _combinations(
     space: Mapping[str, list[Any] | Range],
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Tree]:
     """Yield all combinations of a space's values, in order."""
     lists = map(sample_values, space.values())
     for values in itertools.product(*lists):
@@ -132,7 +130,7 @@ def is_inside(
     return tried.issuperset(map(trial_id, neighbours))
 
 
-def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
+def check_space(config: SweepConfig, train: Tree, source: str) -> None:
     """Check that every value of the space, and every trial of a grid, makes a run.
 
     Raises ConfigError for one that does not, and where the search is not installed.
@@ -148,7 +146,7 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
         check_trial(train, trial, source)
 
 
-def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
+def check_trial(train: Tree, trial: Tree, source: str) -> None:
     """Raise ConfigError for what is no trial of a run."""
     for key in trial:
         if key.partition(".")[0] in _FIXED:
@@ -169,16 +167,14 @@ def check_trial(train: dict[str, Any], trial: dict[str, Any], source: str) -> No
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
-def grid(config: SweepConfig) -> list[dict[str, Any]]:
+def grid(config: SweepConfig) -> list[Tree]:
     """Return all combinations of a grid's lists, in order; none for any other search."""
     if config.search != "grid":
         return []
     return list(_combinations(config.space))
 
 
-def open_trials(
-    config: SweepConfig, records: Sequence[TrialRecord]
-) -> list[dict[str, Any]]:
+def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
     """Return a grid's trials without a record; of `around` those known to be needed."""
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
@@ -244,6 +240,6 @@ def planned_trials(config: SweepConfig) -> int:
     return budget or 0
 
 
-def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
+def unwrap(config: Mapping[str, Any]) -> Tree:
     """Return the trial that Tune's configuration holds, whole or key by key."""
     return dict(config.get(WHOLE, config))

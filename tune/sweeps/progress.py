@@ -8,9 +8,9 @@ import logging
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,10 +21,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trainers.config.model import Tree
 from trainers.errors import STATUSES, PacelineError, redact
 from trainers.launch.process import StopSignals
 from trainers.on_ray.internals import tell_of_job
 from trainers.output import Output
+from trainers.storage import Storage
 from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
 from tune.lanes.messages import Event
@@ -58,14 +60,9 @@ class View:
     """All that is shown."""
 
     config: SweepConfig
-    total: int
-    """Trials that are planned, where that is known."""
+    live: Live
     statuses: Mapping[str, int]
     """Trials that have ended, by status."""
-    state: Mapping[str, Any]
-    """What the mailbox's `watch` returns."""
-    configs: Mapping[str, Mapping[str, Any]]
-    """Configurations of the trials that have started, by id."""
     best: tuple[float, TrialRecord] | None
     """The objective's best value so far, and whose it is."""
     spent_s: float
@@ -73,18 +70,17 @@ class View:
 
 def render(view: View) -> RenderableType:
     """Return the live table."""
-    config = view.config
     ended = sum(view.statuses.values())
     counts = [f"{count} {status}" for status, count in view.statuses.items() if count]
-    head = f"{config.name}   {ended}/{view.total} trials"
+    head = f"{view.config.name}   {ended}/{view.live.total} trials"
     if counts:
         head += f": {', '.join(counts)}"
     lines = []
     if view.best is not None:
-        lines.append(f"best so far   {_best_so_far(config, view.best)}")
+        lines.append(f"best so far   {_best_so_far(view.config, view.best)}")
     lines.append(_spent(view))
     shown = [Text(redact(line)) for line in lines]
-    return Group(Text(head, style="bold"), _running(view), *shown)
+    return Group(Text(head, style="bold"), _running(view.live.running), *shown)
 
 
 def _best_so_far(config: SweepConfig, best: tuple[float, TrialRecord] | None) -> str:
@@ -95,30 +91,24 @@ def _best_so_far(config: SweepConfig, best: tuple[float, TrialRecord] | None) ->
     return f"{config.objective.metric} {value:.4g}   {in_a_line(record.config)}"
 
 
-def _running(view: View) -> Table:
+def _running(running: Sequence[Running]) -> Table:
     """Return a row for each trial on a lane."""
-    running = view.state["running"]
     table = Table(box=None, pad_edge=False, show_header=bool(running))
-    table.add_column("lane", justify="right")
-    table.add_column("trial")
-    table.add_column("step", justify="right")
-    table.add_column("newest")
-    table.add_column("for", justify="right")
-    for lane, trial in sorted(running.items()):
-        cells = (
-            str(lane),
-            in_a_line(view.configs.get(trial["trial"], {})),
-            *newest(trial["metrics"]),
-            duration(time.time() - trial["started"]),
-        )
+    columns = {"lane": "right", "trial": "left", "step": "right", "newest": "left"}
+    for header, justify in {**columns, "for": "right"}.items():
+        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+    for trial in running:
+        words = in_a_line(trial.config)
+        age = duration(time.time() - trial.started)
+        cells = (str(trial.lane), words, *newest(trial.metrics), age)
         table.add_row(*(Text(redact(cell)) for cell in cells))
     return table
 
 
 def _spent(view: View) -> str:
     config = view.config
-    busy = len(view.state["running"])
-    lanes = len(view.state["lanes"])
+    busy = len(view.live.running)
+    lanes = view.live.num_lanes
     words = f"time          {duration(view.spent_s)}, {busy} of {lanes} lanes busy"
     if config.usd_per_hour is not None:
         words += f", {dollars(view.spent_s, config.usd_per_hour):.2f} USD"
@@ -243,6 +233,23 @@ class Pace:
         self._search.max_concurrent = max(self._search.max_concurrent, count)
 
 
+@dataclass(frozen=True)
+class Extra:
+    """A trial beside those that Tune starts."""
+
+    config: Tree
+    purpose: Purpose = "trial"
+    seed: int | None = None
+    ticket: str = ""
+
+    @property
+    def shown(self) -> Tree:
+        """Its configuration, with the seed of a repeat."""
+        if self.seed is None:
+            return self.config
+        return self.config | {"seed": self.seed}
+
+
 class Progress(tune.Callback):
     """The sweep as its driver sees it; each trial that has ended has its record."""
 
@@ -264,7 +271,8 @@ class Progress(tune.Callback):
         self._grow = grow
         self._storage = spec.storage
         self._journal = Journal(spec.storage)
-        self._live: Live | None = None
+        self._kept: Live | None = None
+        """What was written last."""
         self.signal_name: str | None = None
         """What asked to stop, once it has come."""
         self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
@@ -272,9 +280,10 @@ class Progress(tune.Callback):
         """What ends the sweep: raised between two of Tune's steps, which would blame a
         trial for it.
         """
-        self.seen: dict[str, dict[str, Any]] = {}
-        self.repeats: dict[str, dict[str, Any]] = {}
-        """Configurations of finalists' repeats, with their seeds."""
+        self.seen: dict[str, Tree] = {}
+        """Configurations of the trials that have started, by id."""
+        self.extras: dict[str, Extra] = {}
+        """Clones and repeats that have not ended, by id."""
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
         self.steer: Callable[[], None] | None = None
@@ -290,10 +299,8 @@ class Progress(tune.Callback):
         self._best: tuple[float, TrialRecord] | None = None
         self._num_notes = 0
         self._lanes_seen: set[int] = set()
-        self._began = time.monotonic()
-        self._grew = self._began
-        self._looked = 0.0
-        self._written = 0.0
+        self._began = self._grew = time.monotonic()
+        self._looked = self._written = 0.0
         self._begun_at = time.time()
         self._trials = Gauge("paceline_trials", tag_keys=("run", "status"))
         self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
@@ -326,9 +333,9 @@ class Progress(tune.Callback):
             name = _name(trial)
             if name not in self._ahead and self._journal.find(name) is None:
                 self._ahead.add(name)
-                assignment = assignment_of(
-                    unwrap(trial.config), self._train, self._config.objective
-                )
+                config = unwrap(trial.config)
+                objective = self._config.objective
+                assignment = assignment_of(config, self._train, objective)
                 self._mailbox.submit_ahead.remote(assignment)
 
     def tick(self) -> None:
@@ -362,21 +369,28 @@ class Progress(tune.Callback):
         for words in state["notes"]:
             self.terminal.say(words)
         self._set_gauges(state)
+        shown = self._live(state)
         spent_s = time.monotonic() - self._began
-        self.terminal.update(
-            View(
-                self._config,
-                self._total,
-                self._statuses,
-                state,
-                self.seen | self.repeats,
-                self._best,
-                spent_s,
-            )
-        )
+        best = self._best
+        view = View(self._config, shown, self._statuses, best, spent_s)
+        self.terminal.update(view)
         if self._looked - self._written >= WRITE_EVERY_S:
             self._written = self._looked
-            self._write(state)
+            if shown != self._kept:
+                self._kept = shown
+                write_live(self._storage, shown)
+
+    def _live(self, state: Mapping[str, Any]) -> Live:
+        """Return how far the sweep is, by what the mailbox's `watch` returns."""
+        running = []
+        for lane, trial in sorted(state["running"].items()):
+            name = trial["trial"]
+            config = self.seen.get(name, {})
+            if name in self.extras:
+                config = self.extras[name].shown
+            row = Event(trial["metrics"]).row
+            running.append(Running(name, lane, trial["started"], config, row))
+        return Live("running", self._total, len(state["lanes"]), running)
 
     def _set_gauges(self, state: Mapping[str, Any]) -> None:
         run = self._config.name
@@ -387,19 +401,6 @@ class Progress(tune.Callback):
         for lane in self._lanes_seen:
             is_busy = float(lane in state["running"])
             self._lane_busy.set(is_busy, {"run": run, "lane": str(lane)})
-
-    def _write(self, state: Mapping[str, Any]) -> None:
-        """Write progress.json where it has changed."""
-        running = []
-        for lane, trial in sorted(state["running"].items()):
-            name = trial["trial"]
-            config = (self.seen | self.repeats).get(name, {})
-            row = Event(trial["metrics"]).row
-            running.append(Running(name, lane, trial["started"], config, row))
-        shown = Live("running", self._total, len(state["lanes"]), running)
-        if shown != self._live:
-            self._live = shown
-            write_live(self._storage, shown)
 
     @property
     def _total(self) -> int:
@@ -438,27 +439,19 @@ class Progress(tune.Callback):
         value = value_of(self._config.objective.metric, record)
         if value is not None and self._is_best(value):
             self._best = (value, record)
-        ended = self._statuses.total()
-        tell_of_job(
-            {
-                "sweep": redact(self._storage.uri),
-                "trials": f"{ended}/{self._total}",
-                "best": redact(_best_so_far(self._config, self._best)),
-            }
-        )
+        best = redact(_best_so_far(self._config, self._best))
+        trials = f"{self._statuses.total()}/{self._total}"
+        sweep = redact(self._storage.uri)
+        tell_of_job({"sweep": sweep, "trials": trials, "best": best})
 
     def say_end(self, record: TrialRecord) -> None:
         """Say how a trial, or a finalist's repeat, has ended."""
-        first = f"trial {self._statuses.total()}/{self._total}"
+        parts = [f"trial {self._statuses.total()}/{self._total}"]
         config = record.config
-        if record.purpose == "repeat":
-            first = "repeat"
-            config = self.repeats[record.id]
-        parts = [
-            first,
-            in_a_line(config),
-            record.status,
-        ]
+        if record.seed is not None:
+            parts = ["repeat"]
+            config = config | {"seed": record.seed}
+        parts += [in_a_line(config), record.status]
         if record.samples_per_s:
             parts.append(f"{record.samples_per_s:,.0f} samples/s")
         for key, value in record.metrics.items():
@@ -470,28 +463,27 @@ class Progress(tune.Callback):
     def _is_best(self, value: float) -> bool:
         if self._best is None:
             return True
+        best, _ = self._best
         if self._config.objective.direction == "min":
-            return value < self._best[0]
-        return value > self._best[0]
+            return value < best
+        return value > best
 
     def on_trial_recover(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
         """Called by Tune when a trial's actor has failed: what runs on a lane goes on."""
         with self._noting_failure():
-            ray.get(self._mailbox.orphan.remote(_name(trial)))
-            self.terminal.say(
-                f"trial {_name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on"
-            )
+            name = _name(trial)
+            ray.get(self._mailbox.orphan.remote(name))
+            why = f"its Tune actor has died ({_cause(trial)})"
+            self.terminal.say(f"trial {name}: {why}; another goes on")
 
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
         """Called by Tune when it gives a trial up: it has no result."""
-        what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
-        self.failure = self.failure or PacelineError(
-            f"{what}, at last of {_cause(trial)}"
-        )
+        what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times, at last of {_cause(trial)}"
+        self.failure = self.failure or PacelineError(what)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -501,64 +493,97 @@ class Progress(tune.Callback):
         except (PacelineError, ray.exceptions.RayError) as error:
             self.failure = self.failure or error
 
-    def record_clone(self, name: str, started: float) -> None:
-        """Note the record of a trial that a user has added, and that has ended."""
-        self._started[name] = started
+    def add(
+        self,
+        config: Tree,
+        purpose: Purpose,
+        seed: int | None = None,
+        source: Storage | None = None,
+    ) -> str:
+        """Submit a trial beside the search, and return its id.
+
+        Args:
+            config: Its dotted keys and values.
+            purpose: Whether it is a clone or a finalist's repeat.
+            seed: Of a repeat, in place of the configuration's own.
+            source: Where the state lies that it begins with.
+        """
+        objective = self._config.objective
+        assignment = assignment_of(config, self._train, objective, purpose, seed)
+        name = assignment.trial
+        if purpose == "clone":
+            self.seen[name] = config
+        self._started[name] = time.time()
+        assignment = replace(assignment, source=source)
+        ticket = ray.get(self._mailbox.submit.remote(assignment))
+        self.extras[name] = Extra(config, purpose, seed, ticket)
+        return name
+
+    def has_ended(self, name: str) -> bool:
+        """Whether a clone or repeat has ended: record it then, and say so."""
+        extra = self.extras.get(name)
+        if extra is None:
+            return True
+        events = ray.get(self._mailbox.heard.remote(name))
+        if not events or events[-1].outcome is None:
+            return False
         with self._noting_failure():
-            self._record(name, BY_HAND, "clone")
+            self._record(name, BY_HAND)
+        del self.extras[name]
+        self._mailbox.forget.remote(extra.ticket)
         record = self.records.get(name)
         if record is not None:
-            self._count(record)
+            if extra.purpose == "clone":
+                self._count(record)
             self.say_end(record)
+        return True
 
-    def _record(self, name: str, why_stopped: str, purpose: Purpose = "trial") -> None:
+    def _record(self, name: str, why_stopped: str) -> None:
         """Note a trial's record; write it where storage was gone, or it was stopped.
 
         One without an evaluation gets none.
         """
         record = self._journal.find(name)
         if record is None:
-            record = self._from_mailbox(name, why_stopped, purpose)
+            record = self._from_mailbox(name, why_stopped)
             if record is None:
                 return
             self._journal.append(record)
         self.records[name] = record
         self._mailbox.forget.remote(name)
         if record.end_time >= self._begun_at:
-            self.tell(record)
+            self._output.record({"record": "trial", **asdict(record)})
 
-    def tell(self, record: TrialRecord) -> None:
-        """Tell of a trial that has ended, where records are wanted."""
-        self._output.record({"record": "trial", **asdict(record)})
-
-    def _from_mailbox(
-        self, name: str, why_stopped: str, purpose: Purpose
-    ) -> TrialRecord | None:
+    def _from_mailbox(self, name: str, why_stopped: str) -> TrialRecord | None:
         """Return the record of a trial as its lane has told it, or as stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
         outcome = events[-1].outcome if events else None
         if not reports and outcome is None:
             return None
+        extra = self.extras.get(name)
+        if extra is None:
+            extra = Extra(self.seen[name])
         return make_record(
-            self.seen[name],
+            extra.config,
             self._config.objective,
             self._started[name],
             reports,
             outcome or {"status": "stopped", "message": why_stopped},
             self._plan.lane_usd_per_hour,
-            purpose,
+            extra.purpose,
+            extra.seed,
         )
 
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that a budget has cut off; raise where another is missing."""
         if self.failure is not None:
             raise self.failure
-        missing = [name for name in self._started if name not in self.records]
+        known = {*self.records, *self.extras}
+        missing = [name for name in self._started if name not in known]
         if missing and not is_over_budget:
-            raise PacelineError(
-                f"Tune has ended without a result of trial {missing[0]} ({len(missing)} in all)"
-            )
+            which = f"trial {missing[0]} ({len(missing)} in all)"
+            raise PacelineError(f"Tune has ended without a result of {which}")
         for name in missing:
             self._record(name, "stopped by the budget")
 
@@ -569,9 +594,8 @@ class Progress(tune.Callback):
         for record in gone:
             self._journal.append(record)
         if gone:
-            self.terminal.say(
-                f"{len(gone)} records had vanished from storage, and were written again"
-            )
+            words = "records had vanished from storage, and were written again"
+            self.terminal.say(f"{len(gone)} {words}")
 
 
 def _name(trial: Any) -> str:
@@ -584,6 +608,5 @@ def _cause(trial: Any) -> str:
     lines: list[str] = []
     with contextlib.suppress(OSError, TypeError):  # the disk may be full
         lines = Path(trial.error_file).read_text(errors="replace").split("\n")
-    return textwrap.shorten(
-        next((line for line in reversed(lines) if line.strip()), "unknown"), 200
-    )
+    said = [line for line in lines if line.strip()] or ["unknown"]
+    return textwrap.shorten(said[-1], 200)

@@ -8,7 +8,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -39,7 +38,6 @@ from trainers.on_ray.internals import own_node
 from trainers.output import Output
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.lanes.messages import Event
 from tune.ray_internals import without_tags
 from tune.report.words import duration
 from tune.search import ray_search
@@ -50,7 +48,7 @@ from tune.sweeps.progress import Pace, Progress
 from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
 from tune.sweeps.trial import LaneTrial, assignment_of
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord, make_record, trial_id
+from tune.trials.record import TrialRecord, trial_id
 from tune.trials.steering import Action, Actions, Steering
 
 logger = logging.getLogger(__name__)
@@ -58,6 +56,7 @@ logger = logging.getLogger(__name__)
 _QUIET_TIMEOUT_S = 60.0
 """A stopped trial may need this long to notice, a lane to start."""
 _LOOK_S = 0.5
+_SOON_S = 0.1
 _SAY_AFTER_S = 2.0
 _MAX_ACTORS = 4
 """Actors that Tune may start for one trial, whose work goes on on its lane without."""
@@ -83,8 +82,6 @@ class Steered:
             progress.terminal.say(f"paused by hand: lanes take no trial until {go_on}")
         self._steering = Steering(extension=known.extension)
         self._begun: set[str] = set()
-        self._running: dict[str, tuple[str, float]] = {}
-        """Clones that have not ended: the ticket of each, and when it was submitted."""
         self._is_alone = False
         self.is_extended = False
         """Whether the sweep goes on with another configuration once its trials have
@@ -94,7 +91,7 @@ class Steered:
     @property
     def has_clones(self) -> bool:
         """Whether clones run, or are about to."""
-        return bool(self._running or self._steering.clones.keys() - self._begun)
+        return bool(self._progress.extras or self._steering.clones.keys() - self._begun)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -115,12 +112,8 @@ class Steered:
         if not self._is_alone:
             for name in sorted(steering.clones.keys() - self._begun):
                 self._begin(name, steering.clones[name])
-        for name, (ticket, started) in list(self._running.items()):
-            events = ray.get(self._mailbox.heard.remote(name))
-            if events and events[-1].outcome is not None:
-                del self._running[name]
-                self._progress.record_clone(name, started)
-                self._mailbox.forget.remote(ticket)
+        for name in list(self._progress.extras):
+            self._progress.has_ended(name)
 
     def _do(self, steering: Steering) -> None:
         """Have lanes take trials as is wanted now."""
@@ -128,13 +121,10 @@ class Steered:
         self._steering = steering
         ray.get(self._mailbox.steer.remote(steering))
         config = self._spec.config
-        waiting = open_trials(config, self._journal.records())
-        trials = {trial_id(trial): trial for trial in waiting}
-        for name in steering.first:
-            if name in trials and name not in before.first:
-                assignment = assignment_of(
-                    trials[name], self._spec.train, config.objective
-                )
+        for trial in open_trials(config, self._journal.records()):
+            name = trial_id(trial)
+            if name in steering.first and name not in before.first:
+                assignment = assignment_of(trial, self._spec.train, config.objective)
                 ray.get(self._mailbox.submit_ahead.remote(assignment))
         self.is_extended = self.is_extended or steering.extension != before.extension
 
@@ -143,16 +133,12 @@ class Steered:
         self._begun.add(name)
         if self._journal.find(name) is not None:
             return
-        self._progress.seen[name] = clone.keys
-        assignment = assignment_of(
-            clone.keys, self._spec.train, self._spec.config.objective, "clone"
-        )
+        source = None
         states = self._spec.storage.child("states", clone.trial)
         has_ended = self._journal.find(clone.trial) is not None
         if clone.goes_on and has_ended and states.exists():
-            assignment = replace(assignment, source=states)
-        ticket = ray.get(self._mailbox.submit.remote(assignment))
-        self._running[name] = ticket, time.time()
+            source = states
+        self._progress.add(clone.keys, "clone", source=source)
 
 
 def run_sweep(
@@ -215,9 +201,8 @@ class _Run:
         self._pace = Pace(self._search, self._mailbox, num_trials)
         grow = self._grow if spec.config.lanes == "auto" else None
         self._progress = Progress(spec, plan, self._mailbox, self._pace, grow, output)
-        self._progress.seen.update(
-            {record.id: record.config for record in self._before}
-        )
+        for record in self._before:
+            self._progress.seen[record.id] = record.config
         self._progress.records.update({record.id: record for record in records})
         self._steered = Steered(spec, self._mailbox, self._progress)
         self._progress.steer = self._steered.look
@@ -303,9 +288,8 @@ class _Run:
         count = min(self._num_to_run, plan.num_lanes)
         more = count - self._lanes.count
         if more > 0:
-            logger.info(
-                "the cluster holds %d lanes by now: another %d start", count, more
-            )
+            words = "the cluster holds %d lanes by now: another %d start"
+            logger.info(words, count, more)
         self._lanes.grow(count)
         self._pace.lanes_started(self._lanes.count)
 
@@ -382,28 +366,28 @@ class _Run:
         They end when the order of the first is decided, cannot be, or their time or the
         sweep's budget is used up.
         """
-        spec = self._spec
-        journal = Journal(spec.storage)
-        records = journal.records()
-        wanted = repeats_to_run(spec.config, spec.train, records)
+        wanted = self._wanted_repeats()
         if wanted:
-            num_finalists = len({finalist.id for finalist, _ in wanted})
-            self._progress.terminal.say(
-                f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first"
-            )
+            count = len({finalist.id for finalist, _ in wanted})
+            words = "alone and in turn, until it is clear which is first"
+            self._progress.terminal.say(f"the {count} finalists again, {words}")
             self._await_quiet()
         while wanted:
             finalist, seed = wanted[0]
-            record = self._repeat(finalist, seed)
-            if record is None:
-                self._progress.terminal.say("repeats end here: the budget is used up")
-                return
-            journal.append(record)
-            records.append(record)
-            self._progress.records[record.id] = record
-            self._progress.say_end(record)
-            self._progress.tell(record)
-            wanted = repeats_to_run(spec.config, spec.train, records)
+            name = self._progress.add(finalist.config, "repeat", seed)
+            while not self._progress.has_ended(name):
+                if self._is_over_budget:
+                    words = "repeats end here: the budget is used up"
+                    self._progress.terminal.say(words)
+                    return
+                self._progress.tick()
+                time.sleep(_SOON_S)
+            wanted = self._wanted_repeats()
+
+    def _wanted_repeats(self) -> list[tuple[TrialRecord, int]]:
+        """Return finalist and seed of each repeat that has no record yet."""
+        records = Journal(self._spec.storage).records()
+        return repeats_to_run(self._spec.config, self._spec.train, records)
 
     def _await_quiet(self) -> None:
         """Wait, for a minute at most, until no lane works or starts.
@@ -420,51 +404,11 @@ class _Run:
                 return
             if waited_s > _SAY_AFTER_S and not is_said:
                 is_said = True
-                self._progress.terminal.say(
-                    f"waiting until lanes {busy} are quiet, {_QUIET_TIMEOUT_S:.0f} s at most"
-                )
+                words = f"are quiet, {_QUIET_TIMEOUT_S:.0f} s at most"
+                self._progress.terminal.say(f"waiting until lanes {busy} {words}")
             self._progress.tick()
             time.sleep(_LOOK_S)
             waited_s = time.monotonic() - began
-
-    def _repeat(self, finalist: TrialRecord, seed: int) -> TrialRecord | None:
-        """Have a lane run one repeat to its end; None where the budget ends first."""
-        objective = self._spec.config.objective
-        repeat = assignment_of(
-            finalist.config, self._spec.train, objective, "repeat", seed
-        )
-        self._progress.repeats[repeat.trial] = {**finalist.config, "seed": seed}
-        started = time.time()
-        ticket = ray.get(self._mailbox.submit.remote(repeat))
-        curve: list[dict[str, float]] = []
-        while True:
-            event = self._next_event(ticket, len(curve))
-            if event is None:
-                return None
-            if event.outcome is not None:
-                break
-            curve.append(event.row)
-        self._mailbox.forget.remote(ticket)
-        return make_record(
-            finalist.config,
-            objective,
-            started,
-            curve,
-            event.outcome,
-            self._plan.lane_usd_per_hour,
-            "repeat",
-            seed,
-        )
-
-    def _next_event(self, ticket: str, index: int) -> Event | None:
-        """Wait for what a repeat reports; None where the budget ends first."""
-        reference = self._mailbox.next_event.remote(ticket, index)
-        while not ray.wait([reference], timeout=_LOOK_S)[0]:
-            if self._is_over_budget:
-                return None
-            self._progress.tick()
-        event: Event = ray.get(reference)
-        return event
 
 
 def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:

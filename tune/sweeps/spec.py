@@ -3,14 +3,14 @@
 import contextlib
 import shlex
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run, kind_of
-from trainers.config.model import build, override
+from trainers.config.model import Tree, build, override
 from trainers.config.sections import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
@@ -37,7 +37,7 @@ from tune.search.space import (
     trial_tree,
 )
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord
+from tune.trials.record import Records
 from tune.trials.steering import Actions
 
 SAVED = "sweep.yaml"
@@ -52,7 +52,7 @@ class SweepSpec:
     """Everything that a sweep needs."""
 
     config: SweepConfig
-    train: dict[str, Any]
+    train: Tree
     """The resolved configuration that trials vary: a TrainConfig, or a FunctionConfig.
     """
     path: tuple[str, ...]
@@ -105,7 +105,7 @@ class SweepSpec:
         """Trials that the search makes."""
         return planned_trials(self.config)
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> Tree:
         """Return what the sweep's directory keeps for `resume`."""
         sweep = self.config.model_dump(mode="json", exclude_none=True)
         task_dir = self.path[0] if self.path else None
@@ -126,15 +126,15 @@ def read_sweep(
 
 
 def sweep_with(
-    tree: dict[str, Any],
+    tree: Tree,
     location: str,
     directory: Path | None,
     overrides: Mapping[str, Any],
     own_workers: bool = True,
 ) -> SweepSpec:
     """Check a sweep's mapping from `location`, with overrides as `read_sweep` has them."""
-    of_sweep: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {"train": {}, "space": {}}
+    of_sweep: Tree = {}
+    sections: dict[str, Tree] = {"train": {}, "space": {}}
     for key, value in overrides.items():
         section, _, rest = key.partition(".")
         if rest and section in sections:
@@ -159,7 +159,7 @@ def sweep_with(
 
 def _spec(
     config: SweepConfig,
-    train: dict[str, Any],
+    train: Tree,
     train_file: str,
     source: str,
     directory: Path | None,
@@ -254,7 +254,7 @@ def is_complete(spec: SweepSpec) -> bool:
     return has_ended and not repeats_to_run(spec.config, spec.train, records)
 
 
-def num_missing(config: SweepConfig, records: Sequence[TrialRecord]) -> int:
+def num_missing(config: SweepConfig, records: Records) -> int:
     """Return how many trials of the search have no record."""
     if config.search == "grid":
         return len(open_trials(config, records))
@@ -302,7 +302,7 @@ def num_records(sweep: Storage) -> int:
     return len(Journal(sweep).names())
 
 
-def with_defaults(train: Any, source: str) -> dict[str, Any]:
+def with_defaults(train: Any, source: str) -> Tree:
     """Return an older version's `train` with the defaults of its missing keys."""
     tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run

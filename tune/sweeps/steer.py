@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run
+from trainers.config.model import Tree
 from trainers.config.yaml import dump_yaml, parse_yaml
 from trainers.errors import MISSING, ConfigError, counted
 from trainers.launch.from_python import plain
@@ -29,7 +30,7 @@ from tune.sweeps.spec import (
     with_defaults,
 )
 from tune.trials.journal import Journal, Live, read_live
-from tune.trials.record import TrialRecord, dollars, time_to_target, trial_id
+from tune.trials.record import Records, TrialRecord, dollars, time_to_target, trial_id
 from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ Steer = Literal["stop", "pause", "go-on", "clone", "first"]
 _OF_TRIALS = ("stop", "clone", "first")
 
 
-def order_extension(location: str, overrides: dict[str, Any]) -> SweepSpec:
+def order_extension(location: str, overrides: Tree) -> SweepSpec:
     """Have a sweep go on with other keys, now or where it runs; return what it becomes.
 
     Raises ConfigError where it could not.
@@ -131,7 +132,7 @@ def apply_extension(spec: SweepSpec) -> int:
     return num_kept
 
 
-def content(spec: SweepSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def content(spec: SweepSpec) -> tuple[Tree, Tree]:
     """Return what makes a sweep what it is, wherever its task lies."""
     train = {key: value for key, value in spec.train.items() if key != "task_dir"}
     return spec.config.model_dump(exclude={"train"}), train
@@ -200,7 +201,7 @@ def _length(record: TrialRecord, run: TrainConfig) -> float:
 class Trial:
     """A trial that is known."""
 
-    config: dict[str, Any]
+    config: Tree
     status: str
 
 
@@ -261,7 +262,7 @@ def steer_in_words(
     directory: str, action: str, trial: str = "", *assignments: str
 ) -> str:
     """Steer with a clone's keys as they are typed: KEY=VALUE, the value in YAML."""
-    keys: dict[str, Any] = {}
+    keys: Tree = {}
     for word in assignments:
         key, _, text = word.partition("=")
         keys[key] = parse_yaml(text, f"command line, {key}")
@@ -277,7 +278,7 @@ def known_trials(spec: SweepSpec) -> dict[str, Trial]:
 
 def trials_of(
     spec: SweepSpec,
-    records: list[TrialRecord],
+    records: Records,
     clones: Mapping[str, Action],
     live: Live | None,
 ) -> dict[str, Trial]:

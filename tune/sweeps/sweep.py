@@ -32,7 +32,7 @@ from tune.sweeps.spec import (
 )
 from tune.sweeps.steer import apply_extension, content, order_extension
 from tune.trials.journal import Journal, Live, write_live
-from tune.trials.record import TrialRecord
+from tune.trials.record import Records, TrialRecord
 from tune.trials.steering import Actions
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SweepResult:
     """A sweep's trials, and what it says of them."""
 
     spec: SweepSpec
-    records: list[TrialRecord]
+    records: Records
     """All trials, with those that failed."""
     answer: Answer
     """What the sweep says: `line`, `doubts`, `ranking`, and more."""
@@ -309,7 +309,7 @@ def saved_answer(spec: SweepSpec) -> SweepResult:
 
 
 def _answer(
-    spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]
+    spec: SweepSpec, records: Records, environment: dict[str, str]
 ) -> SweepResult:
     from tune.report.write import write_report
 

@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.tune import Trainable
 
+from trainers.config.model import Tree
 from trainers.errors import StorageError
 from trainers.on_ray.cluster import show_life
 from trainers.storage import Storage
@@ -28,8 +29,8 @@ from tune.trials.record import (
 
 
 def assignment_of(
-    trial: dict[str, Any],
-    train: dict[str, Any],
+    trial: Tree,
+    train: Tree,
     objective: Objective,
     purpose: Purpose = "trial",
     seed: int | None = None,
@@ -57,12 +58,12 @@ class LaneTrial(Trainable):
 
     def setup(
         self,
-        config: dict[str, Any],
+        config: Tree,
         *,
         mailbox: Any = None,
         sweep: Storage | None = None,
-        train: dict[str, Any] | None = None,
-        objective: dict[str, Any] | None = None,
+        train: Tree | None = None,
+        objective: Tree | None = None,
         usd_per_hour: float | None = None,
     ) -> None:
         """Called by Tune once for each actor; the keyword arguments are the sweep's."""
@@ -79,13 +80,13 @@ class LaneTrial(Trainable):
     def __repr__(self) -> str:
         return f"{self._name}, trials"
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
+    def reset_config(self, new_config: Tree) -> bool:
         """Called by Tune with the next trial of the same actor."""
         self.cleanup()
         self._begin(new_config)
         return True
 
-    def _begin(self, config: dict[str, Any]) -> None:
+    def _begin(self, config: Tree) -> None:
         self._space_config = unwrap(config)
         self._trial = trial_id(self._space_config)
         self._ticket = ""
@@ -99,7 +100,7 @@ class LaneTrial(Trainable):
             # again.
             self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> Tree:
         """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
@@ -137,7 +138,7 @@ class LaneTrial(Trainable):
             value = row.get(self._objective.metric)
         return worst(self._objective) if value is None or math.isnan(value) else value
 
-    def _final(self, record: TrialRecord) -> dict[str, Any]:
+    def _final(self, record: TrialRecord) -> Tree:
         said = {
             "objective": reward(self._objective, record),
             "trial": record.id,
@@ -151,9 +152,9 @@ class LaneTrial(Trainable):
         if self._record is None and self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 
-    def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
+    def save_checkpoint(self, checkpoint_dir: str) -> Tree:
         """Save nothing; without this method Tune would not reuse the actor."""
         return {}
 
-    def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
+    def load_checkpoint(self, checkpoint: Tree | None) -> None:
         """Load nothing."""

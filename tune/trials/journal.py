@@ -5,8 +5,9 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from trainers.config.model import Tree
 from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
@@ -27,7 +28,7 @@ class Running:
     lane: int
     started: UnixTime
     """When the lane took it, Unix time, s."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Tree = field(default_factory=dict)
     """Of a repeat of a finalist with its seed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Its newest evaluation."""
@@ -128,7 +129,7 @@ def read_boundary(sweep: Storage) -> Boundary:
     try:
         if not sweep.exists(_BOUNDARY):
             return Boundary()
-        content = sweep.read_json(_BOUNDARY, dict[str, Any])
+        content = sweep.read_json(_BOUNDARY, Tree)
         return Boundary.from_plain(content)
     except CheckpointError as error:
         logger.warning(

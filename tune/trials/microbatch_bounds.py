@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from trainers.config.function import FunctionConfig, RunConfig, build_run
+from trainers.config.model import Tree
 from trainers.config.sections import Positive
 from trainers.storage import validated
 
@@ -73,7 +74,7 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     return _digest(settings)
 
 
-def _group(config: RunConfig) -> dict[str, Any]:
+def _group(config: RunConfig) -> Tree:
     scaling = config.scaling
     return {
         "workers": [scaling.min_workers, scaling.max_workers],
@@ -82,7 +83,7 @@ def _group(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _digest(settings: dict[str, Any]) -> str:
+def _digest(settings: Tree) -> str:
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -151,7 +152,7 @@ class Boundary:
             return True
         return False if high is not None and size >= high else None
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> Tree:
         """Return all of it as plain data, for the journal."""
         return {
             key: {"fits": sorted(fits), "misfit": self._misfit.get(key)}

@@ -4,12 +4,13 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from trainers.config.model import Tree
 from trainers.errors import STATUSES, Status, redact
 from tune.config import Objective
 
@@ -64,9 +65,7 @@ Row = Annotated[dict[str, float], AfterValidator(placed)]
 """
 
 
-def trial_id(
-    config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None
-) -> str:
+def trial_id(config: Tree, purpose: Purpose = "trial", seed: int | None = None) -> str:
     """Return ten hex digits that name a configuration, run for a purpose and seed."""
     named = config
     if purpose != "trial":
@@ -117,7 +116,7 @@ class TrialRecord:
 
     id: Name
     """Digest of `config`: the same configuration has the same id in every resume."""
-    config: dict[str, Any]
+    config: Tree
     """Dotted TrainConfig keys and the values that the search gave them."""
     status: Status
     start_time: UnixTime
@@ -199,6 +198,9 @@ class TrialRecord:
         return None
 
 
+Records = Sequence[TrialRecord]
+
+
 def value_of(metric: str, record: TrialRecord) -> float | None:
     """Return a trial's figure; None where it failed, or has none that is finite."""
     if not record.finished:
@@ -252,11 +254,11 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
 
 
 def make_record(
-    config: dict[str, Any],
+    config: Tree,
     objective: Objective,
     started: float,
     curve: list[dict[str, float]],
-    outcome: dict[str, Any],
+    outcome: Tree,
     usd_per_hour: float | None = None,
     purpose: Purpose = "trial",
     seed: int | None = None,

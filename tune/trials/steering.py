@@ -12,10 +12,11 @@ import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from trainers.config.model import Tree
 from trainers.errors import CheckpointError
 from trainers.storage import Storage
 from tune.trials.record import UnixTime, trial_id
@@ -32,7 +33,7 @@ class Action:
     kind: Kind
     trial: Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$", max_length=200)] = ""
     """Its id, of those that mean one; the trial that is cloned."""
-    keys: dict[str, Any] = field(default_factory=dict)
+    keys: Tree = field(default_factory=dict)
     """The whole configuration of a clone; dotted keys of the sweep that an extension
     sets.
     """
@@ -59,7 +60,7 @@ class Steering:
     """Trials that start before the others, in this order."""
     clones: dict[str, Action] = field(default_factory=dict)
     """By their own ids."""
-    extension: dict[str, Any] = field(default_factory=dict)
+    extension: Tree = field(default_factory=dict)
     """Dotted keys of the sweep."""
 
 
@@ -69,7 +70,7 @@ def steered(actions: Iterable[Action]) -> Steering:
     stopped: set[str] = set()
     first: list[str] = []
     clones: dict[str, Action] = {}
-    extension: dict[str, Any] = {}
+    extension: Tree = {}
     for action in actions:
         if action.kind == "stop":
             stopped.add(action.trial)
