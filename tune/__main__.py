@@ -11,7 +11,6 @@ or in the configuration cannot be used, or the sweep never fits the cluster; 130
 interrupted, and how to resume is said.
 """
 
-import importlib.util
 import os
 import sys
 from collections import Counter
@@ -24,12 +23,13 @@ from pydantic import Field
 
 from trainers.command_line import leave, run
 from trainers.config.model import Tree
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 from trainers.lease import InUseError
 from trainers.output import Output
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.words import in_a_line
+from tune.search.space import require_package
 from tune.sweeps.spec import (
     SAVED,
     SweepSpec,
@@ -79,14 +79,16 @@ def sweep(
     epochs, another objective. What is known is not trained again. A sweep that is
     running extends itself once its trials have ended.
     """
+    is_directory = report or _is_directory(location)
+    if (is_directory and fresh) or (report and overrides):
+        rule = "goes with no other option" if report else "is not for a directory"
+        key = "--report" if report else "--fresh"
+        raise ConfigError(key, location, rule, "leave out one of them")
     if report:
-        return _report(location, fresh or bool(overrides), output)
-    if not _is_directory(location):
+        return _report(location, output)
+    if not is_directory:
         spec = read_sweep(location, overrides)
         return _sweep(spec, fresh, not no_check, output)
-    if fresh:
-        fix = "name the sweep's file, or leave out --fresh"
-        raise ConfigError("--fresh", location, "is not for a directory", fix)
     try:
         spec = order_extension(location, overrides)
         return _sweep(spec, False, not no_check, output)
@@ -110,10 +112,9 @@ def steer(words: _Steer, output: Output) -> int:
     spec = read_kept(directory)
     if not action:
         trials = known_trials(spec)
-        lines = [
-            f"{name}  {trial.status:12}  {in_a_line(trial.config)}"
-            for name, trial in trials.items()
-        ]
+        lines = []
+        for name, trial in trials.items():
+            lines.append(f"{name}  {trial.status:12}  {in_a_line(trial.config)}")
         record = {name: asdict(trial) for name, trial in trials.items()}
         output.result("\n".join(lines), f"{len(trials)} trials", {"trials": record})
         return 0
@@ -189,9 +190,7 @@ def mcp(
 
     --allow-run needs the two limits and the price.
     """
-    if importlib.util.find_spec("mcp") is None:
-        fix = "run `pip install 'paceline[mcp]'`"
-        raise ConfigError("mcp", MISSING, "needs the package mcp", fix)
+    require_package("COMMAND", "mcp")
     from tune.mcp import Limits, serve
 
     limits = max_trials, max_usd, usd_per_hour
@@ -229,10 +228,7 @@ def _is_directory(location: str) -> bool:
     return os.path.isdir(location)  # noqa: PTH112 (false for what is no path)
 
 
-def _report(directory: str, has_more: bool, output: Output) -> int:
-    if has_more:
-        rule = "trains nothing and changes nothing"
-        raise ConfigError("--report", directory, rule, "leave out the other options")
+def _report(directory: str, output: Output) -> int:
     spec = read_saved(directory)
     if not spec.config.redraws and not is_complete(spec):
         print(f"the sweep has not ended: `{spec.resume()}` goes on")

@@ -23,7 +23,7 @@ from trainers.config.sections import (
     direction_of,
 )
 from trainers.config.train import by_name
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 
 TO_TARGET = ("time_to_target", "usd_to_target")
 MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
@@ -118,8 +118,8 @@ class Objective(Settings):
 
     def _target_parts(self) -> tuple[dict[str, float], dict[str, Mode]]:
         """Split the target into its numbers and its words."""
-        numbers: dict[str, float] = {}
-        words: dict[str, Mode] = {}
+        numbers = {}
+        words = {}
         for name, value in (self.target or {}).items():
             if isinstance(value, float):
                 numbers[name] = value
@@ -207,9 +207,9 @@ class Range(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = self.model_dump(exclude_none=True)
-        alone = {"uniform", "loguniform", "choice", "around"}
-        is_alone = len(given) == 1 and given.keys() <= alone
-        if not is_alone and given.keys() != {"min", "max"}:
+        is_pair = given.keys() == {"min", "max"}
+        is_alone = len(given) == 1 and not given.keys() & {"min", "max"}
+        if not is_alone and not is_pair:
             rule = "must be exactly one of uniform, loguniform, choice, around, or min with max"
             fix = "write for example {loguniform: [1e-4, 1e-2]}"
             raise ConfigError("", given, rule, fix)
@@ -290,7 +290,7 @@ class SweepConfig(Settings):
         json_schema_extra={"rule": "must be the name of a file, or a mapping"},
     )
     """The training run to vary: a file beside this one, or a mapping."""
-    space: dict[str, list[Any] | Range] = Field(
+    space: dict[str, Annotated[list[Any], Field(min_length=1)] | Range] = Field(
         min_length=1,
         examples=[{"global_batch_size": [32, 64, 128]}],
         json_schema_extra={
@@ -365,33 +365,28 @@ class SweepConfig(Settings):
         lists = [values for values in self.space.values() if isinstance(values, list)]
         lengths = map(len, lists)
         trials = math.prod(lengths) if self.search == "grid" else sum(lengths)
-        if trials > MOST_TRIALS:
-            rule = f"makes {trials} trials, more than {MOST_TRIALS}"
-            fix = "list fewer values, or set `search: random`"
-            raise ConfigError("space", MISSING, rule, fix)
+        rule = f"makes {trials} trials, more than {MOST_TRIALS}"
+        fix = "list fewer values, or set `search: random`"
+        self.refuse_if(trials > MOST_TRIALS, "space", rule, fix)
         return self
 
     def _check_values(self, key: str, values: list[Any] | Range) -> None:
         """Raise ConfigError where the search cannot take a key's values."""
-        place = f"space.{key}"
-        if values == []:
-            raise ConfigError(place, values, "has no values", "list at least one")
         is_grid = self.search == "grid"
         if isinstance(values, list):
             return
+        wanted = "grid" if values.around else "random"
+        rule = f"needs a list of values for space.{key}"
         if values.around:
-            rule = f"draws, and {place} is around"
-            self.refuse_if(not is_grid, "search", rule, "set `search: grid`")
-        else:
-            rule = f"needs a list of values for {place}"
-            self.refuse_if(is_grid, "search", rule, "set `search: random`")
+            rule = f"draws, and space.{key} is around"
+        is_wrong = is_grid is not bool(values.around)
+        self.refuse_if(is_wrong, "search", rule, f"set `search: {wanted}`")
 
     def _check_around(self, key: str) -> None:
         """Raise ConfigError where the best value of a key cannot be searched for."""
-        for another in self._all_around[1:]:
-            rule = f"is around, and so is {key}"
-            fix = "list the values of one of the two"
-            raise ConfigError(f"space.{another}", MISSING, rule, fix)
+        several = len(self._all_around) > 1
+        rule = f"is around in {' and '.join(self._all_around)}"
+        self.refuse_if(several, "space", rule, "list the values of all but one")
         rule = f"would search {key} around anew for each seed"
         fix = "remove it, or list the values of both"
         self.refuse_if("seed" in self.space, "space", rule, fix)
@@ -403,24 +398,22 @@ class SweepConfig(Settings):
 
     @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
-        needed_for = ""
-        if self.objective.metric == "usd_to_target":
-            needed_for = "usd_to_target"
-        if self.budget.usd is not None:
-            needed_for = "budget.usd"
-        has_none = bool(needed_for) and self.usd_per_hour is None
-        rule = f"is needed for {needed_for}"
+        metric = self.objective.metric
+        is_limited = self.budget.usd is not None
+        is_needed = is_limited or metric == "usd_to_target"
+        has_none = is_needed and self.usd_per_hour is None
+        rule = f"is needed for {'budget.usd' if is_limited else metric}"
         fix = "add for example `usd_per_hour: 9.69`; `python -m tune plan` says what a cluster costs"
         self.refuse_if(has_none, "usd_per_hour", rule, fix)
         return self
 
     @property
     def _all_around(self) -> list[str]:
-        return [
-            key
-            for key, values in self.space.items()
-            if isinstance(values, Range) and values.around
-        ]
+        found = []
+        for key, values in self.space.items():
+            if isinstance(values, Range) and values.around:
+                found.append(key)
+        return found
 
     @property
     def around(self) -> str | None:
@@ -446,10 +439,8 @@ class SweepConfig(Settings):
     @property
     def time_budget_s(self) -> float | None:
         """Seconds until the first budget, of time or of dollars, is used up; or None."""
-        limits = []
-        if self.budget.time_s is not None:
-            limits.append(self.budget.time_s)
-        if self.budget.usd is not None and self.usd_per_hour is not None:
-            hours = self.budget.usd / self.usd_per_hour
-            limits.append(min(1e9, hours * 3600))
-        return min(limits, default=None)
+        time_s = self.budget.time_s
+        if self.budget.usd is None or self.usd_per_hour is None:
+            return time_s
+        paid_s = min(1e9, self.budget.usd / self.usd_per_hour * 3600)
+        return paid_s if time_s is None else min(paid_s, time_s)

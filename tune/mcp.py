@@ -103,11 +103,12 @@ class Tools:
         spec = read_sweep(sweep, settings, own_workers=False)
         forecast = make_plan(spec, load_cluster(cluster), minutes_per_trial)
         expected = {key: getattr(forecast, key) for key in ("trials", "time_s", "usd")}
-        budget = spec.config.budget
+        most = spec.config.budget.model_dump()
+        most["time_s"] = spec.config.time_budget_s
         return {
             "said": "\n".join(forecast.lines),
             "expected": expected,
-            "at_most": budget.model_dump() | {"time_s": spec.config.time_budget_s},
+            "at_most": most,
             "not_known": [name for name, value in expected.items() if value is None],
         }
 
@@ -119,11 +120,15 @@ class Tools:
         """
         settings = settings | {"usd_per_hour": self._allowed().usd_per_hour}
         spec = read_sweep(sweep, settings)
+        wrong = ""
+        fix = "call `watch`"
         if self._is_running(spec.uri):
-            raise ConfigError("sweep", sweep, "runs already", "call `watch`")
-        if pending_extension(spec) is not None:
-            rule = "was extended, and what is to come has a budget of its own"
-            raise ConfigError("sweep", sweep, rule, f"call `extend` with {spec.uri}")
+            wrong = "runs already"
+        elif pending_extension(spec) is not None:
+            wrong = "was extended, and what is to come has a budget of its own"
+            fix = f"call `extend` with {spec.uri}"
+        if wrong:
+            raise ConfigError("sweep", sweep, wrong, fix)
         self._refuse_over_limits(spec)
         return self._run(spec, sweep, settings)
 
@@ -143,13 +148,13 @@ class Tools:
         uri = storage_uri(directory)
         seen = self._follows.setdefault(uri, Follow(uri)).see()
         state, sentence = judge(seen)
-        live = seen.live.running if seen.live else []
+        running = seen.live.running if seen.live else []
         found: Result = {
             "said": sentence,
             "state": state,
             "trials": Counter(record.status for record in seen.records),
-            "running": [asdict(running) for running in live],
-            "not_known": [_TO_COME] * (state != "ended"),
+            "running": list(map(asdict, running)),
+            "not_known": [] if state == "ended" else [_TO_COME],
         }
         if seen.records:
             found["so_far"] = _answer(read_kept(uri), seen.records)
@@ -182,13 +187,11 @@ class Tools:
         spec = read_kept(directory)
         records = {record.id: record for record in Journal(spec.storage).records()}
         record = records[named_trial(trial, records, spec.uri)]
-        advice = ""
-        if not record.finished:
-            advice = POLICIES[record.status].advice
+        said = f"{record.id} ended as {record.status} {record.message}"
         return {
-            "said": f"{record.id} ended as {record.status} {record.message}".rstrip(),
+            "said": said.rstrip(),
             "trial": asdict(record),
-            "advice": advice,
+            "advice": "" if record.finished else POLICIES[record.status].advice,
             "not_known": ["whether another run of it would end so, too"],
         }
 
@@ -207,11 +210,13 @@ class Tools:
     def _refuse_over_limits(self, spec: SweepSpec) -> None:
         limits = self._allowed()
         others = sum(self._trials.values()) - self._trials.get(spec.uri, 0)
-        wanted = {"trials": _most_trials(spec), "usd": spec.config.budget.usd}
-        left = {"trials": limits.trials - others, "usd": limits.usd - self._usd}
-        for key, value in wanted.items():
-            if value is None or value > left[key]:
-                rule = f"must be at most {left[key]:g}, what this server has left"
+        wanted = {
+            "trials": (_most_trials(spec), limits.trials - others),
+            "usd": (spec.config.budget.usd, limits.usd - self._usd),
+        }
+        for key, (value, left) in wanted.items():
+            if value is None or value > left:
+                rule = f"must be at most {left:g}, what this server has left"
                 fix = "set it in `settings`, or ask the server's user for more"
                 given = MISSING if value is None else value
                 raise ConfigError(f"budget.{key}", given, rule, fix)
@@ -247,16 +252,20 @@ def _answer(spec: SweepSpec, records: Records) -> Result:
     """Return what summary.json holds, for some records, with the interval."""
     found = answer(spec.config, records)
     best = found.best
+    unknown = [doubt.text for doubt in found.doubts]
     interval: list[float | None] | None = None
     if found.finals:
-        interval = [found.finals[0].time_s.low, found.finals[0].time_s.high]
+        time_s = found.finals[0].time_s
+        interval = [time_s.low, time_s.high]
     elif best is not None and best.missed_target_s is not None:
         interval = [best.missed_target_s, best.time_to_target_s]
-    unknown = [doubt.text for doubt in found.doubts]
-    unknown += [_ONE_RUN] * (interval is None and best is not None)
-    unknown += [_TO_COME] * (not is_complete(spec))
+    elif best is not None:
+        unknown.append(_ONE_RUN)
+    if not is_complete(spec):
+        unknown.append(_TO_COME)
     told = {"said": found.text, "time_to_target_s": interval, "not_known": unknown}
-    return told | summary(spec.config, records, read_environment(spec.storage), found)
+    environment = read_environment(spec.storage)
+    return told | summary(spec.config, records, environment, found)
 
 
 def make_server(limits: Limits | None) -> Server[Any]:
@@ -269,21 +278,21 @@ def make_server(limits: Limits | None) -> Server[Any]:
 
     def tell(name: str, given: Tree) -> types.CallToolResult:
         found = None
+        words = f"{name!r} is no tool of this server; its tools are {', '.join(names)}"
         try:
-            if name not in offered:
-                fix = f"its tools are {', '.join(names)}"
-                raise ConfigError(name, MISSING, "is no tool of this server", fix)
-            arguments = dict(build(models[name], given, f"tool {name}"))
-            with turn:
-                found = as_data(offered[name](**arguments))
-            words = json.dumps(found, indent=1)
+            if name in offered:
+                arguments = dict(build(models[name], given, f"tool {name}"))
+                with turn:
+                    found = as_data(offered[name](**arguments))
+                words = json.dumps(found, indent=1)
         except PacelineError as error:
             words = str(error)
         except Exception as error:  # the user's own, as from a task's constructor
             words = f"{type(error).__name__}: {first_line(error)}"
-        content = types.TextContent(type="text", text=words)
+        content = [types.TextContent(type="text", text=words)]
+        has_failed = found is None
         return types.CallToolResult(
-            content=[content], structured_content=found, is_error=found is None
+            content=content, structured_content=found, is_error=has_failed
         )
 
     async def list_tools(context: Any, params: Any) -> types.ListToolsResult:

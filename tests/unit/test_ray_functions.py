@@ -16,65 +16,15 @@ from ray.tune.schedulers import (
 
 import tests.unit.test_ray_functions
 from tune.ray.pool import Pool, most_lanes
-from tune.ray.shape import Shape, likely_scaling, makes_trainer
+from tune.ray.shape import Shape, makes_trainer
 from tune.ray.trainer import with_own_name
-from tune.ray.tuner import _Pace, likely_shape
+from tune.ray.tuner import _Pace
 
-SCALING = {"num_workers": 2}
 made = []
 
 
-def ScalingConfig(**given):
-    made.append(given)
-
-
 def literal(config):
-    ScalingConfig(num_workers=2, use_gpu=False, resources_per_worker={"CPU": 2})
-
-
-def splatted(config):
-    ScalingConfig(**SCALING)
-
-
-def computed(config):
-    ScalingConfig(num_workers=config["workers"], placement_strategy="SPREAD")
-
-
-def unknown_name(config):
-    ScalingConfig(num_wokers=2)
-
-
-def labelled(config):
-    ScalingConfig(num_workers=2, label_selector=[{"zone": "a"}, {"zone": "b"}])
-
-
-def test_the_likely_lane_is_read_and_not_run():
-    inside = 4
-
-    def enclosed(config):
-        ScalingConfig(num_workers=inside)
-
-    assert likely_scaling(literal) == {
-        "num_workers": 2,
-        "use_gpu": False,
-        "resources_per_worker": {"CPU": 2},
-    }
-    assert likely_scaling(enclosed) == {"num_workers": 4}
-    assert likely_scaling(splatted) == SCALING
-    assert likely_scaling(computed) == {}, (
-        "half of it would be a guess at another group"
-    )
-    assert likely_scaling(len) == likely_scaling(lambda config: None) == {}
-    assert made == []
-
-
-@pytest.mark.parametrize(
-    ("driver", "num_workers"),
-    [(literal, 2), (splatted, 2), (computed, 1), (labelled, 2), (unknown_name, None)],
-)
-def test_no_guess_at_the_first_lane_fails_a_run(driver, num_workers):
-    shape = likely_shape(driver)
-    assert (shape and shape.num_workers) == num_workers
+    made.append(config)
 
 
 def TorchTrainer(*args, **given):
@@ -122,7 +72,6 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself():
         recursive(later(config))
 
     assert not makes_trainer(recursive)  # one of its cells is empty still
-    assert likely_scaling(recursive) == {}
 
     def later(config):
         return build(config)

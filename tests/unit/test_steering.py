@@ -247,10 +247,10 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, c
     ("words", "said"),
     [
         (["halt"], "must be one of stop, pause, go-on, clone, first"),
-        (["stop"], "stop needs a trial"),
+        (["stop"], "`TRIAL` is needed"),
         (["pause", "abc"], "`TRIAL` is not for pause"),
         (["stop", "nothing"], "is no trial of this sweep"),
-        (["stop", ""], "stop needs a trial"),
+        (["stop", ""], "`TRIAL` is needed"),
         (["first", "ENDED"], "has ended already: done"),
         (["stop", "WAITING", "epochs=8"], "is not for stop"),
         (["clone", "ENDED", "optimizer.lr=-1"], "greater than 0"),

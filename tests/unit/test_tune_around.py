@@ -181,7 +181,7 @@ def test_a_sweep_is_complete_when_every_best_rate_is_inside_or_the_budget_is_use
     [
         (
             "space: {global_batch_size: around, optimizer.lr: around}",
-            "space.optimizer.lr",
+            "space",
         ),
         ("space: {optimizer.lr: {around: -1.0}}", "space.optimizer.lr.around"),
         ("space: {optimizer.lr: {around: near}}", "space.optimizer.lr.around"),

@@ -119,7 +119,7 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("stop", {"directory": "nowhere", "trial": "1"}, "holds no sweep"),
     ("explain", {"directory": "nowhere"}, "`trial` is required"),
     ("explain", {"directory": "SWEPT", "trial": "zzz"}, "is no trial of this sweep"),
-    ("explain", {"directory": "SWEPT", "trial": ""}, "trials begin"),
+    ("explain", {"directory": "SWEPT", "trial": ""}, "`TRIAL` is needed"),
     ("answer", {"directory": "nowhere"}, "holds no sweep"),
     ("watch", {"directory": "ftp://host/x"}, "ftp"),
 ]

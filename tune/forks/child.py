@@ -6,7 +6,6 @@ files, where it is no fork.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import os
@@ -16,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -64,7 +64,7 @@ class Channel:
 
     def end(self, outcome: Any) -> None:
         """Say how the trial has ended, if anybody still wants to know."""
-        with self._lock, contextlib.suppress(BrokenPipeError):
+        with self._lock, suppress(BrokenPipeError):
             self._connection.send_bytes(pack((END, (outcome,), {})))
 
 
@@ -103,7 +103,7 @@ def become(files: Sequence[int]) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.environ.clear()
             os.environ.update(work.environment)
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.chdir(work.directory)
             asks = Channel(connection, others)
             module, _, name = work.target.partition(":")
@@ -119,7 +119,7 @@ def become(files: Sequence[int]) -> None:
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 stream.flush()
         os._exit(code)
 

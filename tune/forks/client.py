@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import pickle
@@ -14,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
@@ -109,7 +109,7 @@ class Zygote:
         connection = socket.socket(socket.AF_UNIX)
         deadline = time.monotonic() + _START_S
         while True:
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            with suppress(FileNotFoundError, ConnectionRefusedError):
                 connection.connect(str(self._path))
                 return connection
             if time.monotonic() > deadline:
@@ -135,9 +135,7 @@ class Zygote:
         work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
         for _ in range(_MOST_STARTS):
             self.hold()
-            with contextlib.suppress(
-                ConnectionError
-            ):  # it was about to end, for want of work
+            with suppress(ConnectionError):  # it was about to end, for want of work
                 return Fork(self._connect(), work, files)
             self._forget()
         raise ConnectionError("the parent of trials ends before it forks one")
@@ -161,7 +159,7 @@ class Zygote:
     def close(self) -> None:
         """End it on this node, and wait for its end."""
         if self._connection is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._connection.sendall(f"{END_ALL}\n".encode())
                 while self._connection.recv(1):
                     pass
@@ -191,7 +189,7 @@ class Fork:
         with theirs:
             socket.send_fds(control, [FORK], [theirs.fileno(), 1, 2, *files])
         self._channel = Connection(ours.detach())
-        with contextlib.suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):
             self._channel.send_bytes(pack(work))
         self.pid = self._number()
         if self.pid is None:
@@ -272,7 +270,7 @@ class Fork:
             answer = (False, getattr(asked, method)(*args, **given))
         except (Exception, TrialStopped) as error:
             answer = (True, error)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._channel.send_bytes(pack(answer))
         return isinstance(answer[1], TrialStopped)
 
@@ -289,7 +287,7 @@ class Fork:
 
     def _is_stopped(self) -> bool:
         """Whether the process was stopped by a signal, and not continued."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return (
                 Path(f"/proc/{self.pid}/stat")
                 .read_text()

@@ -19,7 +19,6 @@ ends with it. Without a connection the zygote ends, too.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import importlib
@@ -35,6 +34,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -133,7 +133,7 @@ class Zygote:
             self._forget(client)
 
     def _say(self, client: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # nobody listens any more
             client.sendall(NUMBER.pack(number))
 
     def _start(self, files: Sequence[int]) -> int:
@@ -170,7 +170,7 @@ class Zygote:
 
     def _reap(self) -> None:
         """Tell of trials that have ended, and end what they left running."""
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             os.read(self._woken, 4096)
         ended = []
         while True:
@@ -193,13 +193,13 @@ class Zygote:
         """Kill the children that are no trials: daemons, whose trials have ended."""
         for child in _children():
             if child not in self._trials:
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
 
 
 def end_group(pid: int) -> None:
     """Kill a trial's process and its group, where there are any."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
@@ -215,7 +215,7 @@ def _children() -> list[int]:
 def import_all(modules: Sequence[str]) -> None:
     """Import modules; one that fails does so again in the trial that needs it."""
     for module in modules:
-        with contextlib.suppress(BaseException), warnings.catch_warnings():
+        with suppress(BaseException), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(module)
 

@@ -12,13 +12,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
 import ray.train
 
+from trainers.config.model import Tree
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.process import without_collection
@@ -245,7 +246,7 @@ class Lanes:
         trainer.fit()
 
 
-def serve(loop_config: Mapping[str, Any]) -> None:
+def serve(loop_config: Tree) -> None:
     """Run trials as a worker of a lane; Ray calls it in each."""
     with without_collection(own_process=True):
         from tune.lanes.worker import serve_trials

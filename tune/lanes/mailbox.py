@@ -92,7 +92,7 @@ class Mailbox:
         if self._broken is None:
             await self._enqueue(trial)
         else:
-            trial.tell(Event(outcome={"status": "error", "message": self._broken}))
+            trial.end("error", self._broken)
         return assignment.ticket
 
     def _refuge(self, trial: Submission) -> Storage | None:
@@ -106,9 +106,8 @@ class Mailbox:
 
     def _submissions(self, name: str) -> list[Submission]:
         """Return all submissions of a trial."""
-        return [
-            trial for trial in self._trials.values() if trial.assignment.trial == name
-        ]
+        trials = self._trials.values()
+        return [trial for trial in trials if trial.assignment.trial == name]
 
     async def next_event(self, ticket: str, index: int) -> Event:
         """Wait for event number `index` of a submission.
@@ -161,9 +160,10 @@ class Mailbox:
 
     async def forget(self, name: str) -> None:
         """Drop a submission, or those of a trial, whose end is in the journal."""
+        running = self._running.values()
         for ticket, trial in list(self._trials.items()):
-            is_meant = ticket == name or (trial.told and trial.assignment.trial == name)
-            if is_meant and trial not in self._running.values():
+            is_heard = trial.told and trial.assignment.trial == name
+            if (is_heard or ticket == name) and trial not in running:
                 del self._trials[ticket]
 
     async def steer(self, steering: Steering) -> None:
@@ -176,7 +176,7 @@ class Mailbox:
         if broken is not None:
             self._broken = broken
             for trial in self._trials.values():
-                trial.tell(Event(outcome={"status": "error", "message": broken}))
+                trial.end("error", broken)
         self._closed = True
         await self._notify()
 
@@ -187,24 +187,19 @@ class Mailbox:
             The lanes that are up, their trials with their newest reports, and the notes
             from number `notes` on.
         """
-        running = {
-            lane: {
+        running = {}
+        for lane, trial in self._running.items():
+            running[lane] = {
                 "trial": trial.assignment.trial,
                 "started": trial.started,
                 "metrics": trial.newest,
             }
-            for lane, trial in self._running.items()
-        }
         return {
             "lanes": sorted(self._lanes.up),
             "running": running,
             "notes": self._notes[notes:],
             "refusal": self._refusal,
         }
-
-    async def restarts(self) -> list[tuple[float, str]]:
-        """Return for how long lanes took no trials, s, and why they started again."""
-        return self._lanes.restarts
 
     # Lanes
 
@@ -233,15 +228,14 @@ class Mailbox:
 
         Its trial goes to the head of the queue.
         """
-        words = cause.message if cause else "its workers died"
-        self._lanes.goes(lane, words)
+        self._lanes.goes(lane)
         trial = self._running.pop(lane, None)
         if trial is None or trial.ended:
             return
         why = "its worker group died"
         status = "node_lost"
         if cause is not None:
-            why += f": {words}"
+            why += f": {cause.message}"
             if cause.status != "error":
                 status = cause.status
         outcome = {"status": status, "message": why, "lane": lane}
@@ -291,16 +285,13 @@ class Mailbox:
         self._trials[trial.assignment.ticket] = trial
         self._running[lane] = trial
         trial.started = time.time()
+        assignment = replace(trial.assignment, attempt=trial.losses + trial.failures)
         device = self._lanes.up.get(lane)
-        bounds = trial.assignment.microbatch_bounds
         if device:
             bounds = self._microbatches.bounds(trial, device)
-        trial.assignment = replace(
-            trial.assignment,
-            attempt=trial.losses + trial.failures,
-            microbatch_bounds=bounds,
-        )
-        return trial.assignment
+            assignment = replace(assignment, microbatch_bounds=bounds)
+        trial.assignment = assignment
+        return assignment
 
     async def runs(self, lane: int, ticket: str) -> bool:
         """Whether a lane still is to run a trial: not once another rank has ended it."""
@@ -319,10 +310,7 @@ class Mailbox:
         What a trial reports again after it was started again is not kept twice.
         """
         trial = self._trials[ticket]
-        last_step = -1.0
-        if trial.events:
-            last_step = trial.events[-1].metrics.get("step", -1.0)
-        if not trial.events or metrics["step"] > last_step:
+        if metrics["step"] > trial.newest.get("step", -1.0):
             trial.tell(Event(metrics))
         self._reported.update(metrics)
         return not self._is_unwanted(trial)
@@ -389,10 +377,12 @@ class Mailbox:
         is_news, contradiction = self._microbatches.observe(trial, device, size, fits)
         if contradiction is not None:
             self.say(contradiction)
-        if is_news:
-            self._queue.drop_ended()
-            if (words := await self._microbatches.keep()) is not None:
-                self.say(words)
+        if not is_news:
+            return
+        self._queue.drop_ended()
+        words = await self._microbatches.keep()
+        if words is not None:
+            self.say(words)
 
     async def hung(
         self,
@@ -439,9 +429,8 @@ class Mailbox:
             await self._start_again(trial, outcome | {"lane": lane})
         elif outcome["status"] == "error" and trial.may_fail:
             trial.failures += 1
-            self.say(
-                f"trial {trial.assignment.trial} has failed, and starts again: {outcome['message']}"
-            )
+            words = f"has failed, and starts again: {outcome['message']}"
+            self.say(f"trial {trial.assignment.trial} {words}")
             await self._enqueue(trial, first=True)
         else:
             await self._finish(trial, {"lane": lane, **outcome})
@@ -471,9 +460,8 @@ class Mailbox:
         if trial.cancelled:
             await self._drop_checkpoints(trial)
             return
-        self.say(
-            f"lane {lane}, trial {trial.assignment.trial}: {why}, and it goes on from there"
-        )
+        name = trial.assignment.trial
+        self.say(f"lane {lane}, trial {name}: {why}, and it goes on from there")
         await self._enqueue(trial, first=True)
 
     async def _start_again(self, trial: Submission, outcome: Tree) -> None:
@@ -481,10 +469,8 @@ class Mailbox:
         trial.losses += 1
         why = outcome["message"]
         if trial.losses < MAX_LOSSES and outcome["status"] != "hung":
-            lane = outcome["lane"]
-            self.say(
-                f"lane {lane}, trial {trial.assignment.trial}: {why}, and it starts again"
-            )
+            who = f"lane {outcome['lane']}, trial {trial.assignment.trial}"
+            self.say(f"{who}: {why}, and it starts again")
             await self._enqueue(trial, first=True)
             return
         if trial.losses > 1:

@@ -8,9 +8,10 @@ import uuid
 from dataclasses import dataclass, field
 
 from trainers.config.model import Tree
-from trainers.errors import RunFailedError
+from trainers.errors import RunFailedError, Status
 from tune.forks.assignment import Assignment
 from tune.trials.microbatch_bounds import fixed_size, key_of
+from tune.trials.record import Row
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Report:
     """A training function's report, of which each rank brings its part."""
 
     num_parts: int = 0
-    row: dict[str, float] = field(default_factory=dict)
+    row: Row = field(default_factory=dict)
     """Rank 0's metrics."""
     checkpoint: str | None = None
     """The path of what any of them has stored."""
@@ -41,7 +42,7 @@ class Event:
     outcome: Tree | None = None
 
     @property
-    def row(self) -> dict[str, float]:
+    def row(self) -> Row:
         """The report as a row of the trial's curve."""
         return {name: float(value) for name, value in self.metrics.items()}
 
@@ -105,6 +106,10 @@ class Submission:
             self.events.append(event)
             self.changed.set()
             self.changed = asyncio.Event()
+
+    def end(self, status: Status, message: str) -> None:
+        """Tell its end."""
+        self.tell(Event(outcome={"status": status, "message": message}))
 
     def key(self, device: str) -> str:
         """Return its key in the boundary on a model of device."""

@@ -1,14 +1,13 @@
 """Which trial starts next: what waits, which lanes are up, and what fits on them."""
 
 import asyncio
-import time
 from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from trainers.config.function import build_run
-from trainers.errors import Status, StorageError
+from trainers.errors import StorageError
 from trainers.storage import Storage
-from tune.lanes.messages import Event, Submission
+from tune.lanes.messages import Submission
 from tune.trials.journal import read_boundary, write_boundary
 from tune.trials.microbatch_bounds import Boundary
 from tune.trials.record import BY_HAND
@@ -48,8 +47,8 @@ class Microbatches:
             return None
         failed = self._boundary.smallest_misfit(key)
         what = "microbatch" if trial.function is None else "batch"
-        label = _label(trial, device)
-        return f"a {what} of {size} is not tried: one of {failed} ran out of memory ({label})"
+        why = f"one of {failed} ran out of memory ({_label(trial, device)})"
+        return f"a {what} of {size} is not tried: {why}"
 
     def observe(
         self, trial: Submission, device: str, size: int, fits: bool
@@ -84,7 +83,7 @@ def _label(trial: Submission, device: str) -> str:
 
 
 class Roll:
-    """The lanes: which are up on which device, and which are down and why."""
+    """The lanes: which are up on which device, and which are down."""
 
     def __init__(self) -> None:
         self._coming: dict[int, dict[int, str]] = defaultdict(dict)
@@ -93,12 +92,9 @@ class Roll:
         """The models of device of the lanes that are up."""
         self._known: dict[int, str] = {}
         """Of those that are down, too, for as long as they come back."""
-        self._down: dict[int, tuple[float, str]] = {}
         self._leaving: set[int] = set()
         self.groups: Counter[int] = Counter()
         """How many worker groups of each lane have come or gone."""
-        self.restarts: list[tuple[float, str]] = []
-        """How long lanes that started again took no trials, s, and why they had to."""
 
     @property
     def devices(self) -> list[str]:
@@ -126,21 +122,16 @@ class Roll:
         self._known[lane] = " and ".join(sorted(devices))
         self.up[lane] = self._known[lane]
         self._leaving.discard(lane)
-        if lane in self._down:
-            since, why = self._down.pop(lane)
-            down_s = time.monotonic() - since
-            self.restarts.append((down_s, why))
 
-    def goes(self, lane: int, why: str) -> None:
-        """Note that a lane is down; the first reason stays."""
+    def goes(self, lane: int) -> None:
+        """Note that a lane is down."""
         self.groups[lane] += 1
-        if self.up.pop(lane, None) is not None:
-            self._down.setdefault(lane, (time.monotonic(), why))
+        self.up.pop(lane, None)
 
     def leaves(self, lane: int) -> None:
         """Note that the node of a lane is about to be taken away."""
         self._leaving.add(lane)
-        self.goes(lane, "its node is taken away")
+        self.goes(lane)
 
     def ends(self, lane: int) -> None:
         """Note that a lane does not come back."""
@@ -213,15 +204,12 @@ class Queue:
         if trial.cancelled or trial.ended:
             return True
         if trial.assignment.trial in self.steering.stopped:
-            return _end(trial, "stopped", BY_HAND)
-        reasons = [
-            self._microbatches.why_not(trial, device) for device in self._lanes.devices
-        ]
+            trial.end("stopped", BY_HAND)
+            return True
+        reasons = []
+        for device in self._lanes.devices:
+            reasons.append(self._microbatches.why_not(trial, device))
         if not reasons or None in reasons:
             return False
-        return _end(trial, "out_of_memory", str(reasons[0]))
-
-
-def _end(trial: Submission, status: Status, message: str) -> bool:
-    trial.tell(Event(outcome={"status": status, "message": message}))
-    return True
+        trial.end("out_of_memory", str(reasons[0]))
+        return True

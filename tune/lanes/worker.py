@@ -5,13 +5,13 @@ It holds nothing of a trial, and does not import torch.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -90,13 +90,11 @@ class FunctionContext(TrainContext):
         No checkpoint is stored later.
         """
         time_s = time.perf_counter() - self.began
-        known = {
-            key: float(value)
-            for key, value in flatten_dict(metrics).items()
-            if _is_number(value)
-        }
-        step = self.report_call_index + 1.0
-        self.row = placed({"step": step, **known, "train_time_s": time_s})
+        row = {"step": self.report_call_index + 1.0}
+        for key, value in flatten_dict(metrics).items():
+            if isinstance(value, int | float | np.integer | np.floating):
+                row[key] = float(value)
+        self.row = placed(row | {"train_time_s": time_s})
         if checkpoint is not None:
             self.storage_context._create_validation_file()
         if mode is CheckpointUploadMode.ASYNC:
@@ -128,30 +126,18 @@ class FunctionContext(TrainContext):
 
     def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
         """A sweep's trial keeps no list of them."""
-        raise self._refused(
-            "get_all_reported_checkpoints",
-            "call `ray.train.get_checkpoint` for the newest one",
-        )
+        fix = "call `ray.train.get_checkpoint` for the newest one"
+        raise self._refused("get_all_reported_checkpoints", fix)
 
     def get_dataset_shard(self, dataset_info: Any) -> Any:
         """A sweep's file can name no Ray dataset."""
-        raise self._refused(
-            "get_dataset_shard",
-            "read the data in the function, or sweep with `tune.ray`",
-        )
+        fix = "read the data in the function, or sweep with `tune.ray`"
+        raise self._refused("get_dataset_shard", fix)
 
     def _refused(self, call: str, fix: str) -> ConfigError:
         named = self.assignment.tree["train_func"]
-        return ConfigError(
-            "train_func",
-            named,
-            f"calls `{call}`, which a sweep from a file does not have",
-            fix,
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating)
+        rule = f"calls `{call}`, which a sweep from a file does not have"
+        return ConfigError("train_func", named, rule, fix)
 
 
 class FunctionTrial:
@@ -204,12 +190,13 @@ class FunctionTrial:
         began = time.time()
         name = self._assignment.trial
         set_train_context(self._context)
+        spec = FunctionSpec(self._assignment.tree, self._path, f"trial {name}", "")
         try:
             fork = zygote.fork(
                 "tune.forks.function:run_function",
-                FunctionSpec(self._assignment.tree, self._path, f"trial {name}", ""),
+                spec,
                 place,
-                [str(gpu) for gpu in ray.get_gpu_ids()],
+                list(map(str, ray.get_gpu_ids())),
                 name,
                 self._context.storage_context,
                 files=files,
@@ -227,9 +214,8 @@ class FunctionTrial:
         if status in ("done", "stopped"):
             ended_s = time.perf_counter()
             called_s = self._called_s or ended_s
-            outcome["result"] = {
-                "peak_memory_bytes": outcome.pop("peak_memory_bytes", None)
-            }
+            peak = outcome.pop("peak_memory_bytes", None)
+            outcome["result"] = {"peak_memory_bytes": peak}
             outcome["spent"] = {
                 "began": began,
                 "starting_s": called_s - clock_s,
@@ -246,8 +232,7 @@ class FunctionTrial:
         """Tell the mailbox whether the function's batch fits."""
         size = fixed_size(self._assignment.tree)
         if size is not None:
-            found = self._assignment.ticket, size, fits
-            self._lane.tell("observe", self._lane.number, *found)
+            self._lane.observe(self._assignment, size, fits)
 
 
 def _context(own: TrainContext, lane: Any, assignment: Assignment) -> FunctionContext:
@@ -293,15 +278,12 @@ class Asked(WorkerContext):
     def observe(self, figures: dict[str, float]) -> None:
         """Pass the figures of this rank on to Ray's metrics."""
         self._lane.gauges.set(figures)
-        found = {
-            "peak_memory_bytes": figures.get("peak_bytes"),
-            "energy_j": figures.get("energy_j"),
-        }
-        for name, value in found.items():
-            if name in self._assignment.watches and value is not None:
-                self._used[name] = value
-        if disturbed_s := figures.get("disturbed_s"):
-            self._used["disturbed_s"] = disturbed_s
+        names = {"peak_bytes": "peak_memory_bytes", "energy_j": "energy_j"}
+        for key, name in names.items():
+            if name in self._assignment.watches and key in figures:
+                self._used[name] = figures[key]
+        if figures.get("disturbed_s"):
+            self._used["disturbed_s"] = figures["disturbed_s"]
 
     def preempted(self, elapsed_s: float) -> bool:
         """Whether the lane's node will be taken away.
@@ -313,8 +295,7 @@ class Asked(WorkerContext):
     def fits(self, microbatch_size: int, fits: bool) -> None:
         """Tell the mailbox what all ranks agreed on, or what did not fit on any rank."""
         if self.rank == 0 or not fits:
-            found = self._assignment.ticket, microbatch_size, fits
-            self._lane.tell("observe", self._lane.number, *found)
+            self._lane.observe(self._assignment, microbatch_size, fits)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """Tell the mailbox where this rank hangs: the trial ends here."""
@@ -322,19 +303,19 @@ class Asked(WorkerContext):
         self._lane.tell("hung", self._lane.number, *hang)
 
 
-def serve_trials(loop_config: Mapping[str, Any]) -> None:
+def serve_trials(loop_config: Tree) -> None:
     """Run trials as a worker of a lane, until the mailbox closes, or is gone.
 
     The driver ends the sweep then.
     """
-    with contextlib.suppress(ray.exceptions.ActorDiedError):
+    with suppress(ray.exceptions.ActorDiedError):
         Lane(loop_config).serve()
 
 
 class Lane:
     """A lane, in one of its workers."""
 
-    def __init__(self, loop_config: Mapping[str, Any]) -> None:
+    def __init__(self, loop_config: Tree) -> None:
         self._mailbox = loop_config["mailbox"]
         self.number: int = loop_config["lane"]
         self.may_drain: bool = loop_config["may_drain"]
@@ -364,6 +345,10 @@ class Lane:
         """Call a method of the mailbox."""
         return ray.get(getattr(self._mailbox, method).remote(*args))
 
+    def observe(self, assignment: Assignment, size: int, fits: bool) -> None:
+        """Tell the mailbox whether a microbatch of a trial fits."""
+        self.tell("observe", self.number, assignment.ticket, size, fits)
+
     def serve(self) -> None:
         """Take trials until there will be none."""
         place = self._place
@@ -376,7 +361,7 @@ class Lane:
                 return
             if assignment is None:
                 continue
-            with contextlib.ExitStack() as stack:
+            with ExitStack() as stack:
                 for file in files:
                     stack.enter_context(file)
                 numbers = [file.fileno() for file in files]
@@ -488,10 +473,8 @@ def _death(death: NoOutcomeError, rank: int) -> Tree:
     if death.code == HUNG_EXIT_CODE:
         return {"status": "hung", "message": f"rank {rank} made no step"}
     if death.code == -signal.SIGSTOP:
-        return {
-            "status": "hung",
-            "message": f"rank {rank}: its process was stopped, and not continued",
-        }
+        why = "its process was stopped, and not continued"
+        return {"status": "hung", "message": f"rank {rank}: {why}"}
     failure = death_of(rank, death.code)
     status = "error" if failure.status == "node_lost" else failure.status
     again = status == "error" and death.code in _RETRIED

@@ -8,7 +8,6 @@ trial starts no actor, and its function runs in a fork.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import queue
@@ -17,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +138,7 @@ class LaneWorker(RayTrainWorker):
             execution.training_thread_runner.is_running()
             and time.monotonic() < deadline
         ):
-            with contextlib.suppress(queue.Empty):  # so that a report can end
+            with suppress(queue.Empty):  # so that a report can end
                 execution.result_queue.get(timeout=_LOOK_S)
         if execution.training_thread_runner.is_running():
             raise TimeoutError("the training function still runs")
@@ -267,7 +267,7 @@ class LaneGroup(WorkerGroup):
             self._give_back(stop=False)
             raise
 
-    @contextlib.contextmanager
+    @contextmanager
     def _meeting_in_pool(self) -> Iterator[None]:
         """Ray starts an actor here for the ranks to meet at."""
         barrier = Stub(self.pool, "meet", self.loan.lane)
@@ -435,7 +435,7 @@ class _Reports(queue.Queue[Any]):
         while (
             _session().result_queue.empty()
         ):  # what the trial itself has reported is to be fetched first
-            with contextlib.suppress(queue.Empty):
+            with suppress(queue.Empty):
                 item = super().get(block, _LOOK_S)
                 self._num_taken += 1
                 return item

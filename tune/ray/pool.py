@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,9 @@ class Lane:
     group: PlacementGroup
     placed: asyncio.Future[Any]
     """Done once the group has its place."""
-    actors: list[Any]
+    since: float
+    """When it began to start, or was free last."""
+    actors: list[Any] = field(default_factory=list)
     """The handle of each worker's actor; empty until it is started."""
     workers: list[tuple[Any, "ActorMetadata"]] = field(default_factory=list)
     barrier: Any = None
@@ -81,14 +82,12 @@ class Lane:
     """The actor that has it; empty while it settles; None: it is free, or not up yet.
     """
     stopping: bool = False
-    since: float = 0.0
-    """When it began to start, or was free last."""
 
 
 def reserve(shape: Shape) -> PlacementGroup:
     """Ask Ray for the room of a lane."""
     bundles = [dict(shape.resources)] * shape.num_workers
-    labels = [dict(one) for one in shape.labels] or None
+    labels = [dict(node) for node in shape.labels] or None
     group: PlacementGroup = placement_group(
         bundles, strategy=shape.strategy, bundle_label_selector=labels
     )
@@ -164,12 +163,6 @@ class Pool:
         self._waiting.append(wish)
         self._start_wanted()
         return await wish.loan
-
-    async def prepare(
-        self, shape: Shape, group: PlacementGroup, actors: list[Any]
-    ) -> None:
-        """Take over a lane that was begun before this process was up."""
-        self._begin(shape, group, actors)
 
     async def give_back(self, number: int, stop: bool) -> None:
         """Take a lane back; `stop`: its function runs, and ends at its next report."""
@@ -307,16 +300,11 @@ class Pool:
             else:
                 self._begin(wish.shape)
 
-    def _begin(
-        self,
-        shape: Shape,
-        group: PlacementGroup | None = None,
-        actors: Sequence[Any] = (),
-    ) -> None:
-        group = group or reserve(shape)
+    def _begin(self, shape: Shape) -> None:
+        """Begin to start a lane."""
+        group = reserve(shape)
         placed = asyncio.ensure_future(group.ready())
-        lane = Lane(self._count, shape, group, placed, list(actors))
-        lane.since = time.monotonic()
+        lane = Lane(self._count, shape, group, placed, time.monotonic())
         self._count += 1
         self._lanes[lane.number] = lane
         self._do(self._start(lane))
@@ -328,9 +316,7 @@ class Pool:
             if lane.number not in self._lanes:
                 return
             shown = f"{self._sweep}, lane {lane.number}"
-            lane.actors = lane.actors or start_workers(
-                lane.shape, lane.group, self._zygote, shown
-            )
+            lane.actors = start_workers(lane.shape, lane.group, self._zygote, shown)
             calls = [actor.get_metadata.remote() for actor in lane.actors]
             places = await asyncio.gather(*calls)
         except Exception as error:

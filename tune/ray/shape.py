@@ -1,11 +1,9 @@
-"""What the workers of a lane are like, and a guess at it before the first trial."""
+"""What the workers of a lane are like, and whether a trial needs any."""
 
-import ast
 import contextlib
 import inspect
-import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,47 +60,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:
-    """Read the arguments of the ScalingConfig that a trial's function makes.
-
-    Returns:
-        Empty where the source makes none, or where an argument is neither a literal nor
-        a name from outside.
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(driver)))
-        outside = inspect.getclosurevars(driver)
-    except (
-        OSError,
-        TypeError,
-        SyntaxError,
-        ValueError,
-    ):  # there is no source, or an empty cell
-        return {}
-    names = {**outside.globals, **outside.nonlocals}
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func).rpartition(".")[2] == "ScalingConfig"
-        ):
-            return _arguments(node, names)
-    return {}
-
-
-def _arguments(call: ast.Call, names: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for keyword in call.keywords:
-        try:
-            if isinstance(keyword.value, ast.Name):
-                value = names[keyword.value.id]
-            else:
-                value = ast.literal_eval(keyword.value)
-        except (KeyError, ValueError):
-            return {}
-        if keyword.arg is None:
-            found.update(value)  # **SCALING
-        else:
-            found[keyword.arg] = value
-    return found

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import logging
 import os
 import sys
 import time
@@ -24,12 +23,10 @@ from trainers.config.model import Tree
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import beside_driver
-from tune.ray.controller import is_stopped, report_in_process, shape_of
+from tune.ray.controller import is_stopped, report_in_process
 from tune.ray.driver import Asked
-from tune.ray.pool import Pool, reserve, start_workers
-from tune.ray.shape import Shape, likely_scaling, makes_trainer
-
-logger = logging.getLogger(__name__)
+from tune.ray.pool import Pool
+from tune.ray.shape import makes_trainer
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
@@ -179,33 +176,14 @@ class Tuner(tune.Tuner):
         if not ray.is_initialized():
             ray.init()
         sweep = str(self._local_tuner.get_run_config().name)  # type: ignore[union-attr]
-        shape = likely_shape(self._driver)
-        if (
-            shape is not None
-        ):  # what the first trial needs starts at once: its own process takes as long
-            group = reserve(shape)
-            actors = start_workers(shape, group, self._pool_name, f"{sweep}, lane 0")
-        pool: Any = (
-            ray.remote(Pool)
-            .options(name=self._pool_name, **beside_driver())
-            .remote(self._pool_name, sweep)
-        )
-        if shape is not None:
-            pool.prepare.remote(shape, group, actors)
+        options = beside_driver()
+        actor: Any = ray.remote(Pool).options(name=self._pool_name, **options)
+        pool = actor.remote(self._pool_name, sweep)
         try:
             return super().fit()
         finally:
             self.restarts = ray.get(pool.close.remote())
             ray.kill(pool)
-
-
-def likely_shape(driver: Callable[[Tree], Any]) -> Shape | None:
-    """Guess the workers of a driver's first trial; None where the trial has to say."""
-    try:
-        return shape_of(ray.train.ScalingConfig(**likely_scaling(driver)))
-    except Exception:  # a guess fails no run, whatever it met
-        logger.debug("no lane is started before the first trial", exc_info=True)
-        return None
 
 
 class _Pace(tune.Callback):

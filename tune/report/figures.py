@@ -332,7 +332,7 @@ class Canvas:
         """Write the names of what was drawn, and of series, above the axes."""
         by = self._data.by
         for at in sorted(self._seen):
-            look = {"color": _SERIES[at], "marker": _MARKERS[at]}
+            look: Tree = {"color": _SERIES[at], "marker": _MARKERS[at]}
             self.axes.plot([], [], label=by.name(at) if by else "", **look)
         handles, names = self.axes.get_legend_handles_labels()
         if names:

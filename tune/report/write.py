@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
+from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +33,8 @@ from tune.trials.record import Records
 logger = logging.getLogger(__name__)
 
 _MOST_DRAWN = 300
+_PATHS = {"time_to_target_low_s": "missed_target_s", "on_lane_s": "total_s"}
+"""What a record calls a column, where its name is another."""
 
 
 def source(name: str) -> str:
@@ -76,12 +79,11 @@ def contents(
     digest = hashlib.sha256(script.encode()).digest()
     shown = columns(config, records)
     same = constant(config, records, shown)
-    whole = summary(config, records, environment, found)
     beaten = {record.id for record in found.ranking[_MOST_DRAWN:]}
     drawn = [record for record in records if record.id not in beaten]
     said = []
     for column in same:
-        cell = next(iter(column.cells.values()))
+        cell = column.cells[records[0].id]
         if cell != "-":
             said.append(f"{column.header} {cell}")
     return {
@@ -96,7 +98,7 @@ def contents(
         "answer": found,
         "records": best_first(records, found),
         "same": ", ".join(said),
-        "summary": whole,
+        "summary": summary(config, records, environment, found),
         "train": redact(dump_yaml(tree)),
         "live": None,
         "duration": duration,
@@ -113,11 +115,11 @@ def summary(
     counts = Counter(record.status for record in records)
     objective = config.objective.model_dump(exclude_none=True)
     spent = [record.spent for record in records if record.spent is not None]
-    starting_s = None
-    training_s = None
+    totals: dict[str, float | None] = {"starting_s": None, "training_s": None}
     if spent:
-        starting_s = round(sum(each.starting_s for each in spent), 3)
-        training_s = round(sum(each.training_s for each in spent), 3)
+        for name in totals:
+            times = [getattr(part, name) for part in spent]
+            totals[name] = round(sum(times), 3)
     starts = [record.start_time for record in records]
     ends = [record.end_time for record in records]
     wall_s = max(ends, default=0.0) - min(starts, default=0.0)
@@ -140,8 +142,7 @@ def summary(
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(wall_s, 3),
         "trial_time_s": round(sum(ends) - sum(starts), 3),
-        "starting_s": starting_s,
-        "training_s": training_s,
+        **totals,
         "environment": dict(environment),
     }
 
@@ -224,9 +225,8 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
         f"Run as: {command}",
     ]
     if config.objective.ends_at_target and best.time_to_target_s is not None:
-        lines.append(
-            f"The trial ended at its target, {target(config.objective)}; this run trains to its last step."
-        )
+        ended = f"The trial ended at its target, {target(config.objective)}"
+        lines.append(f"{ended}; this run trains to its last step.")
     return "".join(f"# {printable(line)}\n" for line in lines)
 
 
@@ -234,44 +234,37 @@ def to_parquet(config: SweepConfig, records: Records) -> bytes:
     """Return a row a trial; a column's type does not depend on which trials have run."""
     columns: Tree = {}
 
-    def add(kind: Any, *names: str) -> None:
-        for name in names:
-            values = [getattr(record, name) for record in records]
-            columns[name] = pa.array(values, kind)
+    def add(kind: Any, names: str) -> None:
+        for name in names.split():
+            value = attrgetter(_PATHS.get(name, name))
+            columns[name] = pa.array([value(record) for record in records], kind)
 
-    def add_values(kind: Any, name: str, values: list[Any]) -> None:
-        columns[name] = pa.array(values, kind)
-
-    add(pa.string(), "id", "status")
+    add(pa.string(), "id status")
     for key in Trials(config, records).labels:
         values = [record.config.get(key) for record in records]
         columns[key] = _config_column(config, key, values)
-    add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
-    missed = [record.missed_target_s for record in records]
-    add_values(pa.float64(), "time_to_target_low_s", missed)
-    add(pa.int64(), "peak_memory_bytes", "lane", "seed")
+    add(pa.float64(), "samples_per_s step_time_s time_to_target_s time_to_target_low_s")
+    add(pa.int64(), "peak_memory_bytes lane seed")
     add(pa.string(), "purpose")
-    add(pa.float64(), "step_time_ci95_s", "samples", "epochs")
-    add(pa.float64(), "cpu_pressure", "disturbed_s", "energy_j")
-    spent = {
-        "starting_s": "starting_s",
-        "training_s": "training_s",
-        "on_lane_s": "total_s",
-    }
-    for name, part in spent.items():
+    add(
+        pa.float64(),
+        "step_time_ci95_s samples epochs cpu_pressure disturbed_s energy_j",
+    )
+    for name in ("starting_s", "training_s", "on_lane_s"):
+        part = _PATHS.get(name, name)
         times = [getattr(record.spent, part, None) for record in records]
-        add_values(pa.float64(), name, times)
+        columns[name] = pa.array(times, pa.float64())
     messages = [_encodable(record.message) for record in records]
-    add_values(pa.string(), "message", messages)
+    columns["message"] = pa.array(messages, pa.string())
     for name in ("start_time", "end_time"):
         stamps = [round(getattr(record, name) * 1e6) for record in records]
-        add_values(pa.timestamp("us", tz="UTC"), name, stamps)
+        columns[name] = pa.array(stamps, pa.timestamp("us", tz="UTC"))
     for name in metric_names(records):
         column = _encodable(name)
         while column in columns:
             column = f"metrics.{column}"
         values = [record.metrics.get(name) for record in records]
-        add_values(pa.float64(), column, _as_floats(values))
+        columns[column] = pa.array(_as_floats(values), pa.float64())
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
@@ -280,8 +273,7 @@ def to_parquet(config: SweepConfig, records: Records) -> bytes:
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
     """Return one key's values as an array, typed by all that the space may give it."""
     possible = [*values, *sample_values(config.space.get(key, []))]
-    possible = [value for value in possible if value is not None]
-    kinds = {type(value) for value in possible}
+    kinds = {type(value) for value in possible if value is not None}
     if kinds == {bool}:
         return pa.array(values, pa.bool_())
     whole = [value for value in possible if type(value) is int]
@@ -290,13 +282,15 @@ def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
         return pa.array(values, pa.int64())
     if kinds and kinds <= {int, float} and fits:
         return pa.array(_as_floats(values), pa.float64())
-    texts = []
-    for value in values:
-        text = value
-        if value is not None and not isinstance(value, str):
-            text = json.dumps(value)
-        texts.append(text and _encodable(text))
-    return pa.array(texts, pa.string())
+    return pa.array(map(_as_text, values), pa.string())
+
+
+def _as_text(value: Any) -> str | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return _encodable(value)
+    return json.dumps(value)
 
 
 def _as_floats(values: list[Any]) -> list[float | None]:

@@ -113,7 +113,9 @@ def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) 
     for num_rounds in sorted({min(look, last_round) for look in LOOKS}):
         missing = []
         for number in range(num_rounds):
-            missing += [(at, number) for at in racing if number not in laps[at]]
+            for at in racing:
+                if number not in laps[at]:
+                    missing.append((at, number))
         if missing:
             return Race(standings, missing)
         known = _known(laps, num_rounds)
@@ -152,17 +154,18 @@ def compare(
     """
     columns: dict[Any, int] = {entrant: at for at, entrant in enumerate(laps)}
     cells = []
-    logs = []
+    known = []
     for entrant, own in laps.items():
         for number, lap in own.items():
             column = columns.setdefault(f"round {number}", len(columns))
             cells.append((columns[entrant], column))
-            logs.append(lap.log_s)
+            known.append(lap.log_s)
     design = np.zeros((len(cells), len(columns)))
     for row, pair in enumerate(cells):
         design[row, pair] = 1.0
-    effects, _, rank, _ = np.linalg.lstsq(design, np.array(logs), rcond=None)
-    rest = np.array(logs) - design @ effects
+    logs = np.array(known)
+    effects, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
+    rest = logs - design @ effects
     num_free = len(cells) - int(rank)
     spread = _pooled(float(rest @ rest), num_free)
     covariance = np.linalg.pinv(design.T @ design)
@@ -204,10 +207,9 @@ def time_alone(record: TrialRecord) -> Interval:
     The target was met at some time since the evaluation before.
     """
     time_s = record.time_to_target_s or 0.0
-    before = record.missed_target_s
     low_s = time_s
-    if before is not None:
-        low_s = min(before, time_s)
+    if record.missed_target_s is not None:
+        low_s = min(record.missed_target_s, time_s)
     return Interval(time_s, _alone_s(record, low_s), time_s)
 
 
@@ -300,29 +302,28 @@ def repeats_to_run(
         return []
     found = contenders(config, records)
     first_seed = int(train.get("seed", 0)) + 1
-    stands = _standing(config, found, records, first_seed)
+    stands = _standing(config.objective, found, records, first_seed)
     return [(found[entrant], first_seed + lap) for entrant, lap in stands.runs_next]
 
 
 def _standing(
-    config: SweepConfig,
+    objective: Objective,
     found: Records,
     records: Records,
     first_seed: int,
 ) -> Race:
     """Return how the race of the finalists stands; the first repeat has `first_seed`."""
-    repeats = [_repeats(record, records) for record in found]
     if len(found) < 2:
         return Race([], [])
     laps = []
     ended: list[TrialRecord] = []
-    for own in repeats:
+    for record in found:
         rounds = {}
-        for run in own:
+        for run in _repeats(record, records):
             number = (run.seed or 0) - first_seed
-            rounds[number] = _lap(config.objective, run)
+            rounds[number] = _lap(objective, run)
+            ended.append(run)
         laps.append(rounds)
-        ended += own
     stands = race(laps)
     if not stands.runs_next:
         return stands
@@ -391,14 +392,15 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
     seeds = [record.seed or 0 for record in records if record.purpose == "repeat"]
     if not seeds:
         return []
+    objective = config.objective
     entrants = contenders(config, records)
-    standings = _standing(config, entrants, records, min(seeds)).standings
+    standings = _standing(objective, entrants, records, min(seeds)).standings
     groups = []
     num_free = 0
     squares = 0.0
     for record, standing in zip(entrants, standings, strict=True):
         runs = _repeats(record, records)
-        known = [_lap(config.objective, run) for run in runs]
+        known = [_lap(objective, run) for run in runs]
         laps = [lap for lap in known if lap is not None]
         if standing is None or not laps:
             continue
@@ -503,8 +505,5 @@ def pressure(records: Records, repeats: bool = False) -> float | None:
 
 
 def _repeats(finalist: TrialRecord, records: Records) -> list[TrialRecord]:
-    return [
-        record
-        for record in records
-        if record.purpose == "repeat" and record.config == finalist.config
-    ]
+    repeats = [record for record in records if record.purpose == "repeat"]
+    return [record for record in repeats if record.config == finalist.config]

@@ -103,8 +103,9 @@ class AroundSearch(Searcher):
         """Return the next trial; None until another has ended."""
         running = self._running.values()
         for trial in next_trials(self._config, self._scores):
-            if name_of(trial) not in running:
-                self._running[trial_id] = name_of(trial)
+            name = name_of(trial)
+            if name not in running:
+                self._running[trial_id] = name
                 return trial
         return None if running else Searcher.FINISHED
 

@@ -3,8 +3,8 @@
 import importlib.util
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 from trainers.config.function import build_run, kind_of
@@ -22,6 +22,8 @@ WHOLE = "whole_trial"
 _FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
 """Keys of a run that are the same for all trials."""
 
+Values = list[Any] | Range
+Space = Mapping[str, Values]
 Score = tuple[float, float]
 """The smaller the better: the objective, and what decides without it, how far the
 target's metric came.
@@ -34,11 +36,12 @@ def score(
     objective: Objective, value: float | None, metrics: Mapping[str, float]
 ) -> Score:
     """Return the score of a trial that did not fail."""
-    goal = objective.goal
     far = math.inf
+    goal = objective.goal
     if goal is not None:
         far = _smaller_is_better(goal.mode, metrics.get(goal.metric))
-    return _smaller_is_better(objective.direction, value), far
+    near = _smaller_is_better(objective.direction, value)
+    return near, far
 
 
 def _smaller_is_better(mode: str, value: float | None) -> float:
@@ -57,10 +60,10 @@ def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str,
         if record.purpose != "trial":
             continue
         found[record.id] = NO_SCORE
-        if record.finished:
+        value = value_of(objective.metric, record)
+        if record.is_censored:
             value = None
-            if not record.is_censored:
-                value = value_of(objective.metric, record)
+        if record.finished:
             found[record.id] = score(objective, value, record.metrics)
     return found
 
@@ -78,28 +81,27 @@ def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[Tree]:
     is beaten.
     """
     others = dict(config.space)
-    around = others.pop(config.around or "")
+    key = str(config.around)
+    around = others.pop(key)
     assert isinstance(around, Range)
-    wanted: dict[int, list[Tree]] = defaultdict(list)
+    found = []
     for combination in _combinations(others):
         trials = {}
         known = {}
         for step in _ALL_STEPS:
-            rate = {str(config.around): around.start * 2.0**step}
-            trials[step] = combination | rate
-            name = trial_id(trials[step])
+            trial = combination | {key: around.start * 2.0**step}
+            trials[step] = trial
+            name = trial_id(trial)
             if name in scores:
                 known[step] = scores[name]
         for step in _next_steps(known):
-            wanted[abs(step)].append(trials[step])
-    found = []
-    for distance in sorted(wanted):
-        found += wanted[distance]
-    return found
+            found.append((abs(step), trials[step]))
+    found.sort(key=itemgetter(0))
+    return [trial for _, trial in found]
 
 
 def _combinations(
-    space: Mapping[str, list[Any] | Range],
+    space: Space,
 ) -> Iterator[Tree]:
     """Yield all combinations of a space's values, in order."""
     lists = map(sample_values, space.values())
@@ -119,9 +121,7 @@ def _next_steps(scores: Mapping[int, Score]) -> list[int]:
     return [beyond]
 
 
-def is_inside(
-    config: SweepConfig, records: Iterable[TrialRecord], trial: Mapping[str, Any]
-) -> bool:
+def is_inside(config: SweepConfig, records: Iterable[TrialRecord], trial: Tree) -> bool:
     """Whether both neighbours of a trial's rate have been tried."""
     tried = {record.id for record in records}
     key = str(config.around)
@@ -135,15 +135,20 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
 
     Raises ConfigError for one that does not, and where the search is not installed.
     """
-    if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
-        rule = "the package optuna is not installed"
-        fix = "run `pip install 'paceline[optuna]'`"
-        raise ConfigError("search", "optuna", rule, fix, source)
+    if config.search == "optuna":
+        require_package("search", "optuna", source)
     for key, values in config.space.items():
         for value in sample_values(values):
             check_trial(train, {key: value}, source)
     for trial in grid(config):
         check_trial(train, trial, source)
+
+
+def require_package(key: str, name: str, source: str | None = None) -> None:
+    """Raise ConfigError where a package is missing that an extra of ours installs."""
+    if importlib.util.find_spec(name) is None:
+        fix = f"run `pip install 'paceline[{name}]'`"
+        raise ConfigError(key, name, f"needs the package {name}", fix, source)
 
 
 def check_trial(train: Tree, trial: Tree, source: str) -> None:
@@ -156,15 +161,23 @@ def check_trial(train: Tree, trial: Tree, source: str) -> None:
     try:
         build_run(trial_tree(train, trial), "space")
     except ConfigError as error:
-        field = error.field
-        rule = error.rule
-        own_keys = tuple(f"{key}." for key in trial)
-        if f"{field}.".startswith(own_keys):
-            field = f"space.{field}"
-        else:
-            pairs = [f"{key}: {value}" for key, value in trial.items()]
-            rule = f"{rule} (in the trial {', '.join(pairs)})"
-        raise ConfigError(field, error.value, rule, error.fix, source) from error
+        raise error_in_space(error, trial, source) from error
+
+
+def error_in_space(error: ConfigError, trial: Tree, source: str) -> ConfigError:
+    """Return the error of a run as one of the space, where a trial's value is at fault.
+
+    Any other names the trial.
+    """
+    field = error.field
+    rule = error.rule
+    own_keys = tuple(f"{key}." for key in trial)
+    if f"{field}.".startswith(own_keys):
+        field = f"space.{field}"
+    else:
+        pairs = [f"{key}: {value}" for key, value in trial.items()]
+        rule = f"{rule} (in the trial {', '.join(pairs)})"
+    return ConfigError(field, error.value, rule, error.fix, source)
 
 
 def grid(config: SweepConfig) -> list[Tree]:
@@ -187,16 +200,14 @@ def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
     return next_trials(config, scores)[:num_left]
 
 
-def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
+def trial_tree(train: Tree, trial: Tree) -> Tree:
     """Return the configuration of one trial; a function's `keys` say where values land."""
     keys = train.get("keys") or {}
     values = {keys.get(key, key): value for key, value in trial.items()}
     return override(kind_of(train), train, values)
 
 
-def known_space(
-    space: Mapping[str, list[Any] | Range], train: Tree, source: str
-) -> dict[str, list[Any] | Range]:
+def known_space(space: Space, train: Tree, source: str) -> Space:
     """Return a space by the names of a function's `keys`, with the run's own `around`."""
     keys = train.get("keys") or {}
     names = {path: name for name, path in keys.items()}
@@ -205,15 +216,13 @@ def known_space(
             rule = f"is {name}, which is there too"
             fix = "keep one of the two"
             raise ConfigError(f"space.{path}", MISSING, rule, fix, source)
-    known = {}
-    for key, values in space.items():
-        known[names.get(key, key)] = _from_run(key, values, train, source)
-    return known
+    return {
+        names.get(key, key): _from_run(key, values, train, source)
+        for key, values in space.items()
+    }
 
 
-def _from_run(
-    key: str, values: list[Any] | Range, train: Tree, source: str
-) -> list[Any] | Range:
+def _from_run(key: str, values: Values, train: Tree, source: str) -> Values:
     if isinstance(values, list) or values.around != "run":
         return values
     start = value_at(train, key)
@@ -228,18 +237,19 @@ def value_at(tree: Tree, key: str) -> Any:
     """Return what stands at a dotted key; None where nothing does."""
     node: Any = tree
     for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            return None
+        node = node.get(part)
     return node
 
 
 def planned_trials(config: SweepConfig) -> int:
     """Return how many trials the search makes."""
-    budget = config.budget.trials
     if config.search == "grid":
-        return len(grid(config)[:budget])
-    return budget or 0
+        return len(grid(config)[: config.budget.trials])
+    return config.budget.trials or 0
 
 
-def unwrap(config: Mapping[str, Any]) -> Tree:
+def unwrap(config: Tree) -> Tree:
     """Return the trial that Tune's configuration holds, whole or key by key."""
     return dict(config.get(WHOLE, config))

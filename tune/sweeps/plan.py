@@ -31,6 +31,7 @@ from trainers.errors import (
     first_line,
     printable,
 )
+from tune.config import Range
 from tune.report.words import duration
 from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal
@@ -84,15 +85,15 @@ class SweepPlan:
         fits = worker_slots(up, *shape) // scaling.min_workers
         max_lanes = max(fits, worker_slots(at_most, *shape) // scaling.min_workers)
         num_lanes = lanes_for(config.lanes, max_lanes, spec.num_trials, spec.source)
-        precision = config.space.get("precision", [train.precision])
+        precisions = config.space.get("precision", [train.precision])
+        if isinstance(precisions, Range):
+            precisions = precisions.choice or []
         cpus = [node.get("CPU", 0.0) for node in up]
         return cls(
             train=train,
             num_trials=spec.num_trials,
             is_independent=not config.learns and config.around is None,
-            precisions=tuple(
-                precision if isinstance(precision, list) else precision.choice or []
-            ),
+            precisions=tuple(precisions),
             use_gpu=use_gpu,
             max_lanes=max_lanes,
             num_lanes=num_lanes,
@@ -115,9 +116,8 @@ def lanes_for(
         return max(1, min(groups, trials or groups))
     if wanted > max(groups, 1):
         rule = f"must be at most the {groups} worker groups that fit on the cluster"
-        raise ConfigError(
-            "lanes", wanted, rule, "lower it, or set `lanes: auto`", source
-        )
+        fix = "lower it, or set `lanes: auto`"
+        raise ConfigError("lanes", wanted, rule, fix, source)
     return wanted
 
 
@@ -155,9 +155,11 @@ class Size:
     @property
     def usd_per_hour(self) -> str:
         """Its price in words: a lower bound, or unknown, where prices are missing."""
-        if self.cost.missing and not self.cost.usd_per_hour:
+        if not self.cost.missing:
+            return f"{self.cost.usd_per_hour:.2f}"
+        if not self.cost.usd_per_hour:
             return "unknown"
-        return f"{'at least ' if self.cost.missing else ''}{self.cost.usd_per_hour:.2f}"
+        return f"at least {self.cost.usd_per_hour:.2f}"
 
 
 def size_of(
@@ -218,11 +220,11 @@ def make_plan(
     worker = f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
     most = size_of(cluster, cpus, gpus)
     if most.num_workers < scaling.min_workers:
-        rule = f"never fits: {cluster.source} can grow to {most.num_workers} workers of {worker}"
+        workers = f"{most.num_workers} workers of {worker}"
+        rule = f"never fits: {cluster.source} can grow to {workers}"
         fix = "ask for fewer or smaller workers, or raise the cluster's max_workers"
-        raise ConfigError(
-            "train.scaling.num_workers", scaling.num_workers, rule, fix, spec.source
-        )
+        key = "train.scaling.num_workers"
+        raise ConfigError(key, scaling.num_workers, rule, fix, spec.source)
     plan = SweepPlan.make(spec, most.nodes, (), gpus > 0)
     lanes = plan.num_lanes
     held = size_of(cluster, cpus, gpus, lanes * scaling.min_workers)
@@ -237,12 +239,13 @@ def make_plan(
     usd = None
     if time_s is not None and usd_per_hour is not None:
         usd = dollars(time_s, usd_per_hour)
+    least = "at least " if spec.config.around else ""
     again = f" ({num_ended} more have ended already)" if num_ended else ""
     of_most = f" of at most {plan.max_lanes}" if plan.max_lanes > lanes else ""
     lane = f"{counted(scaling.min_workers, 'worker')} of {worker}"
     rounds = counted(math.ceil(trials / lanes), "trial")
     rows = {
-        "trials": f"{'at least ' * (spec.config.around is not None)}{trials}{again}",
+        "trials": f"{least}{trials}{again}",
         "lanes": f"{lanes}{of_most}, each {lane}; {rounds} one after the other",
         "nodes": held.words,
         "fully grown": f"{most.words}, {most.usd_per_hour} USD/hour",
@@ -264,8 +267,9 @@ def make_plan(
 def _uses_gpu(train: RunConfig, cluster: ClusterFile) -> bool:
     if isinstance(train, TrainConfig) and train.device not in ("auto", "cuda"):
         return False
-    wanted = train.scaling.use_gpu
-    return _has_gpus(cluster) if wanted == "auto" else wanted
+    if train.scaling.use_gpu != "auto":
+        return train.scaling.use_gpu
+    return any(node_type.resources.get("GPU") for node_type in cluster.node_types)
 
 
 def _time_s(
@@ -304,11 +308,10 @@ def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
     """Say where the price of each node is from, and how old it is."""
     today = dt.datetime.now(dt.UTC).date()
     prices = load_prices(cluster.provider, cluster.region)
-    types = [
-        node_type
-        for node_type in cluster.node_types
-        if node_type.is_head or held.counts.get(node_type.name)
-    ]
+    types = []
+    for node_type in cluster.node_types:
+        if node_type.is_head or held.counts.get(node_type.name):
+            types.append(node_type)
     for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
         price = prices[name]
         where = price.region
@@ -341,19 +344,15 @@ def _too_short(
 def _check_resources(cluster: ClusterFile) -> None:
     """Raise ConfigError for a node type whose processors only the running node tells."""
     for node_type in cluster.node_types:
-        if "CPU" not in node_type.resources:
-            name = f"available_node_types.{node_type.name}.resources"
-            fix = "write `resources: {CPU: n, GPU: n}`, or ask the running cluster with `ray status`"
-            if cluster.provider == "local":
-                name = f"resources of a {node_type.name}"
-                fix = "add --num-cpus and --num-gpus to the file's `ray start`"
-            raise ConfigError(
-                name, MISSING, "is not known before the node is up", fix, cluster.source
-            )
-
-
-def _has_gpus(cluster: ClusterFile) -> bool:
-    return any(node_type.resources.get("GPU") for node_type in cluster.node_types)
+        if "CPU" in node_type.resources:
+            continue
+        name = f"available_node_types.{node_type.name}.resources"
+        fix = "write `resources: {CPU: n, GPU: n}`, or ask the running cluster with `ray status`"
+        if cluster.provider == "local":
+            name = f"resources of a {node_type.name}"
+            fix = "add --num-cpus and --num-gpus to the file's `ray start`"
+        rule = "is not known before the node is up"
+        raise ConfigError(name, MISSING, rule, fix, cluster.source)
 
 
 def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None, str]:
@@ -366,9 +365,8 @@ def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None,
         note = f"; {spec.uri} cannot be read: {first_line(error)}"
     if minutes is not None:
         return len(records), minutes * 60, f"{duration(minutes * 60)} (given)"
-    times = [
-        record.end_time - record.start_time for record in records if record.finished
-    ]
+    finished = [record for record in records if record.finished]
+    times = [record.end_time - record.start_time for record in finished]
     if not times:
         why = "give --minutes_per_trial M: no trial of this sweep has ended yet"
         return len(records), None, f"unknown ({why}{note})"

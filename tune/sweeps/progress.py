@@ -380,7 +380,7 @@ class Progress(tune.Callback):
                 self._kept = shown
                 write_live(self._storage, shown)
 
-    def _live(self, state: Mapping[str, Any]) -> Live:
+    def _live(self, state: Tree) -> Live:
         """Return how far the sweep is, by what the mailbox's `watch` returns."""
         running = []
         for lane, trial in sorted(state["running"].items()):
@@ -392,7 +392,7 @@ class Progress(tune.Callback):
             running.append(Running(name, lane, trial["started"], config, row))
         return Live("running", self._total, len(state["lanes"]), running)
 
-    def _set_gauges(self, state: Mapping[str, Any]) -> None:
+    def _set_gauges(self, state: Tree) -> None:
         run = self._config.name
         counts = {**self._statuses, "running": len(state["running"])}
         for status in ("running", *STATUSES):

@@ -1,13 +1,11 @@
 """The sweep as it runs: lanes, Ray Tune's Tuner over them, and what users want (Ray)."""
 
-import contextlib
 import logging
 import math
-import re
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -39,7 +37,6 @@ from trainers.output import Output
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.ray_internals import without_tags
-from tune.report.words import duration
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.search.space import open_trials
@@ -93,7 +90,7 @@ class Steered:
         """Whether clones run, or are about to."""
         return bool(self._progress.extras or self._steering.clones.keys() - self._begun)
 
-    @contextlib.contextmanager
+    @contextmanager
     def alone(self) -> Iterator[None]:
         """Begin no clone in the block."""
         self._is_alone = True
@@ -103,7 +100,7 @@ class Steered:
     def look(self) -> None:
         """Do what is new, and record the clones that have ended."""
         steering = self._steering
-        with contextlib.suppress(StorageError):
+        with suppress(StorageError):
             steering = self._actions.read()
         if steering != self._steering:
             self._do(steering)
@@ -168,7 +165,7 @@ def run_sweep(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     # Why a lane starts again is said by the mailbox.
     logging.getLogger("ray.train").setLevel(logging.CRITICAL)
-    with contextlib.closing(zygote or spec.zygote()) as own:
+    with closing(zygote or spec.zygote()) as own:
         run = _Run(spec, _plan(spec, checked, own), own, output or Output())
         run.to_end()
     return run.records()
@@ -242,9 +239,6 @@ class _Run:
             self._run_search()
             self._progress.restore_records()
             save(self._spec)
-            restarts = _restarts(ray.get(self._mailbox.restarts.remote()))
-            if restarts:
-                self._progress.terminal.say(f"lanes started again: {restarts}")
 
     def _run_search(self) -> None:
         num_lanes = min(self._plan.num_lanes, self._num_to_run)
@@ -295,11 +289,11 @@ class _Run:
 
     def _cut_off(self) -> None:
         """Keep what has ended, and end lanes and mailbox."""
-        with contextlib.suppress(PacelineError):
+        with suppress(PacelineError):
             self._progress.restore_records()
             save(self._spec)
         self._lanes.end()
-        with contextlib.suppress(ray.exceptions.RayError):
+        with suppress(ray.exceptions.RayError):
             ray.kill(self._mailbox)
 
     def _reason(self, error: BaseException) -> BaseException:
@@ -426,18 +420,6 @@ def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
     )
 
 
-def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
-    """Say how often and why lanes started again, and how long that took; "" for never."""
-    if not restarts:
-        return ""
-    # Threads and trials are numbered.
-    reasons = Counter(re.sub(r"\d+", "#", why) for _, why in restarts)
-    shown = [f"{why} ({count})" for why, count in reasons.most_common(5)]
-    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    total_s = sum(time_s for time_s, _ in restarts)
-    return f"{times}, {duration(total_s)}: {'; '.join(shown)}"
-
-
 def _goes_on(spec: SweepSpec) -> str:
     """Say how a sweep that was cut off goes on."""
     return f"what has ended is in the journal, and `{spec.resume()}` goes on"
@@ -450,7 +432,7 @@ def _why(error: Exception, spec: SweepSpec) -> str:
     if node is not None:
         places.insert(0, node.get_session_dir_path())
     for place in places:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if shutil.disk_usage(place).free < _LEAST_ROOM_BYTES:
                 return f"no space is left on the disk of {place} ({last_line(error)})"
     # The driver itself asks no other actor.

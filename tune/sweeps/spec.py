@@ -3,12 +3,10 @@
 import contextlib
 import shlex
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import Tree, build, override
 from trainers.config.sections import TrackerConfig, chosen
@@ -24,13 +22,14 @@ from trainers.launch.spec import (
     read_mapping,
 )
 from trainers.lease import fenced
-from trainers.storage import Storage, inside_ray_job, storage_uri
+from trainers.storage import Storage, inside_ray_job, storage_uri, validated
 from tune.config import SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
 from tune.search.space import (
     check_space,
+    error_in_space,
     known_space,
     open_trials,
     planned_trials,
@@ -41,6 +40,8 @@ from tune.trials.record import Records
 from tune.trials.steering import Actions
 
 SAVED = "sweep.yaml"
+_NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
+"""Keys that may change where a sweep goes on."""
 
 
 class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
@@ -112,9 +113,7 @@ class SweepSpec:
         return sweep | {"train": self.train | {"task_dir": task_dir}}
 
 
-def read_sweep(
-    location: str, overrides: Mapping[str, Any], own_workers: bool = True
-) -> SweepSpec:
+def read_sweep(location: str, overrides: Tree, own_workers: bool = True) -> SweepSpec:
     """Read and check a sweep file, before torch or Ray is imported.
 
     Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
@@ -129,7 +128,7 @@ def sweep_with(
     tree: Tree,
     location: str,
     directory: Path | None,
-    overrides: Mapping[str, Any],
+    overrides: Tree,
     own_workers: bool = True,
 ) -> SweepSpec:
     """Check a sweep's mapping from `location`, with overrides as `read_sweep` has them."""
@@ -185,9 +184,7 @@ def _spec(
         run = make(base | {"storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
         if error.field in space:
-            raise ConfigError(
-                f"space.{error.field}", error.value, error.rule, error.fix, source
-            ) from error
+            raise error_in_space(error, first, source) from error
         raise
     kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
     config = config.model_copy(update={"space": space})
@@ -195,7 +192,7 @@ def _spec(
     return SweepSpec(config, kept, run.path, source, uri)
 
 
-def read_saved(location: str, overrides: Mapping[str, Any] | None = None) -> SweepSpec:
+def read_saved(location: str, overrides: Tree | None = None) -> SweepSpec:
     """Read the sweep that a directory holds, to run it, with its extension and overrides.
 
     Raises ConfigError when there is none, or it cannot run here.
@@ -215,24 +212,13 @@ def read_kept(location: str) -> SweepSpec:
     """
     storage = Storage(storage_uri(location))
     if not storage.exists(SAVED):
-        raise ConfigError(
-            "the directory",
-            location,
-            "holds no sweep",
-            f"name the directory with the {SAVED}",
-        )
+        fix = f"name the directory with the {SAVED}"
+        raise ConfigError("the directory", location, "holds no sweep", fix)
     source = storage.locate(SAVED)
     tree = read_mapping(storage, SAVED)
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
-    if not isinstance(config.train, dict):
-        raise ConfigError(
-            "train",
-            config.train,
-            "must be a mapping here",
-            "start the sweep anew with --fresh",
-            source,
-        )
-    return SweepSpec(config, config.train, (), source, storage.uri)
+    train = validated(config.train, Tree)
+    return SweepSpec(config, train, (), source, storage.uri)
 
 
 def save(spec: SweepSpec) -> None:
@@ -247,11 +233,11 @@ def is_complete(spec: SweepSpec) -> bool:
     A random search that has drawn a configuration twice shows it only by running.
     """
     records = Journal(spec.storage).records()
+    ended = {record.id for record in records}
     clones = Actions(spec.storage).read().clones
-    has_ended = not num_missing(spec.config, records) and clones.keys() <= {
-        record.id for record in records
-    }
-    return has_ended and not repeats_to_run(spec.config, spec.train, records)
+    if num_missing(spec.config, records) or not clones.keys() <= ended:
+        return False
+    return not repeats_to_run(spec.config, spec.train, records)
 
 
 def num_missing(config: SweepConfig, records: Records) -> int:
@@ -275,23 +261,18 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     count = num_records(storage)
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
-        now = spec.saved()
-        then = with_defaults(before.get("train"), storage.locate(SAVED))
-        train = with_defaults(now["train"], storage.locate(SAVED))
-        pairs = {}
-        for key in ("space", "search", "objective"):
-            pairs[key] = before.get(key), now.get(key)
+        then = known_keys(before, storage.locate(SAVED))
+        now = known_keys(spec.saved(), storage.locate(SAVED))
+        for key in _NOT_LEARNED:
+            then.pop(key, None)
+            now.pop(key, None)
         if not count:  # it may name no metric, which has ended the sweep
-            del pairs["objective"]
-        for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
-            if key not in ("task_dir", "scaling", "tracking"):
-                pairs[f"train.{key}"] = then.get(key), train.get(key)
-        for key, (was, value) in pairs.items():
-            if was != value:
-                rule = f"differs from {was} in {storage.uri}"
-                extend = f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
-                fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
-                raise ConfigError(key, value, rule, fix, spec.source)
+            now["objective"] = then["objective"]
+        extend = (
+            f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
+        )
+        fix = f"{extend}, sweep under another `--name`, or start anew with --fresh"
+        refuse_changes(then, now, storage.uri, fix, spec.source)
     if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
@@ -302,9 +283,25 @@ def num_records(sweep: Storage) -> int:
     return len(Journal(sweep).names())
 
 
-def with_defaults(train: Any, source: str) -> Tree:
+def known_keys(saved: Tree, source: str) -> Tree:
+    """Return what makes a sweep what it is, as its directory has it, by dotted keys."""
+    found = {key: saved.get(key) for key in ("space", "search", "objective")}
+    train = validated(saved.get("train"), Tree)
+    for key, value in with_defaults(train, source).items():
+        found[f"train.{key}"] = value
+    return found
+
+
+def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> None:
+    """Raise ConfigError for the first key that differs from what a sweep had."""
+    for key in sorted(then.keys() | now.keys()):
+        if then.get(key) != now.get(key):
+            rule = f"differs from {then.get(key)} in {uri}"
+            raise ConfigError(key, now.get(key), rule, fix, source)
+
+
+def with_defaults(train: Tree, source: str) -> Tree:
     """Return an older version's `train` with the defaults of its missing keys."""
-    tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
-        tree = build_run(tree, source).tree()
-    return tree
+        return build_run(train, source).tree()
+    return train

@@ -27,6 +27,7 @@ from tune.sweeps.spec import (
     prepare,
     read_kept,
     read_saved,
+    refuse_changes,
     with_defaults,
 )
 from tune.trials.journal import Journal, Live, read_live
@@ -73,10 +74,8 @@ def _kept(location: str) -> SweepSpec:
 
 def _check(old: SweepSpec, new: SweepSpec) -> None:
     """Raise ConfigError where a sweep's trials would be none of what it is to become."""
-    fix = "sweep under another `--name`"
-    if new.uri != old.uri:
-        rule = f"is not that of {old.uri}, which goes on"
-        raise ConfigError("name", new.config.name, rule, fix)
+    fix = "begin another sweep, from its file and under another `--name`"
+    refuse_changes({"name": old.uri}, {"name": new.uri}, old.uri, fix, new.source)
     is_drawn = (old.config.search, old.config.space)
     is_redrawn = is_drawn != (new.config.search, new.config.space)
     if new.config.redraws and is_redrawn:
@@ -87,15 +86,17 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
     swept = {key: sample_values(values)[0] for key, values in new.config.space.items()}
     then = trial_tree(old.train, swept)
     now = trial_tree(new.train, swept)
-    for key in sorted((then.keys() | now.keys()) - _FREE):
-        if then.get(key) != now.get(key):
-            rule = f"differs from {then.get(key)}, with which the trials of {old.uri} were trained"
-            raise ConfigError(f"train.{key}", now.get(key), rule, fix)
+    refuse_changes(_learned(then), _learned(now), old.uri, fix, new.source)
     for key in _LENGTHS:
         was = then.get(key)
         if was is not None and not now.get(key, 0) >= was:
             rule = f"must be {was} at least, as long as what is known"
             raise ConfigError(f"train.{key}", now.get(key), rule, f"raise it, or {fix}")
+
+
+def _learned(train: Tree) -> Tree:
+    """Return what a trial's figures follow from, by the sweep's keys."""
+    return {f"train.{key}": train[key] for key in train.keys() - _FREE}
 
 
 def apply_extension(spec: SweepSpec) -> int:
@@ -146,22 +147,17 @@ def _carried(
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
     names = old.train.get("keys") or {}
-    config = {}
-    for key in new.config.space:
-        if key not in record.config:
-            config[key] = value_at(old.train, names.get(key, key))
-    config |= record.config
+    before = {key: value_at(old.train, names.get(key, key)) for key in new.config.space}
+    config = before | record.config
     name = trial_id(config, record.purpose, record.seed)
+    carried = replace(record, id=name, config=config)
     if old.config.objective == new.config.objective:
-        return replace(record, id=name, config=config)
-    metrics = {
-        key: value for key, value in record.metrics.items() if key != "usd_to_target"
-    }
+        return carried
+    metrics = dict(record.metrics)
+    metrics.pop("usd_to_target", None)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    return replace(
-        record, id=name, config=config, metrics=metrics, time_to_target_s=time_s
-    )
+    return replace(carried, metrics=metrics, time_to_target_s=time_s)
 
 
 def _goes_on(
@@ -230,24 +226,21 @@ def steer(
     if action not in get_args(Steer):
         rule = f"must be one of {', '.join(get_args(Steer))}"
         raise ConfigError("ACTION", action, rule, "choose one of them")
-    if action in _OF_TRIALS and not trial:
-        fix = f"name one that `python -m tune steer {spec.uri}` lists"
-        raise ConfigError("TRIAL", MISSING, f"{action} needs a trial", fix)
+    is_of_trial = action in _OF_TRIALS
     given = list(keys) if action != "clone" else []
-    if trial and action not in _OF_TRIALS:
+    if trial and not is_of_trial:
         given.insert(0, "TRIAL")
     if given:
         raise ConfigError(given[0], MISSING, f"is not for {action}", "leave it out")
     actions = Actions(spec.storage)
-    if not trial:
+    if not is_of_trial:
         actions.add(Action(action))
         return ""
     trials = known_trials(spec)
     name = named_trial(trial, trials, spec.uri)
     if action != "clone":
-        status = trials[name].status
-        if status not in ("waiting", "running"):
-            rule = f"has ended already: {status}"
+        if trials[name].status not in ("waiting", "running"):
+            rule = f"has ended already: {trials[name].status}"
             raise ConfigError("TRIAL", name, rule, "name one that has not")
         actions.add(Action(action, name))
         return name
@@ -283,25 +276,27 @@ def trials_of(
     live: Live | None,
 ) -> dict[str, Trial]:
     """Return what `known_trials` returns, from what has been read already."""
-    found = {record.id: Trial(record.config, record.status) for record in records}
+    found: dict[str, Trial] = {}
     for trial in open_trials(spec.config, records):
         found[trial_id(trial)] = Trial(trial, "waiting")
     for name, clone in clones.items():
-        found.setdefault(name, Trial(clone.keys, "waiting"))
-    ended = {record.id for record in records}
+        found[name] = Trial(clone.keys, "waiting")
     if live is not None:
         for running in live.running:
-            if running.trial not in ended:
-                found[running.trial] = Trial(running.config, "running")
-    return found
+            found[running.trial] = Trial(running.config, "running")
+    ended = {record.id: Trial(record.config, record.status) for record in records}
+    return ended | found | ended
 
 
 def named_trial(text: str, names: Iterable[str], uri: str) -> str:
     """Return the only trial whose id is, or begins with, a text."""
     found = [name for name in names if name.startswith(text)]
-    if len(found) == 1:
+    if text and len(found) == 1:
         return found[0]
     rule = "is no trial of this sweep"
-    if found:
+    if not text:
+        rule = "is needed"
+    elif found:
         rule = f"is how {len(found)} trials begin: {', '.join(found)}"
-    raise ConfigError("TRIAL", text, rule, f"`python -m tune steer {uri}` lists them")
+    fix = f"`python -m tune steer {uri}` lists them"
+    raise ConfigError("TRIAL", text or MISSING, rule, fix)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainers.config.model import Tree
 from trainers.errors import counted, redact
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.process import without_collection
@@ -108,8 +108,8 @@ class SweepResult:
 
 def sweep(
     train: Given,
-    space: Mapping[str, Any],
-    objective: str | Mapping[str, Any] = "val_loss",
+    space: Tree,
+    objective: str | Tree = "val_loss",
     *,
     fresh: bool = False,
     check: bool = True,

@@ -18,11 +18,17 @@ from tune.trials.journal import Journal, in_order
 from tune.trials.record import TrialRecord
 
 _ARTIFACTS = ("best.yaml", "report.html", "results.parquet", "summary.json")
-_FIGURES = (
-    "samples_per_s", "step_time_s", "time_to_target_s", "peak_memory_bytes", "step_time_ci95_s", "samples", "epochs",
+_FIGURES = [
+    "samples_per_s",
+    "step_time_s",
+    "time_to_target_s",
+    "peak_memory_bytes",
+    "step_time_ci95_s",
+    "samples",
+    "epochs",
     "cpu_pressure",
     "disturbed_s",
-)  # fmt: skip
+]
 _POSITION = ("step", "epoch", "train_time_s")
 
 
@@ -43,13 +49,13 @@ class SweepHistory:
             self._spec = read_saved(self._sweep.uri)
         spec = self._spec
         names = self._journal.names() - self._read
-        found = [self._journal.find(name) for name in names]
         self._read |= names
-        trials = in_order(filter(None, found))
-        ends = [record.end_time for record in trials]
-        self._end = max([self._end, *ends])
-        parent = self._parent(spec, ended)
-        return [parent, *(trial_history(spec, record) for record in trials)]
+        found = map(self._journal.find, names)
+        histories = []
+        for record in in_order(filter(None, found)):
+            self._end = max(self._end, record.end_time)
+            histories.append(trial_history(spec, record))
+        return [self._parent(spec, ended), *histories]
 
     def _parent(self, spec: SweepSpec, ended: str | None) -> History:
         params = as_params(spec.saved())

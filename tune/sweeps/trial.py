@@ -20,6 +20,7 @@ from tune.search.space import trial_tree, unwrap
 from tune.trials.journal import Journal
 from tune.trials.record import (
     Purpose,
+    Row,
     TrialRecord,
     dollars,
     make_record,
@@ -91,7 +92,7 @@ class LaneTrial(Trainable):
         self._trial = trial_id(self._space_config)
         self._ticket = ""
         self._events = 0
-        self._curve: list[dict[str, float]] = []
+        self._curve: list[Row] = []
         self._started = time.time()
         self._record = self._journal.find(self._trial)
         if self._record is None:
@@ -128,7 +129,7 @@ class LaneTrial(Trainable):
             self._journal.append(self._record)
         return self._final(self._record)
 
-    def _value(self, row: dict[str, float]) -> float:
+    def _value(self, row: Row) -> float:
         """Return the objective so far, for a scheduler; the worst before it has one."""
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)

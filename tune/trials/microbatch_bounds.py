@@ -15,11 +15,11 @@ returns each contradiction as a sentence.
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-from trainers.config.function import FunctionConfig, RunConfig, build_run
+from trainers.config import TrainConfig
+from trainers.config.function import FunctionConfig, build_run
 from trainers.config.model import Tree
 from trainers.config.sections import Positive
 from trainers.storage import validated
@@ -35,10 +35,11 @@ _MEMORY_KEYS = (
     "channels_last",
     "deterministic",
     "activation_checkpointing",
+    "strategy",
 )
 
 
-def key_of(tree: Mapping[str, Any], device_name: str) -> str:
+def key_of(tree: Tree, device_name: str) -> str:
     """Return a digest that is equal where microbatches need the same memory on a device.
 
     `tree` is the run's configuration as plain data, `device_name` the GPU's model and
@@ -48,47 +49,32 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
-        return _digest(
-            {
-                "train_func": config.train_func,
-                "device": device_name,
-                "config": config.others,
-                **_group(config),
-            }
-        )
-    optimizer = config.optimizer
-    settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
-        "device": device_name,
-        "strategy": config.strategy,
-        **_group(config),
-        "optimizer": [
-            optimizer.name,
-            bool(optimizer.momentum),
-        ],  # decides how much state a parameter has
-        "resident": config.data.resident,
-        # it runs on the same device, between steps
-        "evaluation": config.evaluate.microbatch_size,
-    }
-    if config.ema.decay is not None:
-        settings["ema"] = True  # a copy of the weights
-    return _digest(settings)
-
-
-def _group(config: RunConfig) -> Tree:
+        settings = {"train_func": config.train_func, "config": config.others}
+    else:
+        settings = _of_task(config)
     scaling = config.scaling
-    return {
-        "workers": [scaling.min_workers, scaling.max_workers],
-        # below 1, workers share a GPU's memory
-        "gpus_per_worker": scaling.gpus_per_worker,
-    }
-
-
-def _digest(settings: Tree) -> str:
+    settings["device"] = device_name
+    settings["workers"] = [scaling.min_workers, scaling.max_workers]
+    # below 1, workers share a GPU's memory
+    settings["gpus_per_worker"] = scaling.gpus_per_worker
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def fixed_size(tree: Mapping[str, Any]) -> int | None:
+def _of_task(config: TrainConfig) -> Tree:
+    optimizer = config.optimizer
+    settings = {key: getattr(config, key) for key in _MEMORY_KEYS}
+    # decides how much state a parameter has
+    settings["optimizer"] = [optimizer.name, bool(optimizer.momentum)]
+    settings["resident"] = config.data.resident
+    # it runs on the same device, between steps
+    settings["evaluation"] = config.evaluate.microbatch_size
+    if config.ema.decay is not None:
+        settings["ema"] = True  # a copy of the weights
+    return settings
+
+
+def fixed_size(tree: Tree) -> int | None:
     """Return the microbatch that a trial insists on, cut to a worker's share, if any.
 
     A training function insists on its batch size.
@@ -98,9 +84,8 @@ def fixed_size(tree: Mapping[str, Any]) -> int | None:
         return config.batch_size[1] if config.batch_size else None
     if config.microbatch_size == "auto":
         return None
-    return min(
-        config.microbatch_size, -(-config.batch_size // config.scaling.min_workers)
-    )
+    share = -(-config.batch_size // config.scaling.min_workers)
+    return min(config.microbatch_size, share)
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,8 @@ class Boundary:
             return None
         known -= wrong
         fitted, missed = (size, misfit) if fits else (max(wrong), size)
-        return f"a microbatch of {fitted} fitted, but one of {missed} ran out of memory: taken not to fit from there on"
+        ran_out = f"one of {missed} ran out of memory"
+        return f"a microbatch of {fitted} fitted, but {ran_out}: taken not to fit from there on"
 
     def largest_fit(self, key: str) -> int | None:
         """Return the largest size known to fit; None when none is."""
@@ -150,7 +136,9 @@ class Boundary:
         high = self.smallest_misfit(key)
         if low is not None and size <= low:
             return True
-        return False if high is not None and size >= high else None
+        if high is not None and size >= high:
+            return False
+        return None
 
     def to_plain(self) -> Tree:
         """Return all of it as plain data, for the journal."""
@@ -160,7 +148,7 @@ class Boundary:
         }
 
     @classmethod
-    def from_plain(cls, tree: Mapping[str, Any]) -> Self:
+    def from_plain(cls, tree: Tree) -> Self:
         """Read `to_plain` back; CheckpointError when it is something else."""
         boundary = cls()
         for key, known in validated(tree, dict[str, _Known]).items():

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -213,7 +213,7 @@ def value_of(metric: str, record: TrialRecord) -> float | None:
     return value
 
 
-def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
+def time_to_target(objective: Objective, curve: list[Row]) -> float | None:
     """Return the training time, s, at the first evaluation that met the target, if any."""
     for row in curve:
         if objective.reached(row):
@@ -237,11 +237,10 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     if goal is None or before is None or not before < time_s:
         return Interval(time_s, time_s, time_s)
     metric = goal.metric
-    values = {
-        row["train_time_s"]: row[metric]
-        for row in record.curve
-        if "train_time_s" in row and metric in row
-    }
+    values = {}
+    for row in record.curve:
+        if "train_time_s" in row and metric in row:
+            values[row["train_time_s"]] = row[metric]
     missed = values.get(before, math.nan)
     met = values.get(time_s, math.nan)
     way = 1.0
@@ -257,7 +256,7 @@ def make_record(
     config: Tree,
     objective: Objective,
     started: float,
-    curve: list[dict[str, float]],
+    curve: list[Row],
     outcome: Tree,
     usd_per_hour: float | None = None,
     purpose: Purpose = "trial",
@@ -274,41 +273,39 @@ def make_record(
     if outcome["status"] in STATUSES:
         status = outcome["status"]
     message = outcome.get("message") or "; ".join(result.get("warnings", ()))
-    last = curve[-1] if curve else {}
-    metrics = last | result.get("metrics", {})
-    # A training function may report them itself.
-    found = {name: speed.get(name, metrics.get(name)) for name in _SPEEDS}
-    speeds: Any = {
-        name: value
-        for name, value in found.items()
-        if value is not None and 0 <= value < math.inf
-    }
-    # So far, while it ran, or as a training function reports them.
-    used: Any = {name: result.get(name, metrics.pop(name, None)) for name in USED}
+    metrics = dict(curve[-1] if curve else {})
+    metrics |= result.get("metrics", {})
+    figures: Any = {}
+    for name in _SPEEDS:  # a training function may report them itself
+        value = speed.get(name, metrics.get(name))
+        if value is not None and 0 <= value < math.inf:
+            figures[name] = value
+    known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
+    for name in USED:  # so far, while it ran, or as a training function reports them
+        value = result.get(name, metrics.pop(name, None))
+        if value is not None:
+            figures[name] = int(value) if name == "peak_memory_bytes" else value
+            known.add(name)
     disturbed_s = metrics.pop("disturbed_s", None)
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    if used["peak_memory_bytes"] is not None:
-        used["peak_memory_bytes"] = int(used["peak_memory_bytes"])
-    known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
     known |= metrics.keys()
-    known |= {name for name in USED if used[name] is not None}
     ends_at_target = objective.ends_at_target or purpose == "repeat"
     if status == "stopped" and time_s is not None and ends_at_target:
         status = "done"
     missing = sorted(set(objective.watched) - known)
     if status == "done" and missing:
         status = "error"
-        message = f"objective: the task reports no {missing[0]}, only {', '.join(sorted(known))}"
+        names = ", ".join(sorted(known))
+        message = f"objective: the task reports no {missing[0]}, only {names}"
     return TrialRecord(
         id=trial_id(config, purpose, seed),
         config=config,
         status=status,
         start_time=started,
         end_time=time.time(),
-        **speeds,
-        **used,
+        **figures,
         metrics=metrics,
         curve=curve,
         time_to_target_s=time_s,
@@ -325,7 +322,7 @@ def make_record(
     )
 
 
-def _samples(result: Mapping[str, Any]) -> float | None:
+def _samples(result: Tree) -> float | None:
     """Return the samples that a trial has trained; a training function's by steps."""
     if result.get("samples") is not None:
         return float(result["samples"])
