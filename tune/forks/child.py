@@ -4,8 +4,6 @@ Run as: python -m tune.forks.child CHANNEL STDOUT STDERR [FILE...], numbers of o
 files, where it is no fork.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

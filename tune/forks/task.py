@@ -1,7 +1,5 @@
 """A trial of a task, in a process of its own."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import sys

@@ -17,8 +17,6 @@ code, and a connection that is closed before ends the trial. What a trial leaves
 ends with it. Without a connection the zygote ends, too.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import importlib

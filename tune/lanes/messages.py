@@ -1,7 +1,5 @@
 """What a trial's Tune actor hears, and what the mailbox keeps of a trial."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import uuid

@@ -3,8 +3,6 @@
 An action is written into its directory, where its driver looks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@
 starts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainers.errors import redact
