@@ -239,13 +239,12 @@ def make_plan(
     usd = None
     if time_s is not None and usd_per_hour is not None:
         usd = dollars(time_s, usd_per_hour)
-    least = "at least " if spec.config.around else ""
     again = f" ({num_ended} more have ended already)" if num_ended else ""
     of_most = f" of at most {plan.max_lanes}" if plan.max_lanes > lanes else ""
     lane = f"{counted(scaling.min_workers, 'worker')} of {worker}"
     rounds = counted(math.ceil(trials / lanes), "trial")
     rows = {
-        "trials": f"{least}{trials}{again}",
+        "trials": f"{'at least ' if spec.config.around else ''}{trials}{again}",
         "lanes": f"{lanes}{of_most}, each {lane}; {rounds} one after the other",
         "nodes": held.words,
         "fully grown": f"{most.words}, {most.usd_per_hour} USD/hour",

@@ -49,7 +49,7 @@ def key_of(tree: Tree, device_name: str) -> str:
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
-        settings = {"train_func": config.train_func, "config": config.others}
+        settings: Tree = {"train_func": config.train_func, "config": config.others}
     else:
         settings = _of_task(config)
     scaling = config.scaling
@@ -63,7 +63,7 @@ def key_of(tree: Tree, device_name: str) -> str:
 
 def _of_task(config: TrainConfig) -> Tree:
     optimizer = config.optimizer
-    settings = {key: getattr(config, key) for key in _MEMORY_KEYS}
+    settings: Tree = {key: getattr(config, key) for key in _MEMORY_KEYS}
     # decides how much state a parameter has
     settings["optimizer"] = [optimizer.name, bool(optimizer.momentum)]
     settings["resident"] = config.data.resident
