@@ -281,12 +281,9 @@ class Follow:
         """Read the new records, each once, and note which are damaged."""
         journal = Journal(self.storage)
         names = journal.names()
-        self._records = {
-            name: record for name, record in self._records.items() if name in names
-        }
-        self._damaged = {
-            name: words for name, words in self._damaged.items() if name in names
-        }
+        for known in (self._records, self._damaged):
+            for name in known.keys() - names:
+                del known[name]
         for name in sorted(names - self._records.keys() - self._damaged.keys()):
             try:
                 record = journal.find(name)

@@ -105,14 +105,13 @@ def become(files: Sequence[int]) -> None:
                 os.chdir(work.directory)
             asks = Channel(connection, others)
             module, _, name = work.target.partition(":")
-            asks.end(
-                getattr(importlib.import_module(module), name)(asks, *work.arguments)
-            )
+            function = getattr(importlib.import_module(module), name)
+            asks.end(function(asks, *work.arguments))
         code = 0
     except SystemExit as error:
-        code = (
-            error.code if isinstance(error.code, int) else int(error.code is not None)
-        )
+        code = int(error.code is not None)
+        if isinstance(error.code, int):
+            code = error.code
     except BaseException:
         traceback.print_exc()
     finally:

@@ -64,10 +64,8 @@ class Zygote:
     @classmethod
     def of_functions(cls, name: str) -> Zygote:
         """The zygote of a sweep of training functions of Ray Train's."""
-        return cls(
-            name,
-            Preload(modules=("tune.forks.function", "ray.tune", "tune.ray.trainer")),
-        )
+        modules = ("tune.forks.function", "ray.tune", "tune.ray.trainer")
+        return cls(name, Preload(modules=modules))
 
     def _start(self) -> None:
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -86,16 +84,10 @@ class Zygote:
                 "PYTHONPATH": os.pathsep.join(filter(None, places)),
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             }
-            command = [
-                sys.executable,
-                "-m",
-                "tune.forks.zygote",
-                str(self._path),
-                self.preload.to_json(),
-            ]
             self._connection, theirs = socket.socketpair()
+            given = [str(self._path), self.preload.to_json(), str(theirs.fileno())]
+            command = [sys.executable, "-m", "tune.forks.zygote", *given]
             with theirs:
-                command.append(str(theirs.fileno()))
                 subprocess.run(  # noqa: S603 (this interpreter)
                     command,
                     env=os.environ | own,
@@ -113,9 +105,8 @@ class Zygote:
                 connection.connect(str(self._path))
                 return connection
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the parent of trials did not start within {_START_S:g} s"
-                )
+                within = f"within {_START_S:g} s"
+                raise TimeoutError(f"the parent of trials did not start {within}")
             self._start()  # where the one that did has ended
             time.sleep(_LOOK_S)
 
@@ -172,9 +163,9 @@ def _directory(name: str) -> Path:
 
     Nodes in network namespaces of one machine have one each.
     """
-    namespace = (
-        Path("/proc/self/ns/net").stat().st_ino if sys.platform == "linux" else 0
-    )
+    namespace = 0
+    if sys.platform == "linux":
+        namespace = Path("/proc/self/ns/net").stat().st_ino
     return Path(tempfile.gettempdir(), f"paceline-forks-{name}-{namespace}")
 
 
@@ -288,12 +279,9 @@ class Fork:
     def _is_stopped(self) -> bool:
         """Whether the process was stopped by a signal, and not continued."""
         with suppress(OSError):
-            return (
-                Path(f"/proc/{self.pid}/stat")
-                .read_text()
-                .rpartition(") ")[2]
-                .startswith(("T", "t"))
-            )
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+            _, _, state = text.rpartition(") ")
+            return state.startswith(("T", "t"))
         return False
 
     def kill(self) -> None:

@@ -142,9 +142,8 @@ def as_new_process(gpu_ids: list[str]) -> None:
         gpu_ids: Of the worker.
     """
     np.random.seed()
-    torch.set_num_threads(
-        int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads()
-    )
+    num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
+    torch.set_num_threads(num_threads or torch.get_num_threads())
     # By which Ray Train finds the device; it would join the cluster to ask.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
@@ -187,15 +186,12 @@ def run_function(
         return _raised(error, place.rank)
     finally:
         _leave_group()
-    peak = peak_memory_bytes(
-        torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    )
-    imported = imported_libraries(modules)
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     return {
         "status": "done",
         "returned": returned,
-        "peak_memory_bytes": peak,
-        "imported": imported,
+        "peak_memory_bytes": peak_memory_bytes(device),
+        "imported": imported_libraries(modules),
     }
 
 
@@ -206,13 +202,13 @@ def _raised(error: BaseException, rank: int) -> Tree:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    outcome = {
+    return {
         "status": failure.status,
         "message": failure.message,
         "follows": failure.follows,
         "traceback": text,
+        "raised": error,
     }
-    return outcome | {"raised": error}
 
 
 def _leave_group() -> None:

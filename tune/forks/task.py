@@ -90,10 +90,8 @@ class TrialContext(RunContext):
         """All other trials shall know it."""
         low, high = self.microbatch_bounds
         if not fits:
-            self.microbatch_bounds = (
-                low,
-                min(microbatch_size, high or microbatch_size),
-            )
+            least = min(microbatch_size, high or microbatch_size)
+            self.microbatch_bounds = (low, least)
         self._channel.call("fits", microbatch_size, fits)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
@@ -142,9 +140,8 @@ def check(
             return None
         spec.load_task()
         for precision in precisions:
-            check_precision(
-                replace(spec, tree={**spec.tree, "precision": precision}), device_type
-            )
+            tree = spec.tree | {"precision": precision}
+            check_precision(replace(spec, tree=tree), device_type)
     except PacelineError as error:
         return error
     return None
@@ -224,13 +221,10 @@ def _failed(error: Exception, context: RunContext) -> Tree:
 
 def imported_libraries(before: set[str]) -> list[str]:
     """The installed modules that were imported since: other trials will want them."""
-    new = [name for name in sys.modules if name not in before]
-    places = ("site-packages", "dist-packages")
-    return [
-        name
-        for name in new
-        if any(
-            place in (getattr(sys.modules[name], "__file__", None) or "")
-            for place in places
-        )
-    ]
+    found = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        is_installed = "site-packages" in file or "dist-packages" in file
+        if is_installed and name not in before:
+            found.append(name)
+    return found

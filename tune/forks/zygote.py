@@ -203,11 +203,10 @@ def end_group(pid: int) -> None:
 
 def _children() -> list[int]:
     try:
-        return [
-            int(pid) for pid in Path("/proc/thread-self/children").read_text().split()
-        ]
+        text = Path("/proc/thread-self/children").read_text()
     except OSError:
         return []
+    return list(map(int, text.split()))
 
 
 def import_all(modules: Sequence[str]) -> None:
@@ -220,21 +219,16 @@ def import_all(modules: Sequence[str]) -> None:
 
 def why_not_fork() -> str | None:
     """Why this process cannot be forked; None where it can."""
-    threads = [
-        thread.name
-        for thread in threading.enumerate()
-        if thread is not threading.main_thread()
-    ]
+    threads = [thread.name for thread in threading.enumerate()]
+    threads.remove(threading.main_thread().name)
     if threads:
         return f"its import has started a thread ({', '.join(threads)})"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "its import has initialised CUDA"
-    return (
-        None
-        if _canary_sings()
-        else "its import has left torch's threads in a state in which forks hang"
-    )
+    if _canary_sings():
+        return None
+    return "its import has left torch's threads in a state in which forks hang"
 
 
 def _canary_sings() -> bool:
@@ -293,10 +287,8 @@ def main() -> None:
         gc.freeze()
         why_not = why_not_fork()
         if why_not is not None:
-            print(
-                f"trials are no forks but new interpreters, which is slower: {why_not}",
-                flush=True,
-            )
+            words = "trials are no forks but new interpreters, which is slower"
+            print(f"{words}: {why_not}", flush=True)
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
         Zygote(path, first, why_not).serve()

@@ -182,7 +182,7 @@ def _cut(text: str) -> str:
     return f"{text[: _MOST_CHARS - 3]}..."
 
 
-class FigureData:
+class FigureData(Trials):
     """The trials of a sweep, with a place on the x axis and a series each.
 
     Of the keys that vary, batch size or the first number is the x axis, and precision
@@ -192,12 +192,9 @@ class FigureData:
     def __init__(
         self, config: SweepConfig, records: Records, best: TrialRecord | None
     ) -> None:
-        self.config = config
-        self.records = records
+        super().__init__(config, records)
         self.best = best
-        self.finished = [record for record in records if record.finished]
-        self._trials = Trials(config, records)
-        keys = self._trials.labels.items()
+        keys = self.labels.items()
         axes = [Axis.of(key, label, records) for key, label in keys]
         several = [axis for axis in axes if len(axis.values) > 1]
         self.varied = [axis for axis in several if axis.key != "seed"]
@@ -222,10 +219,6 @@ class FigureData:
     def is_best(self, record: TrialRecord) -> bool:
         """Whether the trial is the sweep's best."""
         return self.best is not None and record.id == self.best.id
-
-    def tip(self, record: TrialRecord, text: str) -> str:
-        """Return what is shown when the mouse is over a trial's mark."""
-        return f"{self._trials.name(record)}: {text}"
 
 
 def _choose_x(axes: list[Axis]) -> Axis:
@@ -293,6 +286,8 @@ class Plot:
     data: FigureData
     lines: list[Line] = field(default_factory=list)
     dots: list[Dot] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+    """Series that were drawn."""
     has_crosses: bool = False
     is_cut: bool = False
     """Whether what is outside of the axes is not shown."""
@@ -302,9 +297,10 @@ class Plot:
     ) -> None:
         """Draw a mark of a trial, as its series."""
         series = self.data.series(record)
-        tip = self.data.tip(record, text)
+        tip = f"{self.data.name(record)}: {text}"
         own: Tree = {"color": _COLORS[series], "shape": _SHAPES[series], "size": 4}
         self.dots.append(Dot(x, y, tip=tip, **own | look))
+        self.seen.add(series)
 
     def line(self, record: TrialRecord, points: Points) -> None:
         """Draw a trial's evaluations, those of the best thick."""
@@ -312,7 +308,7 @@ class Plot:
         end_x, end_y = points[-1]
         text = f"ends at {end_y:.4g}"
         look = (3.4, 1.0) if self.data.is_best(record) else (1.4, 0.75)
-        tip = self.data.tip(record, text)
+        tip = f"{self.data.name(record)}: {text}"
         self.lines.append(Line(points, _COLORS[series], *look, tip=tip))
         self.dot(record, end_x, end_y, text)
         if not record.finished:
@@ -350,14 +346,12 @@ class Plot:
             points = [(x, median(values[x])) for x in sorted(values)]
             self.lines.append(Line(points, _COLORS[series], 2.0))
 
-    def figure(
-        self, title: str, caption: str, x: Scale, y: Scale, records: Records
-    ) -> Figure:
-        """Render what was drawn of some trials, with a legend."""
+    def figure(self, title: str, caption: str, x: Scale, y: Scale) -> Figure:
+        """Render what was drawn, with a legend."""
         legend = []
         by = self.data.by
         if by is not None:
-            for series in sorted(set(map(self.data.series, records))):
+            for series in sorted(self.seen):
                 legend.append((_COLORS[series], _SHAPES[series], by.name(series)))
         if self.has_crosses:
             legend.append((_FG, _CROSS, "out of memory"))
@@ -386,7 +380,7 @@ def figures(
 
 def _objective(data: FigureData) -> Figure | None:
     """Draw the objective against each key that varied, a panel a key."""
-    metric = data.config.objective.metric
+    metric = data.objective.metric
     marks = _marks(data, metric)
     if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
         return None
@@ -415,7 +409,7 @@ def _objective(data: FigureData) -> Figure | None:
     for axis in [data.x, *others]:
         plot = Plot(data)
         plot.draw(axis, marks)
-        panel = plot.figure(axis.label, "", axis.scale(), y, _records(marks))
+        panel = plot.figure(axis.label, "", axis.scale(), y)
         panels.append(panel.svg)
     return Figure(title, " ".join(notes), "\n".join(panels), len(panels))
 
@@ -424,10 +418,6 @@ def _around(label: str, low: float, high: float) -> Scale:
     """Return a scale with some room on both sides of what it shows."""
     margin = 0.05 * (high - low) or 0.05 * abs(low) or 1.0
     return _scale(label, low - margin, high + margin)
-
-
-def _records(marks: Sequence[Mark]) -> list[TrialRecord]:
-    return [mark.record for mark in marks]
 
 
 def _marks(data: FigureData, metric: str) -> list[Mark]:
@@ -459,7 +449,7 @@ def _marks(data: FigureData, metric: str) -> list[Mark]:
 def _measured(data: FigureData, metric: str) -> list[Mark]:
     """Return the trials that ended well, with what was measured of them."""
     marks = []
-    for record in data.finished:
+    for record in data.records:
         value = value_of(metric, record)
         if value and is_number(value):
             marks.append(Mark(record, value, amount(metric, value)))
@@ -478,7 +468,7 @@ def _throughput(data: FigureData) -> Figure | None:
         caption += " The largest mark is the best trial."
     most = max(mark.value for mark in marks)
     y = _scale("samples/s", 0.0, 1.05 * most)
-    return plot.figure("Throughput", caption, data.x.scale(), y, _records(marks))
+    return plot.figure("Throughput", caption, data.x.scale(), y)
 
 
 def _memory(data: FigureData) -> Figure | None:
@@ -506,8 +496,7 @@ def _memory(data: FigureData) -> Figure | None:
     scale = _scale(f"peak memory, {unit}", 0.0, most)
     if not marks:
         scale = Scale("", 0.0, most, {})
-    drawn = [*_records(marks), *lost]
-    return plot.figure("Peak memory", caption, data.x.scale(), scale, drawn)
+    return plot.figure("Peak memory", caption, data.x.scale(), scale)
 
 
 def _curves(data: FigureData) -> Figure | None:
@@ -524,7 +513,7 @@ def _curves(data: FigureData) -> Figure | None:
     longest_s, _ = max(max(points) for _, points in lines)
     size_s, unit = time_unit(longest_s)
     longest = 1.05 * longest_s / size_s or 1.0
-    target = data.config.objective.goal
+    target = data.objective.goal
     goal = None
     if target and target.metric == metric and is_number(target.value):
         goal = target.value
@@ -547,8 +536,7 @@ def _curves(data: FigureData) -> Figure | None:
         notes.append("A cross is where a trial failed.")
     x = _scale(f"training time, {unit}", 0.0, longest)
     y = _scale(name, low, high)
-    records = [record for record, _ in lines]
-    return plot.figure("Learning curves", " ".join(notes), x, y, records)
+    return plot.figure("Learning curves", " ".join(notes), x, y)
 
 
 def _drawn_metric(data: FigureData) -> str:
@@ -558,7 +546,7 @@ def _drawn_metric(data: FigureData) -> str:
         for row in record.curve:
             seen.update(dict.fromkeys(row))
     evaluated = [name for name in seen if name.startswith("val_")]
-    wanted = [*reversed(data.config.objective.watched), *evaluated]
+    wanted = [*reversed(data.objective.watched), *evaluated]
     return next((name for name in wanted if name in seen), "")
 
 

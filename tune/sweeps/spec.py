@@ -88,13 +88,11 @@ class SweepSpec:
 
     def zygote(self) -> Zygote:
         """Start the parent of the sweep's trials on this node; returns at once."""
-        named = self.train["train_func"] if self.is_of_function else self.train["task"]
-        of_ray = ("tune.forks.function", "ray.tune") if self.is_of_function else ()
-        modules = (*of_ray, str(named).partition(":")[0])
-        return Zygote(
-            uuid.uuid4().hex[:12],
-            Preload(self.path, modules, forks=self.config.isolation != "fresh"),
-        )
+        modules = ["tune.forks.function", "ray.tune"] if self.is_of_function else []
+        named = self.train["train_func" if self.is_of_function else "task"]
+        modules.append(str(named).partition(":")[0])
+        forks = self.config.isolation != "fresh"
+        return Zygote(uuid.uuid4().hex[:12], Preload(self.path, tuple(modules), forks))
 
     @property
     def trackers(self) -> list[TrackerConfig]:
@@ -165,9 +163,8 @@ def _spec(
     own_workers: bool,
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
-    given = dict(train)
-    given.pop("name", None)
-    given.pop("storage_path", None)
+    own = ("name", "storage_path")
+    given = {key: value for key, value in train.items() if key not in own}
     space = known_space(config.space, given, source)
     # With the first value of each swept key: what only the space gives is there.
     first = {key: sample_values(values)[0] for key, values in space.items()}

@@ -105,9 +105,8 @@ class Actions:
                 action = self._known[name] = self._read(name)
                 if action is not None:
                     self._news.append(action)
-        return steered(
-            action for _, action in sorted(self._known.items()) if action is not None
-        )
+        actions = [self._known[name] for name in sorted(self._known)]
+        return steered(filter(None, actions))
 
     def news(self) -> list[Action]:
         """Return the actions that were read since the last call."""
