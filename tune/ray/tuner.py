@@ -118,7 +118,7 @@ class Tuner(tune.Tuner):
         self,
         trainable: Any = None,
         *,
-        param_space: Tree | None = None,
+        param_space: dict[str, Any] | None = None,
         tune_config: tune.TuneConfig | None = None,
         run_config: tune.RunConfig | None = None,
         **given: Any,

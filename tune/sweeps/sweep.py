@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -12,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.config.model import Tree
 from trainers.errors import counted, redact
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.process import without_collection
@@ -32,7 +32,7 @@ from tune.sweeps.spec import (
 )
 from tune.sweeps.steer import apply_extension, content, order_extension
 from tune.trials.journal import Journal, Live, write_live
-from tune.trials.record import Records, TrialRecord
+from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SweepResult:
     """A sweep's trials, and what it says of them."""
 
     spec: SweepSpec
-    records: Records
+    records: list[TrialRecord]
     """All trials, with those that failed."""
     answer: Answer
     """What the sweep says: `line`, `doubts`, `ranking`, and more."""
@@ -108,8 +108,8 @@ class SweepResult:
 
 def sweep(
     train: Given,
-    space: Tree,
-    objective: str | Tree = "val_loss",
+    space: Mapping[str, Any],
+    objective: str | Mapping[str, Any] = "val_loss",
     *,
     fresh: bool = False,
     check: bool = True,
@@ -309,7 +309,7 @@ def saved_answer(spec: SweepSpec) -> SweepResult:
 
 
 def _answer(
-    spec: SweepSpec, records: Records, environment: dict[str, str]
+    spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]
 ) -> SweepResult:
     from tune.report.write import write_report
 
