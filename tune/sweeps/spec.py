@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import Tree, build, override
@@ -22,7 +23,7 @@ from trainers.launch.spec import (
     read_mapping,
 )
 from trainers.lease import fenced
-from trainers.storage import Storage, inside_ray_job, storage_uri, validated
+from trainers.storage import Storage, inside_ray_job, storage_uri
 from tune.config import SweepConfig, sample_values
 from tune.forks.client import Zygote
 from tune.forks.zygote import Preload
@@ -42,6 +43,12 @@ from tune.trials.steering import Actions
 SAVED = "sweep.yaml"
 _NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
 """Keys that may change where a sweep goes on."""
+
+
+class KeptConfig(SweepConfig):
+    """A sweep as its directory has it, with its run in the same file."""
+
+    train: Tree
 
 
 class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
@@ -213,9 +220,8 @@ def read_kept(location: str) -> SweepSpec:
         raise ConfigError("the directory", location, "holds no sweep", fix)
     source = storage.locate(SAVED)
     tree = read_mapping(storage, SAVED)
-    config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
-    train = validated(config.train, Tree)
-    return SweepSpec(config, train, (), source, storage.uri)
+    config = build(KeptConfig, tree | {"storage_path": storage.parent.uri}, source)
+    return SweepSpec(config, config.train, (), source, storage.uri)
 
 
 def save(spec: SweepSpec) -> None:
@@ -283,8 +289,7 @@ def num_records(sweep: Storage) -> int:
 def known_keys(saved: Tree, source: str) -> Tree:
     """Return what makes a sweep what it is, as its directory has it, by dotted keys."""
     found = {key: saved.get(key) for key in ("space", "search", "objective")}
-    train = validated(saved.get("train"), Tree)
-    for key, value in with_defaults(train, source).items():
+    for key, value in with_defaults(saved.get("train"), source).items():
         found[f"train.{key}"] = value
     return found
 
@@ -297,8 +302,9 @@ def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> No
             raise ConfigError(key, now.get(key), rule, fix, source)
 
 
-def with_defaults(train: Tree, source: str) -> Tree:
+def with_defaults(train: Any, source: str) -> Tree:
     """Return an older version's `train` with the defaults of its missing keys."""
+    tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
-        return build_run(train, source).tree()
-    return train
+        return build_run(tree, source).tree()
+    return tree
