@@ -34,6 +34,7 @@ class Parts:
             heard=SimpleNamespace(remote=lambda name: self.heard),
             orphan=SimpleNamespace(remote=self.orphans.append),
             forget=SimpleNamespace(remote=self.forgotten.append),
+            submit=SimpleNamespace(remote=lambda assignment: assignment.ticket),
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
@@ -98,6 +99,30 @@ def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
         len([line for line in caplog.messages if line.startswith("trial 1/1")])
         == num_lines
     )
+
+
+@pytest.mark.parametrize(
+    ("purpose", "seed", "said"), [("repeat", 7, "repeat"), ("clone", None, "trial 1/2")]
+)
+def test_a_clone_or_repeat_is_recorded_once_it_has_ended(
+    parts, purpose, seed, said, caplog
+):
+    progress = parts.progress
+    name = progress.add(TRIAL, purpose, seed)
+    ticket = progress.extras[name].ticket
+    parts.heard = [Event(ROW)]
+    assert not progress.has_ended(name)
+    assert parts.journal.records() == []
+    parts.heard.append(Event(outcome={"status": "done", "lane": 1}))
+    with caplog.at_level("INFO"):
+        assert progress.has_ended(name)
+        assert progress.has_ended(name), "somebody may ask again"
+    [record] = parts.journal.records()
+    assert (record.id, record.config) == (name, TRIAL)
+    assert (record.purpose, record.seed, record.status) == (purpose, seed, "done")
+    assert parts.forgotten == [name, ticket]
+    assert progress.extras == {}
+    assert [line for line in caplog.messages if line.startswith(said)]
 
 
 def test_what_cannot_be_written_ends_the_sweep(parts, monkeypatch):
