@@ -39,9 +39,8 @@ from trainers.errors import (
 from trainers.lease import LEASE, STALE_S, Holder
 from trainers.storage import Storage, storage_uri, validated
 from tune.report.answer import answer
-from tune.report.page import render, source
 from tune.report.words import duration, in_a_line, newest
-from tune.report.write import contents, read_environment
+from tune.report.write import contents, read_environment, render, source
 from tune.sweeps.spec import SAVED, SweepSpec, read_kept
 from tune.sweeps.steer import steer_in_words, trials_of
 from tune.trials.journal import Journal, Live, Running, in_order, read_live

@@ -5,7 +5,7 @@ import json
 # What takes long to import and no small run needs: 1 to 8 s each.
 # fmt: off
 HEAVY = {
-    "ray", "torchvision", "sklearn", "scipy", "pandas", "transformers", "torchmetrics", "tensorboardX",
+    "ray", "torchvision", "sklearn", "scipy", "pandas", "matplotlib", "transformers", "torchmetrics", "tensorboardX",
 }
 # fmt: on
 SAY = """

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,14 @@ from tune.trials.record import trial_id
 
 TITLES = ["Time to target", "Throughput", "Peak memory", "Learning curves"]
 CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]
+
+
+@pytest.fixture(autouse=True)
+def no_warning():
+    """matplotlib says with a warning that a figure came out wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def draw(found, records):
@@ -57,6 +66,7 @@ def test_the_figures_stand_in_one_page():
     ids = re.findall(r'\sid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
+    assert not re.search(r"#0a0[bc]", text)
     assert "var(--s1)" in text
     assert {"32", "64", "128", "256", "512"} <= {
         word for figure in drawn.values() for word in texts(figure)

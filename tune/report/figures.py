@@ -1,20 +1,22 @@
-"""Draw the report's figures: objective, throughput, memory and learning curves.
-
-figure.svg is the template of each; its colours are variables of the page's style sheet.
-"""
+"""Draw the report's figures: objective, throughput, memory and learning curves."""
 
 import functools
+import html
+import io
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
 from trainers.config.function import BATCH_KEYS
 from trainers.config.model import Tree
 from tune.config import TO_TARGET, SweepConfig
-from tune.report.page import render
 from tune.report.words import (
     Trials,
     amount,
@@ -29,24 +31,22 @@ from tune.report.words import (
 from tune.search.finalists import finals
 from tune.trials.record import Interval, Records, TrialRecord, value_of
 
-_SHAPES = (
-    "M-1,0a1,1 0 1,0 2,0a1,1 0 1,0 -2,0",  # circle
-    "M-.9,-.9H.9V.9H-.9Z",  # square
-    "M0,-1.1L1.1,.9H-1.1Z",  # triangle
-    "M0,-1.2L1.2,0L0,1.2L-1.2,0Z",  # diamond
-    "M0,1.1L1.1,-.9H-1.1Z",  # triangle on its tip
-    "M-.4,-1.1H.4V-.4H1.1V.4H.4V1.1H-.4V.4H-1.1V-.4H-.4Z",  # plus
-)
-"""Paths of each series' marks, for who does not see their colours."""
-_CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
-_COLORS = [f"var(--s{number})" for number in range(1, 7)]
-_BAD = "var(--bad)"
-_FG = "var(--fg)"
+_VARIABLES = ("fg", "muted", "bad", "grid", "card", "s1", "s2", "s3", "s4", "s5", "s6")
+_COLORS = {f"#0a0b{at:02}": f"var(--{name})" for at, name in enumerate(_VARIABLES)}
+"""The page's CSS variables by placeholder, which `Canvas.figure` replaces.
 
-_SHIFT = 7.0  # from the marks of one series to those of the next, at one place
+figures.mplstyle has some of the placeholders, too.
+"""
+_FG, _, _BAD, _, _, *_SERIES = _COLORS
+_MARKERS = "os^DvP"
+"""The shape of each series' marks, for who does not see their colours."""
+_STYLE = ["default", str(Path(__file__).with_name("figures.mplstyle"))]
+
+_SIZE_IN = (4.2, 2.7)
+_LEGEND_CHARS = 52  # as many as there is room for in one row
 _ROW = 0.09  # of the height of the axes: a row of a series' trials out of memory
+_TICK_CHARS = 56  # as many as fit side by side below the axes
 _MOST_CHARS = 26  # of a name beside an axis
-_MOST_TICKS = 6
 _SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
 
 Points = list[tuple[float, float]]
@@ -60,37 +60,11 @@ class Figure:
     title: str
     caption: str
     svg: str
-    """An `<svg>` element; of small multiples, one for each panel."""
+    """An `<svg>` element; its ids are unique in the page.
+
+    Of small multiples, one for each panel.
+    """
     num_panels: int = 1
-
-
-@dataclass(frozen=True)
-class Scale:
-    """An axis: which values it shows, and where."""
-
-    label: str
-    low: float
-    high: float
-    ticks: dict[float, str]
-    is_log: bool = False
-
-    def share(self, value: float) -> float:
-        """Return where on the axis a value is: 0 at its start, 1 at its end."""
-        form = math.log2 if self.is_log else float
-        low, place, high = map(form, (self.low, value, self.high))
-        return (place - low) / (high - low)
-
-
-def _scale(label: str, low: float, high: float) -> Scale:
-    """Return a scale with ticks at round numbers."""
-    least = (high - low) / _MOST_TICKS
-    power = 10 ** math.floor(math.log10(least))
-    steps = [factor * power for factor in (1, 2, 5, 10)]
-    step = next(step for step in steps if step >= least)
-    ticks = {}
-    for number in range(math.ceil(low / step), math.floor(high / step) + 1):
-        ticks[number * step] = f"{number * step:,.6g}"
-    return Scale(label, low, high, ticks)
 
 
 @dataclass(frozen=True)
@@ -146,29 +120,6 @@ class Axis:
         """Return a trial's place on the axis."""
         return self.positions[self.index(record)]
 
-    def scale(self) -> Scale:
-        """Return its scale, with ticks at the values that were tried."""
-        places = self.positions
-        if self.is_log:
-            places = list(map(math.log2, places))
-        first = places[0]
-        width = places[-1] - first
-        margin = 0.06 * width or 0.5
-        if width == 0 and not self.is_log:
-            margin = abs(first) / 2 or 0.5
-        low = first - margin
-        high = first + width + margin
-        if self.is_log:
-            low = 2**low
-            high = 2**high
-        ticks: dict[float, str] = {}
-        next_place = -math.inf
-        for at, place in enumerate(places):
-            if place >= next_place:
-                ticks[self.positions[at]] = _cut(shown(self.values[at]))
-                next_place = place + width / 9
-        return Scale(self.label, low, high, ticks, self.is_log)
-
     def name(self, at: int) -> str:
         """Return a value as a legend has it."""
         value = shown(self.values[at])
@@ -203,7 +154,7 @@ class FigureData(Trials):
         # More values than colours would be a legend larger than its figure, or nothing
         # to compare.
         rest = [axis for axis in self.varied if axis != self.x]
-        few = [axis for axis in rest if len(axis.values) <= len(_COLORS)]
+        few = [axis for axis in rest if len(axis.values) <= len(_SERIES)]
         few.sort(key=lambda axis: axis.key != "precision")
         self.by = few[0] if few else None
 
@@ -243,130 +194,178 @@ class Mark:
     """
     is_repeated: bool = False
 
-    def in_units_of(self, size: float) -> Self:
-        """Return it with the value as a multiple of a unit."""
-        between = self.between
-        if between is not None:
-            between = (between[0] / size, between[1] / size)
-        return replace(self, value=self.value / size, between=between)
 
+class Canvas:
+    """One set of axes in matplotlib's style, and the hover text of its marks.
 
-@dataclass(frozen=True)
-class Dot:
-    """A mark in a figure."""
+    It becomes inline SVG, whose colours are CSS variables.
+    """
 
-    x: float
-    y: float
-    color: str
-    shape: str
-    size: float
-    tip: str
-    """What is shown when the mouse is over it."""
-    shift: float = 0.0
-    """How far it is moved to the right, beside what would cover it."""
+    def __init__(self, data: FigureData, name: str) -> None:
+        from matplotlib.figure import Figure as Sheet
 
+        self._data = data
+        self._name = name
+        self._sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
+        self.axes = self._sheet.add_subplot()
+        self.axes.grid(visible=False, axis="x")
+        # As many as have room for six digits each.
+        self.axes.locator_params(axis="x", nbins=5)
+        self._tips: dict[str, str] = {}
+        self._seen: set[int] = set()
+        """Series of which something was drawn."""
 
-@dataclass(frozen=True)
-class Line:
-    """A line in a figure."""
+    def _look(self, record: TrialRecord, text: str) -> Tree:
+        """Return how a trial is drawn: as its series, with a text under the mouse."""
+        series = self._data.series(record)
+        self._seen.add(series)
+        gid = f"tip-{len(self._tips)}"
+        self._tips[gid] = f"{self._data.name(record)}: {text}"
+        return {"color": _SERIES[series], "marker": _MARKERS[series], "gid": gid}
 
-    points: Points
-    color: str
-    width: float = 1.0
-    opacity: float = 1.0
-    dash: str = ""
-    shift: float = 0.0
-    tip: str = ""
-
-
-@dataclass
-class Plot:
-    """One set of axes, and what is drawn in it."""
-
-    data: FigureData
-    lines: list[Line] = field(default_factory=list)
-    dots: list[Dot] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
-    """Series that were drawn."""
-    has_crosses: bool = False
-    is_cut: bool = False
-    """Whether what is outside of the axes is not shown."""
-
-    def dot(
+    def mark(
         self, record: TrialRecord, x: float, y: float, text: str, **look: Any
     ) -> None:
-        """Draw a mark of a trial, as its series."""
-        series = self.data.series(record)
-        tip = f"{self.data.name(record)}: {text}"
-        own: Tree = {"color": _COLORS[series], "shape": _SHAPES[series], "size": 4}
-        self.dots.append(Dot(x, y, tip=tip, **own | look))
-        self.seen.add(series)
+        """Draw one point of a trial, with a text under the mouse."""
+        self.axes.plot([x], [y], **self._look(record, text) | look)
 
-    def line(self, record: TrialRecord, points: Points) -> None:
-        """Draw a trial's evaluations, those of the best thick."""
-        series = self.data.series(record)
-        end_x, end_y = points[-1]
-        text = f"ends at {end_y:.4g}"
-        look = (3.4, 1.0) if self.data.is_best(record) else (1.4, 0.75)
-        tip = f"{self.data.name(record)}: {text}"
-        self.lines.append(Line(points, _COLORS[series], *look, tip=tip))
-        self.dot(record, end_x, end_y, text)
+    def line(self, record: TrialRecord, points: Points, size_s: float) -> None:
+        """Draw a trial's evaluations, those of the best thick and on top."""
+        times = [time_s / size_s for time_s, _ in points]
+        values = [value for _, value in points]
+        look = self._look(record, f"ends at {values[-1]:.4g}")
+        look |= {"linewidth": 1.1, "alpha": 0.75, "zorder": 2, "markevery": [-1]}
+        if self._data.is_best(record):
+            look |= {"linewidth": 2.8, "alpha": 1, "zorder": 3}
+        self.axes.plot(times, values, **look)
         if not record.finished:
-            cross: Tree = {"color": _BAD, "shape": _CROSS, "size": 5}
-            self.dot(record, end_x, end_y, record.status, **cross)
+            cross: Tree = {"color": _BAD, "marker": "X", "markersize": 7, "zorder": 4}
+            self.mark(record, times[-1], values[-1], record.status, **cross)
 
-    def draw(self, axis: Axis, marks: Sequence[Mark], is_joined: bool = False) -> None:
-        """Draw a mark a trial, the best on top.
+    def draw(
+        self, axis: Axis, marks: list[Mark], size: float = 1.0, is_joined: bool = False
+    ) -> None:
+        """Draw a mark a trial, the best on top; `size` is the unit of their values.
 
         If joined, a grid has a line a series through medians.
         """
-        data = self.data
+        data = self._data
         for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
+            num_before = len(self.axes.lines)
             x = axis.position(mark.record)
             series = data.series(mark.record)
-            shift = 0.0
-            if data.by and axis != data.by and not is_joined:
-                shift = _SHIFT * (series - (len(data.by.values) - 1) / 2)
             if mark.between is not None:
-                ends = [(x, end) for end in mark.between]
-                width = 3.0 if mark.is_repeated else 1.3
-                self.lines.append(Line(ends, _COLORS[series], width, 0.7, "", shift))
-            size = 6 if data.is_best(mark.record) else 4
-            self.dot(mark.record, x, mark.value, mark.text, size=size, shift=shift)
+                ends = [end / size for end in mark.between]
+                width = 2.4 if mark.is_repeated else 1
+                color = _SERIES[series]
+                self.axes.plot([x, x], ends, color=color, linewidth=width, alpha=0.7)
+            look: Tree = {"linestyle": "none", "clip_on": False, "zorder": 3}
+            look["markersize"] = 8.5 if data.is_best(mark.record) else 5
+            self.mark(mark.record, x, mark.value / size, mark.text, **look)
+            if data.by and axis != data.by and not is_joined:
+                middle = (len(data.by.values) - 1) / 2
+                self._move(self.axes.lines[num_before:], series - middle)
         if is_joined and data.config.search == "grid":
-            self._join(axis, marks)
+            self._join(axis, marks, size)
+        self._set_axis(axis)
+        self.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
-    def _join(self, axis: Axis, marks: Sequence[Mark]) -> None:
+    def _move(self, lines: Iterable[Any], steps: float) -> None:
+        """Move what was drawn by small steps to the right, beside what would cover it."""
+        from matplotlib.transforms import ScaledTranslation
+
+        inches = self._sheet.dpi_scale_trans
+        place = self.axes.transData + ScaledTranslation(5 * steps / 72, 0, inches)
+        for line in lines:
+            line.set_transform(place)
+
+    def _join(self, axis: Axis, marks: list[Mark], size: float) -> None:
         """Draw a line a series through the medians of its marks."""
         found: dict[int, dict[float, list[float]]] = {}
         for mark in marks:
-            own = found.setdefault(self.data.series(mark.record), {})
-            own.setdefault(axis.position(mark.record), []).append(mark.value)
+            own = found.setdefault(self._data.series(mark.record), {})
+            x = axis.position(mark.record)
+            own.setdefault(x, []).append(mark.value / size)
         for series, values in found.items():
-            points = [(x, median(values[x])) for x in sorted(values)]
-            self.lines.append(Line(points, _COLORS[series], 2.0))
+            xs = sorted(values)
+            medians = [median(values[x]) for x in xs]
+            self.axes.plot(xs, medians, color=_SERIES[series], linewidth=1.6)
 
-    def figure(self, title: str, caption: str, x: Scale, y: Scale) -> Figure:
+    def _set_axis(self, axis: Axis) -> None:
+        """Set ticks of the x axis at the values that were tried; base 2 for sizes."""
+        places = axis.positions
+        if axis.is_log:
+            self.axes.set_xscale("log", base=2)
+            places = [math.log2(position) for position in places]
+        first = places[0]
+        width = places[-1] - first
+        margin = 0.06 * width or 0.5
+        if width == 0 and not axis.is_log:
+            margin = abs(first) / 2 or 0.5
+        limits = [first - margin, first + width + margin]
+        if axis.is_log:
+            limits = [2**limit for limit in limits]
+        self.axes.set_xlim(*limits)
+        ticks: dict[float, str] = {}
+        next_place = -math.inf
+        for at, place in enumerate(places):
+            if place >= next_place:
+                ticks[axis.positions[at]] = _cut(shown(axis.values[at]))
+                next_place = place + width / 9
+        names = list(ticks.values())
+        self.axes.set_xticks(list(ticks), names)
+        if sum(len(name) + 2 for name in names) > _TICK_CHARS:
+            self.axes.tick_params("x", labelrotation=25)
+            for label in self.axes.get_xticklabels():
+                label.set_horizontalalignment("right")
+        self.axes.minorticks_off()
+        self.axes.set_xlabel(axis.label)
+
+    def _write_legend(self) -> None:
+        """Write the names of what was drawn, and of series, above the axes."""
+        by = self._data.by
+        for at in sorted(self._seen):
+            look: Tree = {"color": _SERIES[at], "marker": _MARKERS[at]}
+            self.axes.plot([], [], label=by.name(at) if by else "", **look)
+        handles, names = self.axes.get_legend_handles_labels()
+        if names:
+            widths = [len(name) + 6 for name in names]
+            columns = max(1, _LEGEND_CHARS // max(widths))
+            if sum(widths) <= _LEGEND_CHARS:
+                columns = len(names)
+            self._sheet.legend(handles, names, loc="outside upper left", ncols=columns)
+
+    def figure(self, title: str, caption: str) -> Figure:
         """Render what was drawn, with a legend."""
-        legend = []
-        by = self.data.by
-        if by is not None:
-            for series in sorted(self.seen):
-                legend.append((_COLORS[series], _SHAPES[series], by.name(series)))
-        if self.has_crosses:
-            legend.append((_FG, _CROSS, "out of memory"))
-        svg = render(
-            "figure.svg",
-            title=title,
-            caption=caption,
-            x=x,
-            y=y,
-            lines=self.lines,
-            dots=self.dots,
-            legend=legend,
-            is_cut=self.is_cut,
-        )
-        return Figure(title, caption, svg)
+        self._write_legend()
+        stream = io.StringIO()
+        self._sheet.savefig(stream, format="svg", metadata={"Date": None})
+        left_out = r"(?s)<metadata>.*?</metadata>|<style .*?</style>"
+        svg = re.sub(left_out, "", stream.getvalue())
+        svg = svg[svg.index("<svg") :]
+        head = svg[: svg.index(">")]
+        box = re.search(r'viewBox="[^"]*"', head)
+        assert box is not None
+        body = re.sub(r"<[^>]*>", self._inlined, svg.removeprefix(head))
+        label = html.escape(f"{title}. {caption}")
+        svg = f'<svg role="img" aria-label="{label}" {box[0]}{body}'
+        return Figure(title, caption, svg.strip())
+
+    def _inlined(self, found: re.Match[str]) -> str:
+        """Return a tag with the canvas's name in its ids, and variables for colours.
+
+        Texts are no tags and stay what they are, whatever they look like.
+        """
+        tag = found[0].replace("xlink:href=", "href=")
+        if "#0a0" in tag:
+            for color, css in _COLORS.items():
+                tag = tag.replace(color, css)
+        tip = re.match(r'<g id="(tip-\d+)">', tag)
+        tag = re.sub(r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self._name}-", tag)
+        if tip is None:
+            return tag
+        text = html.escape(self._tips[tip[1]])
+        return f"{tag}<title>{text}</title>"
 
 
 def figures(
@@ -374,8 +373,21 @@ def figures(
 ) -> list[Figure]:
     """Draw the figures that the records have data for."""
     data = FigureData(config, records, best)
-    drawn = [_objective(data), _throughput(data), _memory(data), _curves(data)]
+    with _styled():
+        drawn = [_objective(data), _throughput(data), _memory(data), _curves(data)]
     return [figure for figure in drawn if figure]
+
+
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Set the style in which canvases are made and rendered."""
+    from matplotlib import style
+
+    with style.context(_STYLE), warnings.catch_warnings():
+        # Text stays text, in the reader's fonts: it does not matter what matplotlib's
+        # own lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
 
 
 def _objective(data: FigureData) -> Figure | None:
@@ -395,29 +407,20 @@ def _objective(data: FigureData) -> Figure | None:
         notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
     title = printable(metric)
     label = title
+    size = 1.0
     if metric == "time_to_target":
         title = "Time to target"
-        size_s, unit = time_unit(max(mark.value for mark in marks))
+        size, unit = time_unit(max(mark.value for mark in marks))
         label = f"time to target, {unit}"
-        marks = [mark.in_units_of(size_s) for mark in marks]
-    values = []
-    for mark in marks:
-        values += [mark.value, *(mark.between or ())]
-    y = _around(label, min(values), max(values))
     panels = []
     others = [axis for axis in data.varied if axis != data.x]
-    for axis in [data.x, *others]:
-        plot = Plot(data)
-        plot.draw(axis, marks)
-        panel = plot.figure(axis.label, "", axis.scale(), y)
+    for number, axis in enumerate([data.x, *others]):
+        canvas = Canvas(data, f"objective{number}")
+        canvas.draw(axis, marks, size)
+        canvas.axes.set_ylabel(label)
+        panel = canvas.figure(axis.label, "")
         panels.append(panel.svg)
     return Figure(title, " ".join(notes), "\n".join(panels), len(panels))
-
-
-def _around(label: str, low: float, high: float) -> Scale:
-    """Return a scale with some room on both sides of what it shows."""
-    margin = 0.05 * (high - low) or 0.05 * abs(low) or 1.0
-    return _scale(label, low - margin, high + margin)
 
 
 def _marks(data: FigureData, metric: str) -> list[Mark]:
@@ -450,7 +453,7 @@ def _measured(data: FigureData, metric: str) -> list[Mark]:
     """Return the trials that ended well, with what was measured of them."""
     marks = []
     for record in data.records:
-        value = value_of(metric, record)
+        value = value_of(metric, record) if record.finished else None
         if value and is_number(value):
             marks.append(Mark(record, value, amount(metric, value)))
     return marks
@@ -461,14 +464,13 @@ def _throughput(data: FigureData) -> Figure | None:
     marks = _measured(data, "samples_per_s")
     if not marks:
         return None
-    plot = Plot(data)
-    plot.draw(data.x, marks, is_joined=True)
+    canvas = Canvas(data, "throughput")
+    canvas.draw(data.x, marks, is_joined=True)
+    canvas.axes.set(ylim=(0, None), ylabel="samples/s")
     caption = f"After warm-up, evaluation left out{data.each}."
     if data.best:
         caption += " The largest mark is the best trial."
-    most = max(mark.value for mark in marks)
-    y = _scale("samples/s", 0.0, 1.05 * most)
-    return plot.figure("Throughput", caption, data.x.scale(), y)
+    return canvas.figure("Throughput", caption)
 
 
 def _memory(data: FigureData) -> Figure | None:
@@ -479,24 +481,24 @@ def _memory(data: FigureData) -> Figure | None:
         return None
     most = max((mark.value for mark in marks), default=0.0)
     size, unit = memory_unit(most)
-    marks = [mark.in_units_of(size) for mark in marks]
+    canvas = Canvas(data, "memory")
+    canvas.draw(data.x, marks, size, is_joined=True)
+    axes = canvas.axes
     caption = f"Largest over the workers{data.each}."
-    most = 1.08 * most / size
+    cross: Tree = {"marker": "X", "markersize": 8}
+    above = axes.get_xaxis_transform()
+    for record in lost:
+        x = data.x.position(record)
+        y = 0.96 - _ROW * data.series(record)
+        canvas.mark(record, x, y, "out of memory", transform=above, **cross)
     if lost:
+        axes.plot([], [], _FG, linestyle="none", label="out of memory", **cross)
         caption += " Trials that ran out of memory are on top."
         num_rows = len(data.by.values) if data.by else 1
         most /= 0.96 - _ROW * num_rows
-    most = most or 1.0
-    plot = Plot(data, has_crosses=bool(lost))
-    plot.draw(data.x, marks, is_joined=True)
-    for record in lost:
-        x = data.x.position(record)
-        y = most * (0.96 - _ROW * data.series(record))
-        plot.dot(record, x, y, "out of memory", shape=_CROSS, size=5)
-    scale = _scale(f"peak memory, {unit}", 0.0, most)
-    if not marks:
-        scale = Scale("", 0.0, most, {})
-    return plot.figure("Peak memory", caption, data.x.scale(), scale)
+    axes.set(ylim=(0, most / size * 1.08 or 1), ylabel=f"peak memory, {unit}")
+    axes.yaxis.set_visible(bool(marks))
+    return canvas.figure("Peak memory", caption)
 
 
 def _curves(data: FigureData) -> Figure | None:
@@ -511,8 +513,7 @@ def _curves(data: FigureData) -> Figure | None:
         return None
     lines.sort(key=lambda line: data.is_best(line[0]))
     longest_s, _ = max(max(points) for _, points in lines)
-    size_s, unit = time_unit(longest_s)
-    longest = 1.05 * longest_s / size_s or 1.0
+    size, unit = time_unit(longest_s)
     target = data.objective.goal
     goal = None
     if target and target.metric == metric and is_number(target.value):
@@ -521,22 +522,22 @@ def _curves(data: FigureData) -> Figure | None:
     low, high = _closer(values, goal)
     name = printable(metric)
     notes = [f"{name} at each evaluation, a line a trial."]
-    plot = Plot(data, is_cut=True)
+    canvas = Canvas(data, "curves")
     for record, points in lines:
-        plot.line(record, [(x / size_s, y) for x, y in points])
+        canvas.line(record, points, size)
+    limits: Tree = {"xlim": (0, None), "ylim": (low, high)}
+    canvas.axes.set(xlabel=f"training time, {unit}", ylabel=name, **limits)
     if data.best:
         notes.append("The thick line is the best.")
     if goal is not None:
-        ends = [(0.0, goal), (longest, goal)]
-        plot.lines.append(Line(ends, _FG, 1.0, dash="5 4"))
+        look: Tree = {"linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1}
+        canvas.axes.axhline(goal, color=_FG, **look)
         notes.append("The dashed line is the target.")
     if not all(low <= min(own) and max(own) <= high for own in values):
         notes.append("The worst evaluations are off the axis.")
     if not all(record.finished for record, _ in lines):
         notes.append("A cross is where a trial failed.")
-    x = _scale(f"training time, {unit}", 0.0, longest)
-    y = _scale(name, low, high)
-    return plot.figure("Learning curves", " ".join(notes), x, y)
+    return canvas.figure("Learning curves", " ".join(notes))
 
 
 def _drawn_metric(data: FigureData) -> str:

@@ -9,20 +9,21 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import resources
 from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from pyarrow import parquet
 
 from trainers.config.model import Tree
 from trainers.config.yaml import dump_yaml
-from trainers.errors import STATUSES, CheckpointError, redact
+from trainers.errors import STATUSES, CheckpointError, escape_controls, redact
 from trainers.storage import Storage, validated
 from tune.config import SweepConfig, sample_values
 from tune.report.answer import Answer, answer
 from tune.report.figures import figures
-from tune.report.page import render, source
 from tune.report.table import best_first, columns, constant
 from tune.report.words import Trials, duration, metric_names, printable, target
 from tune.search.finalists import Final
@@ -34,6 +35,24 @@ logger = logging.getLogger(__name__)
 _MOST_DRAWN = 300
 _PATHS = {"time_to_target_low_s": "missed_target_s", "on_lane_s": "total_s"}
 """What a record calls a column, where its name is another."""
+
+
+def source(name: str) -> str:
+    """Return a file of this folder."""
+    return resources.files("tune.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def render(template: str, **shown: Any) -> str:
+    """Return a page. Everything in it but the figures' markup is escaped."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        loader=FunctionLoader(source),
+    )
+    page = environment.get_template(template).render(**shown)
+    return escape_controls(page)
 
 
 def best_command(sweep: Storage) -> str:
