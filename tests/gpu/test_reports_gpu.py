@@ -1,6 +1,4 @@
-"""What a run keeps of its GPU: profiled steps, what lay in memory when it ran out, the
-driver's readings.
-"""
+"""What a run keeps of its GPU: profiled steps, the driver's readings."""
 
 import gzip
 import json
@@ -9,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.runs import CUDA, Hungry, Images, train
-from trainers.causes import classify
+from tests.gpu.runs import CUDA, Images, train
 from trainers.devices.device import GpuReadings
 
 pytestmark = pytest.mark.gpu
@@ -48,17 +45,6 @@ def test_profiled_steps_show_kernels(profile):
     kernels = [event for event in events(profile) if event.get("cat") == "kernel"]
     assert len(kernels) > STEPS
     assert all(event["dur"] >= 0 for event in kernels)
-
-
-def test_a_run_out_of_memory_leaves_what_lay_in_it(tmp_path):
-    too_large = torch.cuda.get_device_properties(CUDA).total_memory
-    with pytest.raises(RuntimeError) as raised:
-        train(CUDA, tmp_path, Hungry(bytes_per_sample=too_large))
-    assert classify(raised.value) == "out_of_memory"
-    assert (
-        "Allocated memory" in (tmp_path / "memory" / "rank-0-summary.txt").read_text()
-    )
-    assert (tmp_path / "memory" / "rank-0-snapshot.pickle").stat().st_size > 0
 
 
 @pytest.mark.real_gpu("nvml")

@@ -23,6 +23,7 @@ from trainers.launch.local import LocalContext
 from trainers.launch.spec import prepare_storage
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
+from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import task_feed
 
@@ -50,16 +51,10 @@ def written(task, path, size=32, precision="fp32"):
     torch.manual_seed(0)
     feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
     model = TABLE[precision].convert_model(task.model())
-    predict(
-        model,
-        task,
-        feed,
-        size,
-        TABLE[precision],
-        Group(0, 1, CPU),
-        Storage(str(path)),
-        {"split": "val"},
-    )
+    forward = ForwardPass(model.eval(), task, TABLE[precision], CPU)
+    with torch.no_grad():
+        group = Group(0, 1, CPU)
+        predict(forward, feed, size, group, Storage(str(path)), {"split": "val"})
     return pq.read_table(path)
 
 

@@ -1,13 +1,10 @@
-"""What a run shows of itself: profiled steps, compilation, and memory on out of memory;
-CUDA's calls are faked.
-"""
+"""What a run shows of itself: profiled steps, and compilation."""
 
 import functools
 import gzip
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,19 +13,15 @@ from torch import nn
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import StorageError, TooLargeError
+from trainers.errors import StorageError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.measure import profiler
 from trainers.measure.clock import WARMUP_STEPS
-from trainers.measure.profiler import memory_watched, save_memory_report
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.strategy import compile_model
 from trainers.storage import Storage
-
-GPU = torch.device("cuda", 1)
-OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def config(**changes):
@@ -122,49 +115,6 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     monkeypatch.setattr(Storage, "copy", full)
     assert train(tmp_path, profile_steps=2).status == "done"
     assert "the profile is lost: could not write: no space left" in log.text
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """CUDA's memory calls, where there is no device."""
-    monkeypatch.setattr(
-        torch.cuda, "memory_summary", lambda device: f"|summary of {device}|"
-    )
-    monkeypatch.setattr(
-        torch.cuda.memory,
-        "_dump_snapshot",
-        lambda name: Path(name).write_bytes(b"snapshot"),
-    )
-    monkeypatch.setattr(profiler, "resolve_device", lambda name, index: GPU)
-
-
-@pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
-def test_out_of_memory_is_reported(error, cuda, tmp_path, log):
-    save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
-    assert (
-        tmp_path / "memory" / "rank-3-summary.txt"
-    ).read_text() == "|summary of cuda:1|"
-    assert (tmp_path / "memory" / "rank-3-snapshot.pickle").read_bytes() == b"snapshot"
-    assert (
-        f"{tmp_path}/memory/rank-3-snapshot.pickle for https://pytorch.org/memory_viz"
-        in log.text
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "device"),
-    [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))],
-)
-def test_nothing_else_is_reported(error, device, cuda, tmp_path):
-    save_memory_report(error, device, Storage(str(tmp_path)), 0)
-    assert not (tmp_path / "memory").exists()
-
-
-def test_a_run_that_ends_out_of_memory_leaves_a_report(cuda, tmp_path):
-    context = LocalContext(Storage(str(tmp_path)), "local")
-    with pytest.raises(type(OOM)), memory_watched(config(), context):
-        raise OOM
-    assert (tmp_path / "memory" / "rank-0-summary.txt").exists()
 
 
 class Broken(nn.Sequential):

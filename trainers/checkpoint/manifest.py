@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
+from trainers.config.model import Tree
 from trainers.config.sections import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -26,6 +27,10 @@ from trainers.errors import CheckpointError, show
 from trainers.storage import parse_json, validated
 
 FORMAT = 2
+
+
+Figures = Mapping[str, float]
+"""Of an evaluation, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Manifest:
     Only finite ones.
     """
     versions: dict[str, str] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Tree = field(default_factory=dict)
     """The resolved TrainConfig that trained it."""
     format: int = FORMAT
 
@@ -69,7 +74,7 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         """Read `manifest.json`; CheckpointError says what is wrong with it."""
         try:
-            tree = parse_json(data, dict[str, Any], finite=False)
+            tree = parse_json(data, Tree, finite=False)
             tree.pop("seal", None)
             if tree.get("format") != FORMAT:
                 raise CheckpointError(
@@ -115,7 +120,7 @@ class Manifest:
                 )
 
 
-def seal(tree: dict[str, Any]) -> bytes:
+def seal(tree: Tree) -> bytes:
     """Return a manifest's content as it is written.
 
     Its last key is the SHA-256 of the same text without that key.
@@ -170,7 +175,7 @@ class Best:
             "early_stopping.metric",
         )
 
-    def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
+    def improves(self, figures: Figures, before: float | None) -> bool:
         """Return whether an evaluation is strictly better than the best value `before`.
 
         NaN never is.

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainers.checkpoint.manifest import Manifest, shard_file
-from trainers.checkpoint.validation import map_tree, tensors_in
+from trainers.checkpoint.validation import Place, State, map_tree, tensors_in
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.model.sharding import is_shard, local
@@ -49,14 +49,13 @@ FORMATS = {
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
-_Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
     """A state in two."""
 
-    rest: dict[str, Any]
+    rest: State
     """Everything else: rank 0 writes it."""
     rows: dict[str, Tensor]
     """This rank's rows by name, on the tensors' own memory."""
@@ -71,7 +70,7 @@ class Cut:
 
 
 def cut_rows(
-    state: dict[str, Any], group: Group, replicated: Collection[str] | None = None
+    state: State, group: Group, replicated: Collection[str] | None = None
 ) -> Cut:
     """Cut a run's state, which stays as it is.
 
@@ -90,9 +89,9 @@ class _Cutter:
         self._group = group
         self._replicated = replicated
         self.rows: dict[str, Tensor] = {}
-        self._stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
+        self._stand_ins: dict[Place, Tensor] = {}  # tensors that are tied stay one
 
-    def stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
+    def stand_in(self, tensor: Tensor, path: Place) -> Tensor:
         rows = _own_rows(tensor, path, self._group, self._replicated)
         name = _name(path)
         if rows is None or name in self.rows:
@@ -120,7 +119,7 @@ class _Entry:
 
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any device, with no more than one copied at a time."""
-    header: dict[str, Any] = {}
+    header: State = {}
     end = 0
     for name, tensor in tensors.items():
         begin = end
@@ -312,7 +311,7 @@ def _share(count: int, rank: int, world_size: int) -> range:
 
 
 def _own_rows(
-    tensor: Tensor, path: _Path, group: Group, replicated: Collection[str] | None
+    tensor: Tensor, path: Place, group: Group, replicated: Collection[str] | None
 ) -> Tensor | None:
     """What this rank writes of a tensor; None of one that stays with the rest."""
     if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
@@ -346,5 +345,5 @@ def _own_rows(
     return None
 
 
-def _name(path: _Path) -> str:
+def _name(path: Place) -> str:
     return "/".join(map(str, path))

@@ -7,7 +7,7 @@ module's names, by rows where each rank writes its own
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainers.causes import classify
-from trainers.checkpoint.manifest import Best
+from trainers.checkpoint.manifest import Best, Figures
 from trainers.checkpoint.row_shards import Cut, cut_rows
 from trainers.checkpoint.store import Checkpoints, Loaded
 from trainers.checkpoint.validation import (
+    State,
     check_dtypes,
     check_optimizer,
     check_rng_state,
@@ -106,9 +107,7 @@ class Keeper:
         every_s = self.config.checkpoint.every_s
         return every_s is not None and time.monotonic() - self._kept_at > every_s
 
-    def keep(
-        self, position: dict[str, Any], figures: Mapping[str, float], at_once: bool
-    ) -> None:
+    def keep(self, position: State, figures: Figures, at_once: bool) -> None:
         """Begin a checkpoint at `position`.
 
         With `at_once`, and without `checkpoint.async`, also complete it.
@@ -159,8 +158,8 @@ class Keeper:
             self.told(where)
 
     def resume(
-        self, source: Storage | None, check: Callable[[dict[str, Any]], None]
-    ) -> dict[str, Any] | None:
+        self, source: Storage | None, check: Callable[[State], None]
+    ) -> State | None:
         """Take back the newest complete checkpoint that fits; return its position.
 
         None when there is none.
@@ -190,10 +189,10 @@ class Keeper:
                 )
         if loaded is None:
             return None
-        position: dict[str, Any] = loaded.state["position"]
+        position: State = loaded.state["position"]
         return position
 
-    def _state(self, position: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, position: State) -> State:
         """Everything but random state."""
         parts = self.parts
         state = {
@@ -223,7 +222,7 @@ class Keeper:
             state["ema"] = parts.ema.state_dict()
         return state
 
-    def _cut(self, state: dict[str, Any]) -> Cut:
+    def _cut(self, state: State) -> Cut:
         """Split the state into what rank 0 writes and this rank's rows.
 
         Either all ranks write rows, or none.
@@ -418,7 +417,7 @@ def match_layout(optimizer: Optimizer) -> None:
                 ).copy_(value)
 
 
-def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_state(optimizer: Optimizer, saved: State) -> State:
     """Return the saved state as this run's optimizer takes it.
 
     What has a parameter's shape is cut as the parameter is. How a step is computed is

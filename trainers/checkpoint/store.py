@@ -34,6 +34,7 @@ from torch import Tensor
 
 from trainers.checkpoint.manifest import (
     Best,
+    Figures,
     FileEntry,
     Manifest,
     folder_name,
@@ -42,7 +43,7 @@ from trainers.checkpoint.manifest import (
     surplus,
 )
 from trainers.checkpoint.row_shards import RowReader, write_tensors
-from trainers.checkpoint.validation import map_tree
+from trainers.checkpoint.validation import Place, State, map_tree
 from trainers.devices.group import Group
 from trainers.errors import (
     CheckpointError,
@@ -57,7 +58,7 @@ from trainers.versions import package_versions
 logger = logging.getLogger(__name__)
 _MOST_MANIFEST_BYTES = 16 << 20  # some 100,000 ranks
 _Entries = dict[str, FileEntry]
-_Buffers = dict[tuple[Any, ...], Tensor]
+_Buffers = dict[Place, Tensor]
 
 
 class _Hashing(io.RawIOBase):
@@ -93,7 +94,7 @@ class Archive:
         self,
         run: Storage,
         best: Best | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: State | None = None,
     ) -> None:
         self.storage = run.child("checkpoints")
         self.best = best
@@ -115,7 +116,7 @@ class Archive:
         """Delete the manifest: a checkpoint that changes must not look complete."""
         self.storage.delete(f"{name}/manifest.json")
 
-    def write(self, name: str, file: str, state: dict[str, Any]) -> FileEntry:
+    def write(self, name: str, file: str, state: State) -> FileEntry:
         """Write one file of a checkpoint; its entry in the manifest."""
         # To a stream, not to a path: there torch would hold the GIL through the whole
         # write.
@@ -235,7 +236,7 @@ class Archive:
             ) from error
         return name
 
-    def read_state(self, name: str) -> tuple[dict[str, Any], RowReader | None]:
+    def read_state(self, name: str) -> tuple[State, RowReader | None]:
         """Return what rank 0 wrote, and what reads the rows of all ranks.
 
         The second is None where no rank wrote rows.
@@ -248,7 +249,7 @@ class Archive:
             self.storage, name, manifest, state
         ) if manifest.is_sharded else None
 
-    def read(self, name: str, file: str) -> dict[str, Any]:
+    def read(self, name: str, file: str) -> State:
         """Return the content of one file, on the CPU.
 
         Raises CheckpointError when it is more than tensors and plain data.
@@ -331,8 +332,8 @@ class Loaded:
     """A checkpoint as one rank reads it."""
 
     name: str
-    state: dict[str, Any]
-    rank_state: dict[str, Any] | None
+    state: State
+    rank_state: State | None
     """None when the checkpoint was written by another number of workers."""
     rows: RowReader | None = None
     """Of a sharded one, in whose state tensors on the meta device stand for others."""
@@ -341,7 +342,7 @@ class Loaded:
 @dataclass(frozen=True)
 class _Pending:
     step: int
-    metrics: Mapping[str, float]
+    metrics: Figures
     job: Future[Any]
     """First `_files`, then, once `gathered`, `_seal`."""
     gathered: bool = False
@@ -374,7 +375,7 @@ class Checkpoints:
         group: Group,
         keep: int,
         best: Best | None = None,
-        config: dict[str, Any] | None = None,
+        config: State | None = None,
     ) -> None:
         self.archive = Archive(run, best, config)
         self.group = group
@@ -393,9 +394,9 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: dict[str, Any],
-        rank_state: dict[str, Any],
-        metrics: Mapping[str, float] | None = None,
+        state: State,
+        rank_state: State,
+        metrics: Figures | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Write one checkpoint, then delete older ones, and return where it is.
@@ -413,9 +414,9 @@ class Checkpoints:
     def start(
         self,
         step: int,
-        state: dict[str, Any],
-        rank_state: dict[str, Any],
-        metrics: Mapping[str, float] | None = None,
+        state: State,
+        rank_state: State,
+        metrics: Figures | None = None,
         first: Callable[[], None] | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -498,7 +499,7 @@ class Checkpoints:
             logger.warning("%s", error)
         self._thread.shutdown()
 
-    def improves(self, figures: Mapping[str, float]) -> bool:
+    def improves(self, figures: Figures) -> bool:
         """Return whether an evaluation beats every checkpoint so far.
 
         Always False without `best`.
@@ -577,7 +578,7 @@ class Checkpoints:
         """Where the checkpoint of a step is."""
         return self.archive.storage.locate(folder_name(step))
 
-    def _remember(self, metrics: Mapping[str, float]) -> None:
+    def _remember(self, metrics: Figures) -> None:
         if (
             self.best is not None
             and self.best.metric in metrics
@@ -588,8 +589,8 @@ class Checkpoints:
     def _files(
         self,
         step: int,
-        state: dict[str, Any],
-        rank_state: dict[str, Any],
+        state: State,
+        rank_state: State,
         first: Callable[[], None] | None,
         rows: Mapping[str, Tensor] | None,
     ) -> tuple[_Entries, str | None]:
@@ -621,9 +622,7 @@ class Checkpoints:
             file: entry for written, _ in answers for file, entry in written.items()
         }
 
-    def _seal(
-        self, step: int, files: _Entries, metrics: Mapping[str, float]
-    ) -> str | None:
+    def _seal(self, step: int, files: _Entries, metrics: Figures) -> str | None:
         """Write the manifest, by rank 0; what went wrong."""
         if self.group.rank != 0:
             return None
@@ -675,7 +674,7 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: _Buffers = {}
 
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def take(self, state: State) -> State:
         """Return the same nesting with copies of its tensors and containers.
 
         Waits for the device once.
@@ -685,19 +684,19 @@ class HostCopy:
         used: _Buffers = {}
         seen: _Buffers = {}
 
-        def copied_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+        def copied_tensor(tensor: Tensor, path: Place) -> Tensor:
             if tensor.is_meta:
                 return tensor
             return self._copy_tensor(tensor.detach(), path, used, seen)
 
-        copied: dict[str, Any] = map_tree(copied_tensor, state, leaf=copy.deepcopy)
+        copied: State = map_tree(copied_tensor, state, leaf=copy.deepcopy)
         for device in {identity[0] for identity in seen if identity[0].type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         self._buffers = used
         return copied
 
     def _copy_tensor(
-        self, tensor: Tensor, path: tuple[Any, ...], used: _Buffers, seen: _Buffers
+        self, tensor: Tensor, path: Place, used: _Buffers, seen: _Buffers
     ) -> Tensor:
         if tensor.layout != torch.strided or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)

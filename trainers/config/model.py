@@ -165,34 +165,45 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     kind = problem["type"]
     context = problem.get("ctx", {})
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
-    leaf = path.rsplit(".", 1)[-1]
     value = problem["input"]
+    error = context.get("error")
     if kind == "extra_forbidden":
+        rule = "there is no such key"
         fix = _instead(model, owner, path)
-        return ConfigError(path or '""', value, "there is no such key", fix, source)
-    if kind == "invalid_key":
+        path = path or '""'
+    elif kind == "invalid_key":
+        value = MISSING
         rule = "has a key that is no text"
-        where = path.rpartition("[")[0] or "the file"
-        return ConfigError(where, MISSING, rule, "write it in quotes", source)
-    if kind == "missing":
+        fix = "write it in quotes"
+        path = path.rpartition("[")[0] or "the file"
+    elif kind == "missing":
+        value = MISSING
         rule = "is required"
         if field and field.description:
             rule += f" ({field.description.rstrip('.')})"
-        return ConfigError(path, MISSING, rule, f"add {example(path, field)}", source)
-    error = context.get("error")
-    if isinstance(error, ConfigError):
-        dotted = ".".join(filter(None, (path, error.field)))
-        return ConfigError(dotted, error.value, error.rule, error.fix, source)
-    rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
-    extra = field.json_schema_extra if field else None
-    if isinstance(extra, dict):  # a field whose type is a union says its rule itself
-        rule = str(extra.get("rule", rule))
-    if keys_of(owner).get(leaf.partition("[")[0]) is not field:
-        # a key of a free mapping: the field's example is one of the whole mapping
-        field = None
-    options = re.findall("'([^']*)'", str(context.get("expected", "")))
-    fix = did_you_mean(value, options, f"write {example(path, field)}")
+        fix = f"add {example(path, field)}"
+    elif isinstance(error, ConfigError):
+        value = error.value
+        rule = error.rule
+        fix = error.fix
+        path = ".".join(filter(None, (path, error.field)))
+    else:
+        rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
+        extra = field.json_schema_extra if field else None
+        # a field whose type is a union says its rule itself
+        if isinstance(extra, dict):
+            rule = str(extra.get("rule", rule))
+        if keys_of(owner).get(_leaf(path)) is not field:
+            # a key of a free mapping: the field's example is one of the whole mapping
+            field = None
+        options = re.findall("'([^']*)'", str(context.get("expected", "")))
+        fix = did_you_mean(value, options, f"write {example(path, field)}")
     return ConfigError(path, value, rule, fix, source)
+
+
+def _leaf(path: str) -> str:
+    """The last key of a dotted path, without the place in its list."""
+    return path.rpartition(".")[2].partition("[")[0]
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
@@ -230,16 +241,16 @@ def _first(description: str | None) -> str:
 
 def example(path: str, field: FieldInfo | None) -> str:
     """Return a key with an example of its value, for a fix."""
-    leaf = path.rsplit(".", 1)[-1].partition("[")[0]
+    value = None
     if field is not None and field.examples:
         value = field.examples[0]
-    elif field is not None and not field.is_required() and field.default is not None:
+    elif field is not None and not field.is_required():
         value = field.get_default(call_default_factory=True)
-    else:
+    if value is None:
         return f"a valid `{path}`"
     if isinstance(value, Settings):
         value = value.model_dump(exclude_none=True, by_alias=True)
-    return f"for example `{leaf}: {dump_inline(value)}`"
+    return f"for example `{_leaf(path)}: {dump_inline(value)}`"
 
 
 def _mapping_values(field: FieldInfo) -> Any:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainers.config.model import Tree
 from trainers.errors import MISSING, ConfigError, redact
 from trainers.launch.spec import read_file
 
@@ -38,7 +39,7 @@ def check_thread(call: str) -> None:
         raise ConfigError(call, MISSING, rule, "call it in the main thread")
 
 
-def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]:
+def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:
     """Return a run's mapping, its source for messages, and its directory.
 
     Raises ConfigError, in which `call` names what the user has called.

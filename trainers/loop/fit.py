@@ -52,7 +52,7 @@ from trainers.loop.monitor import (
     validate,
 )
 from trainers.loop.watchdog import Watchdog, watched
-from trainers.measure.profiler import Inspection, inspect_run, memory_watched
+from trainers.measure.profiler import Inspection, inspect_run
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import lr_factor, lr_scale, scaled_decay
 from trainers.model.strategy import unused_parameters
@@ -417,10 +417,7 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
     begun: list[dict[str, Any]] = []
     while True:
         try:
-            with (
-                watched(config.failure, context) as watchdog,
-                memory_watched(config, context),
-            ):
+            with watched(config.failure, context) as watchdog:
                 _outlast(config.failure, context.world_size)
                 return _attempt(task, config, context, watchdog, begun)
         except TooLargeError as error:

@@ -21,6 +21,7 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from trainers.causes import failure_of
+from trainers.config.model import Tree
 from trainers.context import RunContext
 from trainers.errors import (
     PacelineError,
@@ -147,7 +148,7 @@ def _prefix(run: Storage) -> bytes:
 class FunctionRun:
     """A run of a training function that is done."""
 
-    metrics: dict[str, Any]
+    metrics: Tree
     """What rank 0 reported last; what JSON cannot hold is text."""
     checkpoint: str | None
     """Where the newest checkpoint is."""
@@ -175,7 +176,7 @@ class _Reports(ray.train.UserCallback):
         self._told = told
 
     def after_report(
-        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+        self, run_context: Any, metrics: list[Tree], checkpoint: Any
     ) -> None:
         """Called by Ray with the metrics of all ranks."""
         self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
@@ -183,7 +184,7 @@ class _Reports(ray.train.UserCallback):
             send(self._storage, [{"record": "report", "metrics": metrics[0]}])
 
 
-def _function_worker(loop_config: dict[str, Any]) -> Any:
+def _function_worker(loop_config: Tree) -> Any:
     """Call the function as one worker of the TorchTrainer."""
     return FunctionSpec(**loop_config).load()()
 
@@ -240,7 +241,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     with ending_with_cluster(_AGAIN), VitalSigns(), receiving(storage, take):
         result = fit(trainer)
     metrics = (
-        storage.read_json(_NEWEST, dict[str, Any], finite=False)
+        storage.read_json(_NEWEST, Tree, finite=False)
         if storage.exists(_NEWEST)
         else {}
     )
@@ -249,7 +250,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     )
 
 
-def _run_worker(loop_config: dict[str, Any]) -> None:
+def _run_worker(loop_config: Tree) -> None:
     """Run the loop as one worker of the TorchTrainer."""
     quiet_reports()
     quiet_failures()  # printed below
@@ -289,7 +290,7 @@ def _failing(rank: int) -> Iterator[None]:
         raise failure from None
 
 
-def _job_worker(loop_config: dict[str, Any]) -> Any:
+def _job_worker(loop_config: Tree) -> Any:
     """Do a job as one worker of the TorchTrainer."""
     job: Job[Any] = loop_config["job"]
     context = RayContext(None)
@@ -470,9 +471,7 @@ def free_dead_runs() -> None:
         register = run_register()
         if register is None:  # this cluster has had no run
             return
-        runs: dict[str, Any] = ray.get(
-            register.get_train_runs.remote(), timeout=_ANSWER_S
-        )
+        runs: Tree = ray.get(register.get_train_runs.remote(), timeout=_ANSWER_S)
         filters: Any = [("class_name", "=", "TrainController"), ("state", "=", "ALIVE")]
         address = ray.get_runtime_context().gcs_address
         alive = {

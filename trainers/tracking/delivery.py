@@ -30,13 +30,21 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from trainers.config.function import flat
+from trainers.config.model import Tree
 from trainers.config.sections import TrackerConfig
 from trainers.errors import LeaseError, StorageError, first_line, redact
 from trainers.launch.spec import MARK, open_run, read_mapping
 from trainers.lease import fenced, held
 from trainers.measure.run_log import read_part, scalars
 from trainers.storage import Storage
-from trainers.tracking.sinks import Row, Sink, TrackedRun, check_trackers, make_sink
+from trainers.tracking.sinks import (
+    Params,
+    Row,
+    Sink,
+    TrackedRun,
+    check_trackers,
+    make_sink,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +80,7 @@ class History:
     name: str
     kind: str
     """run, sweep or trial."""
-    params: dict[str, str | int | float | bool]
+    params: Params
     tags: dict[str, str]
     rows: Sequence[Row] = ()
     """In the order of the log; some may have been there before."""
@@ -94,9 +102,9 @@ class Source(Protocol):
         """
 
 
-def as_params(tree: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+def as_params(tree: Mapping[str, Any]) -> Params:
     """Return a configuration by dotted keys; lists as text, secrets hidden."""
-    shown: dict[str, str | int | float | bool] = {}
+    shown: Params = {}
     for key, value in flat(tree).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         hidden = redact(f"{key}: {text}").removeprefix(f"{key}: ")
@@ -125,7 +133,7 @@ class RunHistory:
         rows = self._new("log") + self._new("live")
         artifacts: dict[str, bytes] = {}
         if ended in ("done", "stopped") and self._run.exists("result.json"):
-            result = self._run.read_json("result.json", dict[str, Any], finite=False)
+            result = self._run.read_json("result.json", Tree, finite=False)
             ended = str(result["status"])
             figures = flat(
                 {
