@@ -121,15 +121,6 @@ def export(
     return 0
 
 
-def track(run: _Run) -> int:
-    """Send what the run's trackers have not got."""
-    from trainers.launch.process import setup_logging
-    from trainers.tracking.delivery import send_run
-
-    setup_logging(0)
-    return 0 if send_run(run) else 1
-
-
 def explain(
     run: Annotated[
         str,
@@ -180,7 +171,6 @@ def main(argv: list[str] | None = None) -> int:
         "evaluate": evaluate,
         "predict": predict,
         "export": export,
-        "track": track,
         "explain": explain,
     }
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)

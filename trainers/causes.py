@@ -155,7 +155,8 @@ def _explain(error: BaseException) -> tuple[Status, str]:
     texts = [str(link) for link in chain(error)]
     died = [match for text in texts if (match := _LOADER_DIED.search(text))]
     if died:
-        return _loader_died(*min(died, key=lambda match: match[2] is None).groups())
+        by_signal = [match for match in died if match[2] is not None]
+        return _loader_died(*(by_signal or died)[0].groups())
     if any(_SHARED_MEMORY.search(text) for text in texts):
         return "out_of_host_memory", f"{_SHM_FULL}: {words}"
     if (carried := _CARRIED.match(texts[0].strip("'\""))) is not None:

@@ -515,7 +515,7 @@ class TrainedRun(RunResult):
     def __repr__(self) -> str:
         return redact(f"{self}\n  in {self.uri}")
 
-    def log(self) -> list[Tree]:
+    def log(self) -> list[dict[str, Any]]:
         """Return the run's log in order: losses, evaluations and other records."""
         return read_log(Storage(self.uri))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +114,7 @@ def run_training(
         if rank == 0:
             token = stack.enter_context(held(spec.storage, MARK))
             result = prepare_storage(spec, fresh)
-            again = f"python -m trainers track {shlex.quote(spec.uri)}"
+            again = "the same command" if is_command else "the same call"
             module = "trainers.tracking.delivery"
             stack.enter_context(
                 followed(module, spec.storage, token, trackers, spec.path, again)

@@ -420,19 +420,23 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
 
 
 def _check_depth(tree: Any) -> None:
-    level = [tree]
-    depth = 0
-    while level:
+    for depth, _ in enumerate(levels(tree)):
         if depth > _MOST_DEPTH:
             raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-        depth += 1
+
+
+def levels(tree: Any) -> Iterator[list[Any]]:
+    """Yield the values of nested data, level by level."""
+    values = [tree]
+    while values:
+        yield values
         below: list[Any] = []
-        for part in level:
-            if isinstance(part, dict):
-                below += part.values()
-            elif isinstance(part, list):
-                below += part
-        level = below
+        for value in values:
+            if isinstance(value, dict):
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+        values = below
 
 
 def validated(value: Any, kind: type[T]) -> T:

@@ -20,10 +20,9 @@ from rich.live import Live
 from rich.text import Text
 
 from trainers.errors import printable
-from trainers.output import Record, Take, on_terminal
+from trainers.output import PACKAGES, Record, Take, on_terminal
 
 REDRAWS_PER_S = 4
-_PACKAGES = ("trainers", "cluster", "tune")
 _ERASE_LINE = "\r\x1b[2K"
 
 
@@ -125,7 +124,7 @@ def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
     }
     handlers = {
         handler
-        for package in _PACKAGES
+        for package in PACKAGES
         for handler in logging.getLogger(package).handlers
         if isinstance(handler, logging.StreamHandler)
     }

@@ -19,6 +19,7 @@ from trainers.config.model import Tree
 from trainers.config.sections import (
     CheckpointConfig,
     EarlyStoppingConfig,
+    Mode,
     check_metric,
     direction_of,
 )
@@ -90,11 +91,11 @@ class Manifest:
         # The number of files first: no list of a billion ranks is made.
         count = len(found.files)
         each = (rank_file, shard_file) if found.is_sharded else (rank_file,)
-        right = count == found.world_size * len(each) + 1
-        if not right or {
-            "state.pt",
-            *(of(rank) for of in each for rank in range(found.world_size)),
-        } != {*found.files}:
+        wanted = {"state.pt"}
+        if count == found.world_size * len(each) + 1:
+            for name_of in each:
+                wanted.update(map(name_of, range(found.world_size)))
+        if wanted != found.files.keys():
             words = f"it names {count} files, not state.pt and those of each of {found.world_size} ranks"
             raise CheckpointError(f"its manifest is damaged or was changed: {words}")
         return found
@@ -158,22 +159,18 @@ class Best:
     @staticmethod
     def of(config: CheckpointConfig) -> Best | None:
         """As the configuration has it; None when it names no metric."""
-        if config.best is None:
-            return None
-        return Best(
-            config.best, (config.best_mode or direction_of(config.best)) == "min"
-        )
+        return Best._by(config.best, config.best_mode, "checkpoint.best")
 
     @staticmethod
     def to_go_on(config: EarlyStoppingConfig) -> Best | None:
         """What has to improve, or the run ends; None where it never ends early."""
-        if config.metric is None:
+        return Best._by(config.metric, config.mode, "early_stopping.metric")
+
+    @staticmethod
+    def _by(metric: str | None, mode: Mode | None, key: str) -> Best | None:
+        if metric is None:
             return None
-        return Best(
-            config.metric,
-            (config.mode or direction_of(config.metric)) == "min",
-            "early_stopping.metric",
-        )
+        return Best(metric, (mode or direction_of(metric)) == "min", key)
 
     def improves(self, figures: Figures, before: float | None) -> bool:
         """Return whether an evaluation is strictly better than the best value `before`.
@@ -184,9 +181,9 @@ class Best:
         """
         check_metric(self.key, self.metric, figures)
         value = figures[self.metric]
-        return math.isfinite(value) and (
-            before is None or (value < before if self.smaller else value > before)
-        )
+        if before is None or not math.isfinite(value):
+            return math.isfinite(value)
+        return value < before if self.smaller else value > before
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Return the checkpoints whose step was evaluated, best first.

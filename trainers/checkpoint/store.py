@@ -23,11 +23,10 @@ import platform
 import re
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +56,7 @@ from trainers.versions import package_versions
 
 logger = logging.getLogger(__name__)
 _MOST_MANIFEST_BYTES = 16 << 20  # some 100,000 ranks
+T = TypeVar("T")
 _Entries = dict[str, FileEntry]
 _Buffers = dict[Place, Tensor]
 
@@ -146,23 +146,21 @@ class Archive:
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole; delete surplus ones."""
         name = folder_name(manifest.step)
-        if missing := [
-            file for file in manifest.files if not self.storage.exists(f"{name}/{file}")
-        ]:
-            fix = "storage_path must be shared by all nodes"
-            raise StorageError(
-                f"{missing[0]} was written by another worker and is not seen by rank 0: {fix}"
-            )
-        self.storage.clear_aside(
-            name
-        )  # every rank has written: what is there is a killed one's
+        for file in manifest.files:
+            if not self.storage.exists(f"{name}/{file}"):
+                words = (
+                    f"{file} was written by another worker and is not seen by rank 0"
+                )
+                fix = "storage_path must be shared by all nodes"
+                raise StorageError(f"{words}: {fix}")
+        # Every rank has written: what is there is a killed one's.
+        self.storage.clear_aside(name)
         self.storage.write(f"{name}/manifest.json", manifest.to_json())
         names = self.names()
         complete = [other for other in names if self.is_complete(other)]
         ranked = self._ranked([other for other in complete if other <= name])
-        for other in surplus(
-            names, complete, name, keep, ranked[0] if ranked else None
-        ):
+        best = ranked[0] if ranked else None
+        for other in surplus(names, complete, name, keep, best):
             self.storage.delete(other)
 
     def manifest(self, name: str) -> Manifest:
@@ -245,9 +243,10 @@ class Archive:
         """
         state = self.read(name, "state.pt")
         manifest = self.manifest(name)
-        return state, RowReader(
-            self.storage, name, manifest, state
-        ) if manifest.is_sharded else None
+        rows = None
+        if manifest.is_sharded:
+            rows = RowReader(self.storage, name, manifest, state)
+        return state, rows
 
     def read(self, name: str, file: str) -> State:
         """Return the content of one file, on the CPU.
@@ -520,70 +519,69 @@ class Checkpoints:
         """
         archive = self.archive
         is_first = self.group.rank == 0
-        found: dict[str, bool] = {}
-        problems: dict[str, str] = {}
-
-        def find() -> None:
-            found.update(
-                (name, archive.is_complete(name)) for name in archive.names()[::-1]
-            )
-
-        if problem := self._agreed(find if is_first else _idle):
-            raise StorageError(problem)
-        for name, is_complete in self.group.first(found).items():
-            loaded: list[Loaded] = []
-            actions: list[Callable[[], None]] = [
-                partial(archive.verify, name, self.group.rank, self.group.world_size)
-            ]
-            actions += [
-                partial(self._read, name, loaded),
-                *(partial(_give, use, loaded) for use in uses),
-            ]
-            problem = next(filter(None, map(self._agreed, actions)), None)
-            if problem is None:
-                if self.best is not None:
-                    self._best_value = self.group.first(
-                        archive.best_value() if is_first else None
-                    )
-                return loaded[0]
-            if is_complete:
-                problems[name] = problem
-            if is_first:
-                archive.leave_out(name, problem)
+        problems: list[str] = []
+        for name, is_complete in self.group.first(self._agreed(self._found)).items():
+            try:
+                loaded = self._load(name, uses)
+            except StorageError as error:
+                if is_complete:
+                    problems.append(f"{name}: {error}")
+                if is_first:
+                    archive.leave_out(name, str(error))
+                continue
+            if self.best is not None:
+                best_value = archive.best_value() if is_first else None
+                self._best_value = self.group.first(best_value)
+            return loaded
         if problems:
-            name, problem = next(iter(problems.items()))
-            words = f"none of the {len(problems)} checkpoints in {archive.storage.uri} can be used ({name}: {problem})"
-            raise CheckpointError(
-                f"{words}; put a good one there, or start anew with --fresh"
-            )
+            words = f"none of the {len(problems)} checkpoints in {archive.storage.uri} can be used ({problems[0]})"
+            fix = "put a good one there, or start anew with --fresh"
+            raise CheckpointError(f"{words}; {fix}")
         return None
 
-    def _read(self, name: str, into: list[Loaded]) -> None:
-        manifest = self.archive.manifest(name)
-        same_size = manifest.world_size == self.group.world_size
-        own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
-        state, rows = self.archive.read_state(name)
-        into.append(Loaded(name, state, own, rows))
+    def _found(self) -> dict[str, bool]:
+        """The newest first, each with whether it is complete; rank 0 looks for all."""
+        if self.group.rank > 0:
+            return {}
+        archive = self.archive
+        return {name: archive.is_complete(name) for name in archive.names()[::-1]}
 
-    def _agreed(self, action: Callable[[], None]) -> str | None:
-        """What the first rank met that could not do it, on every rank."""
+    def _load(self, name: str, uses: Iterable[Callable[[Loaded], None]]) -> Loaded:
+        group = self.group
+        self._agreed(self.archive.verify, name, group.rank, group.world_size)
+        loaded = self._agreed(self._read, name)
+        for use in uses:
+            self._agreed(use, loaded)
+        return loaded
+
+    def _read(self, name: str) -> Loaded:
+        manifest = self.archive.manifest(name)
+        own = None
+        if manifest.world_size == self.group.world_size:
+            own = self.archive.read(name, rank_file(self.group.rank))
+        state, rows = self.archive.read_state(name)
+        return Loaded(name, state, own, rows)
+
+    def _agreed(self, action: Callable[..., T], *args: Any) -> T:
+        """Do what all ranks must be able to do: StorageError on all if one is not."""
         problem = None
         try:
-            action()
+            done = action(*args)
         except (CheckpointError, StorageError) as error:
             problem = str(error)
-        return next(filter(None, self.group.gather(problem)), None)
+        problem = next(filter(None, self.group.gather(problem)), None)
+        if problem is not None:
+            raise StorageError(problem)
+        return done
 
     def locate(self, step: int) -> str:
         """Where the checkpoint of a step is."""
         return self.archive.storage.locate(folder_name(step))
 
     def _remember(self, metrics: Figures) -> None:
-        if (
-            self.best is not None
-            and self.best.metric in metrics
-            and self.improves(metrics)
-        ):
+        if self.best is None or self.best.metric not in metrics:
+            return
+        if self.improves(metrics):
             self._best_value = metrics[self.best.metric]
 
     def _files(
@@ -646,14 +644,6 @@ class Checkpoints:
             )
 
 
-def _idle() -> None:
-    """What the other ranks do meanwhile."""
-
-
-def _give(use: Callable[[Loaded], None], loaded: list[Loaded]) -> None:
-    use(loaded[0])
-
-
 def _message(error: Exception) -> str:
     if isinstance(error, PacelineError):
         return str(error)
@@ -704,16 +694,13 @@ class HostCopy:
         identity = (tensor.device, *place, tensor.shape, tensor.stride(), tensor.dtype)
         if identity not in seen:
             buffer = self._buffers.get(path)
-            if (
-                buffer is None
-                or buffer.shape != tensor.shape
-                or buffer.dtype != tensor.dtype
-            ):
-                buffer = torch.empty_like(
-                    tensor, device="cpu", pin_memory=tensor.is_cuda
-                )
+            pins = tensor.is_cuda
+            if buffer is None or not _alike(buffer, tensor):
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=pins)
             # Unpinned memory, or MPS, would make a copy that does not block unsafe.
-            seen[identity] = used[path] = buffer.copy_(
-                tensor, non_blocking=tensor.is_cuda
-            )
+            seen[identity] = used[path] = buffer.copy_(tensor, non_blocking=pins)
         return seen[identity]
+
+
+def _alike(buffer: Tensor, tensor: Tensor) -> bool:
+    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from trainers.config.yaml import DEEPEST, MOST_VALUES, dump_inline
 from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean
+from trainers.storage import levels
 
 Tree = dict[str, Any]
 _RULES = {
@@ -342,17 +343,10 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
 
 
 def _check_size(tree: Tree) -> None:
-    layer: list[Any] = [tree]
-    levels = 0
-    values = 0
-    while layer:
-        parts: list[Any] = []
-        for node in layer:
-            parts += node.values() if isinstance(node, dict) else node
-        layer = [part for part in parts if isinstance(part, dict | list)]
-        levels += 1
-        values += len(parts)
-        if levels > _DEEPEST or values > _MOST_VALUES:
+    count = 0
+    for level, values in enumerate(levels(tree)):
+        count += len(values)
+        if level > _DEEPEST or count > _MOST_VALUES:
             rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
             fix = "keep it in a file that the task reads"
             raise ConfigError("the configuration", MISSING, rule, fix)

@@ -98,7 +98,6 @@ _OF_WHAT = ("at", "per")
 """The words after them say where or of what alone: tpr_at_fpr, reward_per_step."""
 _BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
-_LONG = 6  # letters of a word that can be told from others by most of them
 _LONGEST = 3  # words of a name in the table
 
 
@@ -177,9 +176,7 @@ def _meant(metric: str) -> str | None:
     for name in (metric, last):
         if (near := nearest(name, _KNOWN, cutoff=0.85)) is not None:
             return metric.removesuffix(name) + near
-    long = [name for name in _KNOWN if min(len(name), len(last)) >= _LONG]
-    near = nearest(last, long)
-    return None if near is None else metric.removesuffix(last) + near
+    return None
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
@@ -234,6 +231,8 @@ BatchSizes = Annotated[
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
+    needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
+
     name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
         "adamw"
     )
@@ -266,9 +265,6 @@ class OptimizerConfig(Settings):
         for key in of_others:
             given = getattr(self, key) is not None
             self.refuse_if(given, key, rule, "remove it")
-        lacks = bool(self.nesterov) and not self.momentum
-        rule = "has no effect without momentum"
-        self.refuse_if(lacks, "nesterov", rule, "add `momentum: 0.9`")
         return self
 
 

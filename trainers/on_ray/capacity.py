@@ -143,7 +143,7 @@ def _file(node_id: str) -> Tree:
     try:
         if name:
             namespace = _NAMESPACE.read_text(encoding="utf-8").strip()
-            return kuberay_config(namespace, name)
+            return dict(kuberay_config(namespace, name))
         file = BOOTSTRAP.expanduser()
         if not file.exists():
             return {}
