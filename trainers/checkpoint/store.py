@@ -614,11 +614,11 @@ class Checkpoints:
         return entries, None
 
     def _gather(self, step: int, entries: _Entries, problem: str | None) -> _Entries:
-        answers = self.group.gather((entries, problem))
-        self._raise(step, next((met for _, met in answers if met), None))
-        return {
-            file: entry for written, _ in answers for file, entry in written.items()
-        }
+        files: _Entries = {}
+        for written, met in self.group.gather((entries, problem)):
+            self._raise(step, met)
+            files |= written
+        return files
 
     def _seal(self, step: int, files: _Entries, metrics: Figures) -> str | None:
         """Write the manifest, by rank 0; what went wrong."""

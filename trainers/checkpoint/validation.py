@@ -199,22 +199,14 @@ def check_optimizer(saved: State, optimizer: Optimizer) -> None:
     """Raise CheckpointError unless `saved` is a state of this optimizer."""
     groups = saved.get("param_groups")
     state = saved.get("state")
-    if (
-        not isinstance(groups, list)
-        or not isinstance(state, dict)
-        or len(groups) != len(optimizer.param_groups)
-    ):
-        raise CheckpointError(
-            f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups"
-        )
+    count = len(optimizer.param_groups)
+    is_state = isinstance(groups, list) and isinstance(state, dict)
+    if not is_state or len(groups) != count:
+        words = f"it does not fit this optimizer, which has {count} groups"
+        raise CheckpointError(words)
     parameters: dict[int, Tensor] = {}
     of_torch: set[int] = set()
-    owned = [
-        (owner, group)
-        for owner in optimizers_of(optimizer)
-        for group in owner.param_groups
-    ]
-    for theirs, (owner, ours) in zip(groups, owned, strict=True):
+    for theirs, (owner, ours) in zip(groups, _owned(optimizer), strict=True):
         numbers = theirs.get("params") if isinstance(theirs, dict) else None
         first = len(parameters)
         if numbers != list(range(first, first + len(ours["params"]))):
@@ -246,6 +238,13 @@ def check_optimizer(saved: State, optimizer: Optimizer) -> None:
             )
         if number in of_torch:
             _check_moments(entries, parameters[number], number)
+
+
+def _owned(optimizer: Optimizer) -> Iterator[tuple[Optimizer, Any]]:
+    """Yield each optimizer with each of its groups."""
+    for owner in optimizers_of(optimizer):
+        for group in owner.param_groups:
+            yield owner, group
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

@@ -102,11 +102,10 @@ IDENTITY = (
 
 def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
     """Turn {our keys: other names, with a space between them} round."""
-    return {
-        name: tuple(keys.split())
-        for keys, others in names.items()
-        for name in others.split()
-    }
+    found: dict[str, tuple[str, ...] | str] = {}
+    for keys, others in names.items():
+        found |= dict.fromkeys(others.split(), tuple(keys.split()))
+    return found
 
 
 FOREIGN = by_name(_NAMES)

@@ -126,12 +126,11 @@ def _extend(storage: Storage, name: str, data: bytes) -> None:
 def read_log(run: Storage) -> list[Record]:
     """All records of a run, in order; CheckpointError names a line that is none."""
     storage = run.child("log")
-    return [
-        record
-        for name in storage.names()
-        if name.endswith(".jsonl")
-        for record in read_part(storage, name)
-    ]
+    records = []
+    for name in storage.names():
+        if name.endswith(".jsonl"):
+            records += read_part(storage, name)
+    return records
 
 
 def read_part(storage: Storage, name: str) -> list[Record]:
