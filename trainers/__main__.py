@@ -32,7 +32,6 @@ from trainers.output import Output
 from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
-_PROFILE_STEPS = 5
 _Run = Annotated[str, Field(description="a run's directory or URI")]
 _Name = Annotated[str, Field(title="NAME", description="newest, best or step-N")]
 _Split = Annotated[str, Field(description="the name that the task's `dataset` gets")]
@@ -52,14 +51,9 @@ def train(
     fresh: Annotated[
         bool, Field(description="start anew: delete what the run's directory holds")
     ] = False,
-    profile: Annotated[
-        bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")
-    ] = False,
 ) -> int:
     """Train, or go on from the run's newest checkpoint."""
     follow_agent()
-    if profile:
-        overrides = {"profile_steps": _PROFILE_STEPS, **overrides}
     spec = read_run(location, overrides, torchrun_world_size())
     if isinstance(spec, FunctionSpec):
         return _tell(output, train_function(spec, fresh, True, output))

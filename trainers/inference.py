@@ -30,7 +30,7 @@ from trainers.checkpoint.manifest import Best, Manifest
 from trainers.checkpoint.store import Archive
 from trainers.checkpoint.validation import State, check_dtypes, check_state
 from trainers.config import TrainConfig
-from trainers.config.model import Tree, override
+from trainers.config.model import Tree, build, override
 from trainers.context import RunContext
 from trainers.data.feed import Feed
 from trainers.data.sampler import same_rows_on_ranks
@@ -366,20 +366,24 @@ def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
     """
     run, config = open_run(location)
     source = run.locate(MARK)
-    workers = world_size or overrides.get("scaling.num_workers", 1)
-    launcher = "local" if workers == 1 and world_size is None else "spawn"
     if overrides.get("launcher") == "ray":
         fix = "set `launcher: spawn`, or use torchrun"
         raise ConfigError("launcher", "ray", "only trains", fix, "command line")
     # The model is whole on every worker, however it was trained.
     changes = {
         "storage_path": run.parent.uri,
-        "launcher": launcher,
+        "launcher": "spawn",
         "strategy": "ddp",
+        "scaling.num_workers": 1,
         **overrides,
-        "scaling.num_workers": workers,
     }
     tree = override(TrainConfig, config.tree(), changes)
+    if world_size is not None:
+        tree = override(TrainConfig, tree, {"scaling.num_workers": world_size})
+    elif "launcher" not in overrides:
+        workers = build(TrainConfig, tree, source).scaling.max_workers
+        if workers == 1:
+            tree = override(TrainConfig, tree, {"launcher": "local"})
     directory = Path(run.path) if run.is_local else None
     spec = make_spec(tree, source, directory, own_workers=world_size is None)
     return replace(spec, uri=run.uri)

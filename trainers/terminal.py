@@ -131,8 +131,9 @@ def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
             stack.callback(setattr, sys, name, stream)
             setattr(sys, name, own)
             for handler in handlers:
-                is_ours = isinstance(handler, logging.StreamHandler)
-                if is_ours and handler.stream is stream:
+                if not isinstance(handler, logging.StreamHandler):
+                    continue
+                if handler.stream is stream:
                     stack.callback(handler.setStream, stream)
                     handler.setStream(own)
         yield

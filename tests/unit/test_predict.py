@@ -291,6 +291,9 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(
         ).config.launcher
         == "spawn"
     )
+    whole = {"scaling": {"num_workers": 2, "cpus_per_worker": 1}}
+    asked = run_spec(str(tmp_path / "moved"), whole, None).config
+    assert (asked.scaling.num_workers, asked.launcher) == (2, "spawn")
     assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, (
         "torchrun's are started already"
     )

@@ -271,7 +271,7 @@ class TrainConfig(Settings):
     tracking: Tracking = Field(default_factory=list)
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
-    directory (`--profile`: 5).
+    directory.
     """
     launcher: Literal["ray", "local", "spawn"] = "ray"
     """What starts the workers: Ray, nothing (local: one worker in this process), or
