@@ -101,8 +101,10 @@ class Command:
             typed, equals, text = arg.partition("=")
             name = self.options.get(typed.replace("_", "-"))
             key = "" if name else self._key(typed)
-            if not equals:
-                text = "true" if name and self._is(name, bool) else _next(rest, typed)
+            if not equals and name and self._is(name, bool):
+                text = "true"
+            elif not equals:
+                text = _next(rest, typed)
             if name:
                 self._give(given, name, text)
             else:
@@ -194,7 +196,7 @@ class Command:
         usage.append("[options]")
         if self.config:
             usage.append("[--dotted.key value]...")
-        about = "    " + (inspect.getdoc(self.function) or "").replace("\n", "\n    ")
+        about = textwrap.indent(inspect.getdoc(self.function) or "", "    ")
         return "\n".join([" ".join(usage), about, *options])
 
 
@@ -243,7 +245,9 @@ class _Door:
             return "\n\n".join([self.command(name).help(), end])
         # Of two names of one function the newer.
         names = {function: name for name, function in self.functions.items()}
-        parts = [about, *(self.command(name).help() for name in names.values()), end]
+        parts = [about]
+        parts += [self.command(name).help() for name in names.values()]
+        parts.append(end)
         if self.config is not None:
             schema = f"`{self.call} --schema` prints the JSON schema of its file, for editors."
             parts += [schema, reference(self.config)]

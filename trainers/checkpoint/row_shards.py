@@ -251,7 +251,8 @@ class RowReader:
         name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
         step = len(_share(count, 0, self._manifest.world_size))
-        for writer in range(ours.start // step, -(-ours.stop // step)) if ours else ():
+        writers = range(ours.start // step, -(-ours.stop // step))
+        for writer in writers if ours else ():
             theirs = _share(count, writer, self._manifest.world_size)
             begin = max(ours.start, theirs.start)
             end = min(ours.stop, theirs.stop)
@@ -287,7 +288,8 @@ def _takes(target: Tensor, rows: Tensor) -> bool:
 
 def _share(count: int, rank: int, world_size: int) -> range:
     step = -(-count // world_size)
-    return range(min(rank * step, count), min((rank + 1) * step, count))
+    begin = rank * step
+    return range(min(begin, count), min(begin + step, count))
 
 
 def _own_rows(
@@ -302,7 +304,9 @@ def _own_rows(
         part = local(tensor)
         by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
         by_all = sharded.device_mesh.size() == group.world_size
-        return part if by_rows and by_all and len(part) == len(own) else None
+        if by_rows and by_all and len(part) == len(own):
+            return part
+        return None
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
     is_dense = is_plain and tensor.layout is torch.strided
     if replicated is None or not is_dense or tensor.nbytes < _LEAST_BYTES:
@@ -313,7 +317,9 @@ def _own_rows(
         or (section == "ema" and inner[1] in replicated)
         or (section == "optimizer" and inner[0] == "state")
     )
-    return tensor.detach()[own.start : own.stop] if is_replica else None
+    if is_replica:
+        return tensor.detach()[own.start : own.stop]
+    return None
 
 
 def _name(path: Place) -> str:

@@ -197,8 +197,8 @@ def check_dtypes(saved: State, now: State) -> None:
 
 def check_optimizer(saved: State, optimizer: Optimizer) -> None:
     """Raise CheckpointError unless `saved` is a state of this optimizer."""
-    groups = saved.get("param_groups")
-    state = saved.get("state")
+    groups: Any = saved.get("param_groups")
+    state: Any = saved.get("state")
     count = len(optimizer.param_groups)
     is_state = isinstance(groups, list) and isinstance(state, dict)
     if not is_state or len(groups) != count:

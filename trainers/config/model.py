@@ -4,7 +4,6 @@ No torch and no Ray here: a mistake in a file is said before either is imported.
 """
 
 import copy
-import itertools
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -106,7 +105,9 @@ def plain(settings: Settings) -> Tree:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain_value(part) for part in value]
-    return plain(value) if isinstance(value, Settings) else copy.deepcopy(value)
+    if isinstance(value, Settings):
+        return plain(value)
+    return copy.deepcopy(value)
 
 
 S = TypeVar("S", bound=Settings)
@@ -159,7 +160,9 @@ def build(model: type[S], tree: Tree, source: str) -> S:
             part = (f"{field}.", f"{field}[")
             if not any(other.startswith(part) for other in found):
                 errors.append(error)
-        raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
+        if len(errors) > 1:
+            raise ConfigErrors(errors) from None
+        raise errors[0] from None
 
 
 def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
@@ -231,13 +234,15 @@ def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Fiel
     """All keys of a model and of the models in it."""
     for key, field in keys_of(model).items():
         yield f"{prefix}{key}", field
-        if (below := child_model(model, key) or model.holds.get(key)) is not None:
+        below = child_model(model, key) or model.holds.get(key)
+        if below is not None:
             yield from _dotted(below, f"{prefix}{key}.")
 
 
 def _first(description: str | None) -> str:
     """The first clause of a description, to stand in a sentence."""
-    return re.split(r"[.;:](?:\s|$)| \(", " ".join((description or "").split()))[0]
+    line = " ".join((description or "").split())
+    return re.split(r"[.;:](?:\s|$)| \(", line)[0]
 
 
 def example(path: str, field: FieldInfo | None) -> str:
@@ -332,8 +337,10 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
         for part in path:
             owner = child_model(owner, part)
             node = node.get(part) if isinstance(node, dict) else None
-        groups = owner.exclusive if owner and isinstance(node, dict) else ()
-        for other in itertools.chain(*(group for group in groups if leaf in group)):
+        others: set[str] = set()
+        if owner and isinstance(node, dict):
+            others.update(*(group for group in owner.exclusive if leaf in group))
+        for other in others:
             # Where both were asked for: an error to come.
             if ".".join([*path, other]) not in overrides:
                 node.pop(other, None)

@@ -134,7 +134,9 @@ class _Loader1_2(_Loader1_1):  # noqa: N801
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """`017` is 17, other than in YAML 1.1."""
         text = str(self.construct_scalar(node))
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if text[:2] in ("0o", "0x"):
+            return int(text, 0)
+        return int(text)
 
 
 def _refused(
@@ -262,7 +264,8 @@ def decode(data: bytes, source: str) -> str:
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
     """Read a YAML document that must be a mapping of names."""
     tree = parse_yaml(text, source)
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+    is_mapping = isinstance(tree, dict)
+    if not is_mapping or not all(isinstance(key, str) for key in tree):
         rule = "must be a mapping of names to values"
         raise _refused(rule, "write `key: value` lines", source)
     return tree

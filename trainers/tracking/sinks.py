@@ -173,7 +173,8 @@ class MlflowSink(Sink):
 
     def end(self, run: str, status: str, tags: Tags) -> None:
         """End as FINISHED, KILLED (it can go on) or FAILED; a tag has the status."""
-        for key, value in self._tags({**tags, "status": status}).items():
+        tags = self._tags({**tags, "status": status})
+        for key, value in tags.items():
             self._client.set_tag(run, key, value)
         ends = {"done": "FINISHED", "stopped": "KILLED", "killed": "KILLED"}
         self._client.set_terminated(run, ends.get(status, "FAILED"))
@@ -228,7 +229,8 @@ class WandbSink(Sink):
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """A row of W&B's history for each step."""
         for row in rows:
-            self._runs[run].log({**row.values, "_timestamp": row.time_s}, step=row.step)
+            values = {**row.values, "_timestamp": row.time_s}
+            self._runs[run].log(values, step=row.step)
 
     def artifact(self, run: str, file: Path) -> None:
         """An artifact of the run, whose versions W&B keeps."""
@@ -262,7 +264,9 @@ class EventsSink(Sink):
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """One file for all that is sent at once."""
-        records = [(row.time_s, {"step": row.step, **row.values}) for row in rows]
+        records = []
+        for row in rows:
+            records.append((row.time_s, {"step": row.step, **row.values}))
         directory = self.storage.child("tensorboard", run)
         directory.write(events_name(rows[-1].step), encode_events(records))
 
