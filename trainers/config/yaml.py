@@ -264,11 +264,10 @@ def decode(data: bytes, source: str) -> str:
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
     """Read a YAML document that must be a mapping of names."""
     tree = parse_yaml(text, source)
-    is_mapping = isinstance(tree, dict)
-    if not is_mapping or not all(isinstance(key, str) for key in tree):
-        rule = "must be a mapping of names to values"
-        raise _refused(rule, "write `key: value` lines", source)
-    return tree
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return tree
+    rule = "must be a mapping of names to values"
+    raise _refused(rule, "write `key: value` lines", source)
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
