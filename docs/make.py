@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainers.command_line import Command, markdown
+from trainers.command_line import Command, entries
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
 from trainers.config.model import Settings
@@ -50,6 +50,38 @@ RETURNED = (
     "trainers.on_ray.trainer:FunctionRun",
     "tune.sweeps.sweep:SweepResult",
 )
+
+
+def markdown(
+    title: str, model: type[Settings], above: type[Settings] | None = None
+) -> str:
+    """Return all keys as a section of docs/config.md.
+
+    Keys that the model `above` has alike are only named.
+    """
+    known = [] if above is None else [*entries(above)]
+    own = [entry for entry in entries(model) if entry not in known]
+    rows = (
+        f"| `{key}` | {default} | {text} |".replace("[", "\\[")
+        for key, default, text in own
+    )
+    shared = dict.fromkeys(
+        key.partition(".")[0] for key, *rest in entries(model) if (key, *rest) in known
+    )
+    named = (
+        [f"As above: {', '.join(f'`{key}`' for key in shared)}.", ""] if shared else []
+    )
+    return "\n".join(
+        [
+            f"## {title}",
+            "",
+            *named,
+            "| key | default | meaning |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def config() -> str:

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from trainers.command_line import leave, run
 from trainers.config import TrainConfig
+from trainers.config.model import Tree
 from trainers.launch.process import follow_agent
 from trainers.launch.spec import (
     FunctionSpec,
@@ -31,7 +32,6 @@ from trainers.output import Output
 from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
-_PROFILE_STEPS = 5
 _Run = Annotated[str, Field(description="a run's directory or URI")]
 _Name = Annotated[str, Field(title="NAME", description="newest, best or step-N")]
 _Split = Annotated[str, Field(description="the name that the task's `dataset` gets")]
@@ -45,38 +45,27 @@ def train(
             description="a file, or a URI (s3://bucket/sweep/best.yaml)",
         ),
     ],
-    overrides: dict[str, Any],
+    overrides: Tree,
     output: Output,
     *,
     fresh: Annotated[
         bool, Field(description="start anew: delete what the run's directory holds")
     ] = False,
-    profile: Annotated[
-        bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")
-    ] = False,
 ) -> int:
     """Train, or go on from the run's newest checkpoint."""
     follow_agent()
-    torchrun = torchrun_world_size()
-    spec = read_run(
-        location,
-        ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides,
-        torchrun,
-    )
+    spec = read_run(location, overrides, torchrun_world_size())
     if isinstance(spec, FunctionSpec):
-        done = train_function(spec, fresh, True, output)
-        output.result(str(done), _joined(str(done)), {"status": "done", **asdict(done)})
-        return 0
+        return _tell(output, train_function(spec, fresh, True, output))
     result = run_training(spec, fresh, True, output)
-    output.result(
-        str(result), _joined(str(result), 2), {**asdict(result), "uri": spec.uri}
-    )
+    record = {**asdict(result), "uri": spec.uri}
+    output.result(str(result), _joined(str(result), 2), record)
     return 0
 
 
 def evaluate(
     run: _Run,
-    overrides: dict[str, Any],
+    overrides: Tree,
     output: Output,
     *,
     split: _Split = "val",
@@ -88,7 +77,7 @@ def evaluate(
 
 def predict(
     run: _Run,
-    overrides: dict[str, Any],
+    overrides: Tree,
     output: Output,
     *,
     out: Annotated[
@@ -108,7 +97,13 @@ def export(
     run: _Run,
     *,
     out: Annotated[
-        str, Field(title="FILE.safetensors", description="a file or URI to write")
+        str,
+        Field(
+            title="FILE.safetensors",
+            description="a file or URI to write",
+            pattern=r"\.safetensors$",
+            json_schema_extra={"rule": "must end in .safetensors"},
+        ),
     ],
     checkpoint: _Name = "newest",
 ) -> int:
@@ -118,15 +113,6 @@ def export(
 
     print(export(run, out, checkpoint))
     return 0
-
-
-def track(run: _Run) -> int:
-    """Send what the run's trackers have not got."""
-    from trainers.launch.process import setup_logging
-    from trainers.tracking.delivery import send_run
-
-    setup_logging(0)
-    return 0 if send_run(run) else 1
 
 
 def explain(
@@ -156,25 +142,20 @@ def explain(
     ] = 2.0,
 ) -> int:
     """Say where a run's time goes, and what takes it; changes nothing."""
-    from trainers.explain import explain, read_subject
+    from trainers.explain import Workers, explain, read_subject
     from trainers.launch.local import run_spawn
     from trainers.launch.process import setup_logging
     from trainers.on_ray.environment import embedded
 
     setup_logging(0, quiet=True)
     subject = read_subject(run)
-    on_cluster = not recorded and subject.config.launcher == "ray" and not embedded()
-    workers = do_on_cluster if on_cluster else run_spawn
-    found = explain(
-        subject,
-        workers,
-        seconds,
-        "ray" if on_cluster else "spawn",
-        profile=not recorded,
-        verify=verify,
-    )
-    output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
-    return 0
+    workers: Workers = run_spawn
+    launcher = "spawn"
+    if not recorded and subject.config.launcher == "ray" and not embedded():
+        workers = do_on_cluster
+        launcher = "ray"
+    found = explain(subject, workers, seconds, launcher, not recorded, verify)
+    return _tell(output, found)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,7 +165,6 @@ def main(argv: list[str] | None = None) -> int:
         "evaluate": evaluate,
         "predict": predict,
         "export": export,
-        "track": track,
         "explain": explain,
     }
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
@@ -192,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _infer(
     location: str,
-    overrides: dict[str, Any],
+    overrides: Tree,
     output: Output,
     split: str,
     checkpoint: str,
@@ -210,18 +190,16 @@ def _infer(
     check_precision(spec)
     if out is not None and rank == 0:
         check_out(out)
-    job = Inference(
-        **asdict(replace(spec, quiet=output.quiet)),
-        split=split,
-        which=checkpoint,
-        out=out,
-    )
-    result = launch(
-        job, "torchrun" if torchrun is not None else spec.config.launcher, rank
-    )
-    output.result(
-        str(result), _joined(str(result)), {"status": "done", **asdict(result)}
-    )
+    plain = asdict(replace(spec, quiet=output.quiet))
+    job = Inference(**plain, split=split, which=checkpoint, out=out)
+    launcher = "torchrun" if torchrun is not None else spec.config.launcher
+    return _tell(output, launch(job, launcher, rank))
+
+
+def _tell(output: Output, result: Any) -> int:
+    """Tell of what is done; return the exit code."""
+    text = str(result)
+    output.result(text, _joined(text), {"status": "done", **asdict(result)})
     return 0
 
 

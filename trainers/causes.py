@@ -56,11 +56,11 @@ _COLLECTIVE = re.compile(
     re.IGNORECASE,
 )
 _LIBRARIES = (
-    *(
-        f"{sysconfig.get_path(name)}/"
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    ),
-    *("site-packages", "dist-packages", "<frozen"),
+    f"{sysconfig.get_path('stdlib')}/",
+    f"{sysconfig.get_path('platstdlib')}/",
+    "site-packages",
+    "dist-packages",
+    "<frozen",
 )
 
 
@@ -71,22 +71,15 @@ def failure_of(error: BaseException, rank: int) -> RunFailedError:
     if isinstance(error, ConfigError):
         return RunFailedError("error", str(error), time.time(), config=True)
     if isinstance(error, KeyboardInterrupt):
-        return RunFailedError(
-            "stopped", f"rank {rank} was interrupted by a second SIGINT", time.time()
-        )
+        words = f"rank {rank} was interrupted by a second SIGINT"
+        return RunFailedError("stopped", words, time.time())
     status, words = _explain(error)
     follows = broke_with_others(error)
-    lost = (
-        "a collective failed, as it does where another rank ends: " if follows else ""
-    )
+    if follows:
+        words = f"a collective failed, as it does where another rank ends: {words}"
+    words = f"rank {rank}: {words}"
     smaller = isinstance(error, TooLargeError)
-    return RunFailedError(
-        status,
-        f"rank {rank}: {lost}{words}",
-        time.time(),
-        smaller=smaller,
-        follows=follows,
-    )
+    return RunFailedError(status, words, time.time(), smaller=smaller, follows=follows)
 
 
 def death_of(
@@ -96,25 +89,30 @@ def death_of(
 
     `ended`: maybe the launcher ended it, after another rank had failed.
     """
-    try:
-        how = (
-            f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        )
-    except ValueError:
-        how = f"by signal {-code}"
-    who = f"rank {rank} died {how}" + (f" (pid {pid})" if pid is not None else "")
+    how = ended_by(code)
     if ended:
-        return RunFailedError(
-            "node_lost", f"rank {rank} did not answer and was ended {how}", follows=True
-        )
+        words = f"rank {rank} did not answer and was ended {how}"
+        return RunFailedError("node_lost", words, follows=True)
+    words = f"rank {rank} died {how}"
+    if pid is not None:
+        words += f" (pid {pid})"
     if code == -signal.SIGKILL and _kernel_killed():
-        who += ", as the kernel ends processes where memory runs out"
-        return RunFailedError("out_of_host_memory", who, time.time())
+        words += ", as the kernel ends processes where memory runs out"
+        return RunFailedError("out_of_host_memory", words, time.time())
     # NCCL aborts a process whose peers are gone: that follows, unless nothing else is
     # known.
-    return RunFailedError(
-        "node_lost", who, time.time(), follows=code == -signal.SIGABRT
-    )
+    follows = code == -signal.SIGABRT
+    return RunFailedError("node_lost", words, time.time(), follows=follows)
+
+
+def ended_by(code: int) -> str:
+    """Return how a process ended by its exit code, of which negative ones are signals."""
+    if code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"
 
 
 def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
@@ -145,22 +143,25 @@ def broke_with_others(error: BaseException) -> bool:
 
 def _explain(error: BaseException) -> tuple[Status, str]:
     """Return the status that an exception ends a run with, and its cause in words."""
-    words = (
-        f"{type(error).__name__}: {first_line(error) if str(error) else ''}{_at(error)}"
-    )
+    message = first_line(error) if str(error) else ""
+    words = f"{type(error).__name__}: {message}"
+    if at := raised_at(error):
+        words += f" ({at})"
+    is_full = disk_is_full(error)
     if isinstance(error, PacelineError):
-        return error.status, f"the disk is full: {words}" if disk_is_full(
-            error
-        ) else words
+        if is_full:
+            words = f"the disk is full: {words}"
+        return error.status, words
     texts = [str(link) for link in chain(error)]
     died = [match for text in texts if (match := _LOADER_DIED.search(text))]
     if died:
-        return _loader_died(*min(died, key=lambda match: match[2] is None).groups())
+        by_signal = [match for match in died if match[2] is not None]
+        return _loader_died(*(by_signal or died)[0].groups())
     if any(_SHARED_MEMORY.search(text) for text in texts):
         return "out_of_host_memory", f"{_SHM_FULL}: {words}"
     if (carried := _CARRIED.match(texts[0].strip("'\""))) is not None:
         words = _unwrap(*carried.groups()) or words
-    if disk_is_full(error):
+    if is_full:
         return "error", f"the disk is full: {words}"
     return _status(error), words
 
@@ -169,29 +170,30 @@ def _status(error: BaseException) -> Status:
     names = {cls.__name__ for cls in type(error).__mro__}
     if "OutOfMemoryError" in names and type(error).__module__.startswith("torch"):
         return "out_of_memory"
-    if isinstance(error, RuntimeError) and _DEVICE_ALLOCATION.search(str(error)):
-        return "out_of_memory"
-    failed_on_host = isinstance(error, RuntimeError) and any(
-        words in str(error) for words in _HOST_ALLOCATION
-    )
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or failed_on_host:
+    if isinstance(error, RuntimeError):
+        words = str(error)
+        if _DEVICE_ALLOCATION.search(words):
+            return "out_of_memory"
+        if any(host in words for host in _HOST_ALLOCATION):
+            return "out_of_host_memory"
+    if names & {"MemoryError", "OutOfMemoryError"}:
         return "out_of_host_memory"
     if getattr(error, "preempted", False):
         return "preempted"
-    if names & {
-        "ActorDiedError",
-        "NodeDiedError",
-        "ActorUnavailableError",
-        "WorkerCrashedError",
-    }:
+    if names & _RAYS_DEATHS:
         return "node_lost"
-    if (
-        "WorkerHealthCheckTimeoutError" in names
-    ):  # a process that is stopped, or holds the interpreter's lock
+    # A process that is stopped, or holds the interpreter's lock.
+    if "WorkerHealthCheckTimeoutError" in names:
         return "hung"
     return "error"
 
 
+_RAYS_DEATHS = {
+    "ActorDiedError",
+    "NodeDiedError",
+    "ActorUnavailableError",
+    "WorkerCrashedError",
+}
 _SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, or lower data.num_workers)"
 
 
@@ -207,17 +209,13 @@ def _loader_died(
         return "error", f"its {worker} {otherwise}"
     if by_signal == "Bus error":
         return "out_of_host_memory", f"its {worker} died by SIGBUS: {_SHM_FULL}"
-    if by_signal not in ("Killed", "Terminated"):
+    name = {"Killed": "SIGKILL", "Terminated": "SIGTERM"}.get(by_signal)
+    if name is None:
         return "error", f"its {worker} crashed: {by_signal}"
-    if by_signal == "Killed" and _kernel_killed():
-        return (
-            "out_of_host_memory",
-            f"its {worker} was killed by the kernel: the host's memory ran out",
-        )
-    return (
-        "node_lost",
-        f"its {worker} was ended by {'SIGKILL' if by_signal == 'Killed' else 'SIGTERM'}",
-    )
+    if name == "SIGKILL" and _kernel_killed():
+        words = f"its {worker} was killed by the kernel: the host's memory ran out"
+        return "out_of_host_memory", words
+    return "node_lost", f"its {worker} was ended by {name}"
 
 
 def _unwrap(where: str, trace: str) -> str | None:
@@ -225,25 +223,22 @@ def _unwrap(where: str, trace: str) -> str | None:
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return None
-    raised = [
-        line
-        for line in trace[frames[-1].end() :].splitlines()
-        if line and not line.startswith(" ")
-    ]
+    raised = re.search(r"^(?! ).+", trace[frames[-1].end() :], re.MULTILINE)
+    words = raised[0] if raised else ""
     file, line = line_of_task([(frame[1], int(frame[2])) for frame in frames])
-    return f"{raised[0] if raised else ''} ({Path(file).name}:{line}, in {where})"
+    return f"{words} ({Path(file).name}:{line}, in {where})"
 
 
-def _at(error: BaseException) -> str:
-    """Where an exception was raised."""
-    frames = [
-        (frame.filename, frame.lineno or 0)
-        for frame in traceback.extract_tb(error.__traceback__)
-    ]
+def raised_at(error: BaseException, below: int = 0) -> str:
+    """Return file and line of the user's code in which an exception was raised.
+
+    It is the innermost of the frames but the outermost so many; empty without one.
+    """
+    frames = traceback.extract_tb(error.__traceback__)[below:]
     if not frames:
         return ""
-    file, line = line_of_task(frames)
-    return f" ({Path(file).name}:{line})"
+    file, line = line_of_task([(frame.filename, frame.lineno or 0) for frame in frames])
+    return f"{Path(file).name}:{line}"
 
 
 def count_kernel_kills() -> int:
@@ -251,12 +246,11 @@ def count_kernel_kills() -> int:
 
     0 where it does not say.
     """
-    lines: list[str] = []
-    with contextlib.suppress(OSError):  # not Linux
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    return next(
-        (int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0
-    )
+    counts = ""
+    with contextlib.suppress(OSError):  # a sandbox without it
+        counts = Path("/proc/vmstat").read_text()
+    found = re.search(r"^oom_kill (\d+)$", counts, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 _kills_before = count_kernel_kills()

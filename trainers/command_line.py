@@ -22,7 +22,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, create_model
 
-from trainers.config.model import Settings, build, child_model, keys_of
+from trainers.config.model import Settings, Tree, build, child_model, keys_of
 from trainers.config.yaml import parse_yaml
 from trainers.errors import (
     MISSING,
@@ -69,34 +69,29 @@ class Command:
         self.call = call
         self.function = function
         self.argument = ""
-        self.tells = False
-        takes_keys = False
         hints = get_type_hints(function, include_extras=True)
-        fields: dict[str, Any] = {}
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name == "overrides":
-                takes_keys = True
-            elif name == "output":
-                self.tells = True
-            else:
-                is_required = parameter.default is parameter.empty
-                default = ... if is_required else parameter.default
-                fields[name] = (hints[name], default)
-                if parameter.kind is not parameter.KEYWORD_ONLY:
-                    self.argument = name
+        fields: Tree = {}
+        parameters = dict(inspect.signature(function).parameters)
+        self.config = config if parameters.pop("overrides", None) else None
+        self.tells = parameters.pop("output", None) is not None
+        for name, parameter in parameters.items():
+            is_required = parameter.default is parameter.empty
+            default = ... if is_required else parameter.default
+            fields[name] = (hints[name], default)
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                self.argument = name
         if self.tells:
             fields |= {"quiet": (Quiet, False), "as_json": (Json, False)}
-        self.config = config if takes_keys else None
         self.model = create_model(function.__name__, __base__=_Options, **fields)
         self.fields = keys_of(self.model)
         self.options = {
             _option(name): name for name in self.fields if name != self.argument
         }
 
-    def parse(self, args: Sequence[str]) -> dict[str, Any]:
+    def parse(self, args: Sequence[str]) -> Tree:
         """Return what was typed as the function's parameters; raises ConfigError."""
-        given: dict[str, Any] = {}
-        overrides: dict[str, Any] = {}
+        given: Tree = {}
+        overrides: Tree = {}
         rest = deque(args)
         while rest:
             arg = rest.popleft()
@@ -106,8 +101,10 @@ class Command:
             typed, equals, text = arg.partition("=")
             name = self.options.get(typed.replace("_", "-"))
             key = "" if name else self._key(typed)
-            if not equals:
-                text = "true" if name and self._is(name, bool) else _next(rest, typed)
+            if not equals and name and self._is(name, bool):
+                text = "true"
+            elif not equals:
+                text = _next(rest, typed)
             if name:
                 self._give(given, name, text)
             else:
@@ -129,14 +126,14 @@ class Command:
         annotation = self.fields[name].annotation
         return kind in (annotation, get_origin(annotation), *get_args(annotation))
 
-    def _give_argument(self, given: dict[str, Any], text: str) -> None:
+    def _give_argument(self, given: Tree, text: str) -> None:
         name = self.argument
         if not name or (name in given and not self._is(name, tuple)):
             rule = f"is one argument too many for `{self.call}`"
             raise _mistake(text or '""', rule, "remove it")
         self._give(given, name, text)
 
-    def _give(self, given: dict[str, Any], name: str, text: str) -> None:
+    def _give(self, given: Tree, name: str, text: str) -> None:
         if self._is(name, tuple):
             given[name] = (*given.get(name, ()), text)
         elif self._is(name, str):
@@ -199,7 +196,7 @@ class Command:
         usage.append("[options]")
         if self.config:
             usage.append("[--dotted.key value]...")
-        about = "    " + (inspect.getdoc(self.function) or "").replace("\n", "\n    ")
+        about = textwrap.indent(inspect.getdoc(self.function) or "", "    ")
         return "\n".join([" ".join(usage), about, *options])
 
 
@@ -248,7 +245,9 @@ class _Door:
             return "\n\n".join([self.command(name).help(), end])
         # Of two names of one function the newer.
         names = {function: name for name, function in self.functions.items()}
-        parts = [about, *(self.command(name).help() for name in names.values()), end]
+        parts = [about]
+        parts += [self.command(name).help() for name in names.values()]
+        parts.append(end)
         if self.config is not None:
             schema = f"`{self.call} --schema` prints the JSON schema of its file, for editors."
             parts += [schema, reference(self.config)]
@@ -310,15 +309,14 @@ def run(
         except PacelineError as error:
             is_config = error.exit_code == ConfigError.exit_code
             advice = ""
+            words = str(error)
             if advise and not is_config and not door.named(args):
                 advice = error.advice
             # What a configuration lacks every rank of torchrun's says alike; of
             # failures each has its own.
-            complain(
-                f"{error} ({advice})" if advice else str(error),
-                every_rank=not is_config,
-            )
-            return output.failed(error.status, str(error), error.exit_code, advice)
+            said = f"{words} ({advice})" if advice else words
+            complain(said, every_rank=not is_config)
+            return output.failed(error.status, words, error.exit_code, advice)
         except KeyboardInterrupt:
             complain("interrupted")
             return output.failed("interrupted", "interrupted", 130)
@@ -380,14 +378,11 @@ def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str,
         if below is not None and get_origin(field.annotation) is not dict:
             yield from entries(below, f"{dotted}.")
             continue
-        default = (
-            "required"
-            if field.is_required()
-            else show(field.get_default(call_default_factory=True))
-        )
-        description = " ".join(
-            (field.description or "").split()
-        )  # a table's row is one line
+        default = "required"
+        if not field.is_required():
+            default = show(field.get_default(call_default_factory=True))
+        # A table's row is one line.
+        description = " ".join((field.description or "").split())
         choices = get_args(field.annotation)
         if len(choices) > 1 and all(isinstance(choice, str) for choice in choices):
             description += f" One of {', '.join(choices)}."
@@ -403,35 +398,3 @@ def reference(model: type[Settings]) -> str:
             description, 100, initial_indent="    ", subsequent_indent="    "
         )
     return "\n".join(lines)
-
-
-def markdown(
-    title: str, model: type[Settings], above: type[Settings] | None = None
-) -> str:
-    """Return all keys as a section of docs/config.md.
-
-    Keys that the model `above` has alike are only named.
-    """
-    known = [] if above is None else [*entries(above)]
-    own = [entry for entry in entries(model) if entry not in known]
-    rows = (
-        f"| `{key}` | {default} | {text} |".replace("[", "\\[")
-        for key, default, text in own
-    )
-    shared = dict.fromkeys(
-        key.partition(".")[0] for key, *rest in entries(model) if (key, *rest) in known
-    )
-    named = (
-        [f"As above: {', '.join(f'`{key}`' for key in shared)}.", ""] if shared else []
-    )
-    return "\n".join(
-        [
-            f"## {title}",
-            "",
-            *named,
-            "| key | default | meaning |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import math
 import statistics
@@ -21,13 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, override
+from trainers.config.model import Tree, build, override
 from trainers.config.sections import DataConfig
 from trainers.config.yaml import dump_yaml
 from trainers.context import RunContext
@@ -37,7 +37,7 @@ from trainers.devices.device import resolve_device, synchronize
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, PacelineError, RunFailedError, first_line
 from trainers.launch.process import end_at_once
-from trainers.launch.spec import Job, R, RunSpec, make_spec, open_run, read_file
+from trainers.launch.spec import Answer, Job, R, RunSpec, make_spec, open_run, read_file
 from trainers.loop.build import build_replica
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
@@ -46,11 +46,11 @@ from trainers.measure.result import Pauses, RunResult
 from trainers.model.strategy import no_sync
 from trainers.step.flops import device_peak
 from trainers.step.train_step import Replica
-from trainers.storage import Storage, validated
+from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-HOST_READS = (
+_HOST_READS = [
     "item",
     "tolist",
     "numpy",
@@ -59,8 +59,10 @@ HOST_READS = (
     "__float__",
     "__int__",
     "__index__",
-)
+]
 """Methods of a tensor that wait for the device and give its values to the host."""
+_PARTS = ["data", "copy", "transform", "forward", "backward", "optimizer", "host"]
+"""Of a step, on one rank."""
 _FEWEST_TRACED = 12
 _MOST = 400
 """Steps that a profile has at least and at most."""
@@ -77,18 +79,22 @@ WORTH = 0.05
 _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
+Shares = dict[str, float]
+"""Seconds, or shares of them, by part."""
+
+
 @dataclass(frozen=True)
-class StepProfile:
+class StepProfile(Answer):
     """What steps have taken; means over steps and ranks."""
 
     step_s: float
     """Of a step as training takes it."""
-    parts: dict[str, float]
+    parts: Shares
     """Seconds by part, of steps that wait for the device at each part."""
     own_s: list[float]
     """By rank: a step without adding up gradients, and without waiting for other ranks.
     """
-    reads: dict[str, float]
+    reads: Shares
     """Seconds of a step in which the task reads values of the device, by `file:line`,
     on rank 0.
     """
@@ -98,27 +104,20 @@ class StepProfile:
     """Of a step: what the kernels of a GPU run."""
     is_faster_in_bf16: bool = False
 
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> Shares:
         """Share of a step by part; they add up to 1."""
         total = sum(self.parts.values())
         return {
             name: seconds / total for name, seconds in self.parts.items() if seconds > 0
         }
 
-    def to_json(self) -> str:
-        """As it crosses between processes."""
-        return json.dumps(asdict(self))
-
 
 @dataclass(frozen=True)
 class ProfileJob(Job[StepProfile]):
     """Takes steps of the run for about `seconds`; writes nothing."""
 
+    answer = StepProfile
     seconds: float
-
-    def read_result(self, text: bytes) -> StepProfile:
-        """Parse what `execute` returned on rank 0."""
-        return validated(json.loads(text), StepProfile)
 
     def execute(self, context: RunContext) -> StepProfile:
         """Profile as one worker; the result is rank 0's."""
@@ -136,6 +135,7 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
     """Take steps of a replica for about `seconds`. Every rank must call it."""
     group = replica.group
     device = replica.device
+    model = replica.step.forward.model
     clock = PartClock(device)
     with parts_timed(replica, clock):
         steps = Steps(replica, clock)
@@ -145,10 +145,9 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         parts = steps.parts_s(count)
         busy_s = _busy_s(steps) if device.type == "cuda" else None
         own_s = [step_s]
-        if isinstance(replica.step.forward.model, DistributedDataParallel):
-            with no_sync(
-                replica.step.forward.model
-            ):  # last: the ranks' parameters differ from here on
+        if isinstance(model, DistributedDataParallel):
+            # Last: the ranks' parameters differ from here on.
+            with no_sync(model):
                 own_s = group.gather(steps.time_s(count))
             # What the backward pass of this rank waits for is other ranks first, then
             # the gradients.
@@ -161,7 +160,8 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
     mean_parts = {
         name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts
     }
-    fp32, bf16 = (device_peak(device, name) or 0.0 for name in ("fp32", "bf16"))
+    fp32 = device_peak(device, "fp32") or 0.0
+    bf16 = device_peak(device, "bf16") or 0.0
     profiled = StepProfile(
         step_s=step_s,
         parts=mean_parts,
@@ -233,57 +233,50 @@ class Steps:
     def __init__(self, replica: Replica, clock: PartClock) -> None:
         self.replica = replica
         self.clock = clock
+        self._plans = self._planned()
+
+    def _planned(self) -> Iterator[tuple[list[int], Iterator[Any]]]:
+        """Yield the sizes of each whole step's microbatches, and its epoch's batches."""
+        replica = self.replica
+        sampler = replica.sampler
         feed = replica.train_feed
         if isinstance(feed.dataset, Stream):
             feed.dataset.begin(0, None, None)
-        for_rows, for_sizes = itertools.tee(self._plans())
-        self._sizes = (sizes for plans in for_sizes for _, sizes in plans)
-        epochs = (
-            [rows for microbatches, _ in plans for rows in microbatches]
-            for plans in for_rows
-        )
-        self._batches = itertools.chain.from_iterable(
-            feed.batches(epoch, training=True) for epoch in epochs
-        )
-
-    def _plans(self) -> Iterator[list[Any]]:
-        """Yield the whole steps of each epoch: rows and sizes of their microbatches."""
-        replica = self.replica
-        sampler = replica.sampler
         whole = max(1, sampler.length // sampler.batches.size(0))
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
-            steps = range(min(whole, _MOST))
-            yield [
-                sampler.plan(step, replica.microbatch_size, replica.even)
-                for step in steps
-            ]
+            rows = []
+            each_sizes = []
+            for step in range(min(whole, _MOST)):
+                plan = sampler.plan(step, replica.microbatch_size, replica.even)
+                rows += plan[0]
+                each_sizes.append(plan[1])
+            batches = feed.batches(rows, training=True)
+            for sizes in each_sizes:
+                yield sizes, batches
+            next(batches, None)  # the loader ends its epoch
 
-    def _fetched(self) -> Iterator[Any]:
+    def _fetched(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             with self.clock.within("data"):
-                batch = next(self._batches)
+                batch = next(batches)
             yield batch
 
     def take(self) -> None:
         """Take one step; an asynchronous device is not waited for."""
-        sizes = next(self._sizes)
+        sizes, batches = next(self._plans)
+        size = self.replica.sampler.step_size(0)
+        fetched = self._fetched(batches)
         with self.clock.within("forward"):
-            self.replica.step(
-                self._fetched(),
-                sizes,
-                self.replica.sampler.step_size(0),
-                idle=not any(sizes),
-            )
+            self.replica.step(fetched, sizes, size, idle=not any(sizes))
 
     def warm(self, seconds: float) -> int:
         """Take the first steps; return how many, alike on all ranks, take `seconds`."""
         self.time_s(WARMUP_STEPS)
         each_s = self.time_s(2)
         self.clock.reads.clear()
-        return self.replica.group.first(
-            min(_MOST, max(_FEWEST_TRACED, int(seconds / each_s)))
-        )
+        count = max(_FEWEST_TRACED, int(seconds / each_s))
+        return self.replica.group.first(min(_MOST, count))
 
     def time_s(self, count: int) -> float:
         """Return the mean time of some steps."""
@@ -294,23 +287,14 @@ class Steps:
         synchronize(self.clock.device)
         return (time.perf_counter() - began) / count
 
-    def parts_s(self, count: int) -> dict[str, float]:
+    def parts_s(self, count: int) -> Shares:
         """Return the mean seconds of each part of some steps."""
         self.clock.start()
         for _ in range(count):
             self.take()
         self.clock.charge()
         self.clock.is_on = False
-        names = (
-            "data",
-            "copy",
-            "transform",
-            "forward",
-            "backward",
-            "optimizer",
-            "host",
-        )
-        return {name: self.clock.seconds[name] / count for name in names}
+        return {name: self.clock.seconds[name] / count for name in _PARTS}
 
 
 def _busy_s(steps: Steps) -> float:
@@ -330,25 +314,20 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
     What is timed is patched for the block, and never in training.
     """
     feed = replica.train_feed
-    optimizer = replica.optimizer
+    timed: list[tuple[Any, str, str]] = [
+        (Copies, "begin", "copy"),
+        (torch.autograd, "backward", "backward"),
+        (replica.optimizer, "step", "optimizer"),
+    ]
+    if feed._transform is not None:
+        timed.append((feed, "_transform", "transform"))
     with contextlib.ExitStack() as stack:
-        _patch(stack, Copies, "begin", clock.timed("copy", Copies.begin))
-        _patch(
-            stack,
-            torch.autograd,
-            "backward",
-            clock.timed("backward", torch.autograd.backward),
-        )
-        _patch(stack, optimizer, "step", clock.timed("optimizer", optimizer.step))
-        if feed._transform is not None:
-            _patch(stack, feed, "_transform", clock.timed("transform", feed._transform))
-        for name in HOST_READS:
-            _patch(
-                stack,
-                torch.Tensor,
-                name,
-                _timed_read(clock, getattr(torch.Tensor, name)),
-            )
+        for owner, name, part in timed:
+            function = clock.timed(part, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, function))
+        for name in _HOST_READS:
+            read = _timed_read(clock, getattr(torch.Tensor, name))
+            stack.enter_context(patch.object(torch.Tensor, name, read))
         yield
 
 
@@ -361,28 +340,17 @@ def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., A
         is_library = module.partition(".")[0] in ("torch", "trainers")
         if clock.is_on or is_library or torch.compiler.is_compiling():
             return method(tensor, *args, **kwargs)
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         began = time.perf_counter()
         found = method(tensor, *args, **kwargs)
-        clock.reads[f"{frame.f_code.co_filename}:{frame.f_lineno}"] += (
-            time.perf_counter() - began
-        )
+        clock.reads[place] += time.perf_counter() - began
         return found
 
     return read
 
 
-def _patch(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack ends."""
-    is_own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    stack.callback(
-        lambda: setattr(owner, name, before) if is_own else delattr(owner, name)
-    )
-
-
 @dataclass(frozen=True)
-class Gain:
+class Gain(Answer):
     """Share of a sample's time in steps that a change saves, with its 95 % interval."""
 
     value: float
@@ -396,18 +364,13 @@ class Gain:
         mean = statistics.fmean(logs)
         error = statistics.stdev(logs) / math.sqrt(len(logs))
         half = student_t95(len(logs) - 1) * error
-        value, low, high = (
-            1 - math.exp(log) for log in (mean, mean + half, mean - half)
-        )
-        return Gain(value, low, high)
+        low = 1 - math.exp(mean + half)
+        high = 1 - math.exp(mean - half)
+        return Gain(1 - math.exp(mean), low, high)
 
     def __str__(self) -> str:
         how = "less" if self.value >= 0 else "more"
         return f"{abs(self.value):.0%} {how} time a sample in steps ({self.low:.0%} to {self.high:.0%} less)"
-
-    def to_json(self) -> str:
-        """As it crosses between processes."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -420,7 +383,7 @@ class Cause:
     says.
     """
     words: str
-    changes: dict[str, Any] = field(default_factory=dict)
+    changes: Tree = field(default_factory=dict)
     """Dotted keys of the configuration."""
     fix: str = ""
     """What else helps."""
@@ -438,9 +401,7 @@ class Cause:
             yield f"    measured side by side: {self.gain}"
 
 
-def run_shares(
-    result: RunResult | None, profile: StepProfile | None
-) -> dict[str, float]:
+def run_shares(result: RunResult | None, profile: StepProfile | None) -> Shares:
     """Return the shares of the last launch's time, which add up to 1.
 
     Steps are split by the profile, or without one by what the run measured itself.
@@ -477,10 +438,8 @@ def name_causes(
     if profile is not None:
         # Shares of a step, as shares of the run.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
-        found += [
-            *_of_data(config.data, shares),
-            *_of_steps(config, profile, shares, of_run),
-        ]
+        found += _of_data(config.data, shares)
+        found += _of_steps(config, profile, shares, of_run)
     elif shares.get("data", 0.0) > WORTH:
         words = "rank 0 waits for batches: for the loader or the task's transform()"
         changes = _more_loaders(config.data)
@@ -501,14 +460,14 @@ def _compiling_s(result: RunResult) -> float:
     return max(0.0, _training_s(result) - result.steps * result.throughput.step_time_s)
 
 
-def _more_loaders(data: DataConfig) -> dict[str, Any]:
-    changes: dict[str, Any] = {"data.num_workers": max(2, 2 * data.num_workers)}
+def _more_loaders(data: DataConfig) -> Tree:
+    changes: Tree = {"data.num_workers": max(2, 2 * data.num_workers)}
     if data.resident is True:
         changes["data.resident"] = False
     return changes
 
 
-def _of_data(data: DataConfig, shares: dict[str, float]) -> Iterator[Cause]:
+def _of_data(data: DataConfig, shares: Shares) -> Iterator[Cause]:
     words = "steps wait for their batches, made in the training process"
     if data.num_workers:
         words = (
@@ -523,7 +482,7 @@ def _of_data(data: DataConfig, shares: dict[str, float]) -> Iterator[Cause]:
 
 
 def _of_steps(
-    config: TrainConfig, profile: StepProfile, shares: dict[str, float], of_run: float
+    config: TrainConfig, profile: StepProfile, shares: Shares, of_run: float
 ) -> Iterator[Cause]:
     def of_step(seconds: float) -> float:
         return seconds / profile.step_s * of_run
@@ -546,11 +505,9 @@ def _of_steps(
     yield Cause("slow all-reduce", shares.get("all-reduce", 0.0), words, fix=fix)
 
     if profile.busy_s is not None:
-        idle = max(0.0, profile.step_s - profile.busy_s) / profile.step_s * of_run
-        idle -= sum(
-            shares.get(name, 0.0)
-            for name in ("data", "copy", "all-reduce", "waiting for ranks")
-        )
+        idle = of_step(max(0.0, profile.step_s - profile.busy_s))
+        for name in ("data", "copy", "all-reduce", "waiting for ranks"):
+            idle -= shares.get(name, 0.0)
         words = "the GPU is idle until the host has issued its work"
         is_plain = config.cuda_graphs is False and config.compile == "off"
         changes = {}
@@ -562,9 +519,8 @@ def _of_steps(
     computing = shares.get("forward", 0.0) + shares.get("backward", 0.0)
     if profile.accumulation > 1 and config.microbatch_size != "auto":
         words = f"a step goes through in {profile.accumulation} microbatches of {config.microbatch_size} samples"
-        yield Cause(
-            "microbatch too small", computing, words, {"microbatch_size": "auto"}
-        )
+        changes = {"microbatch_size": "auto"}
+        yield Cause("microbatch too small", computing, words, changes)
     if profile.device == "cpu" and config.precision != "fp32":
         words = f"{config.precision} on a CPU: casts cost time, and few have arithmetic for it"
         yield Cause("wrong precision", computing, words, {"precision": "fp32"})
@@ -573,7 +529,7 @@ def _of_steps(
         yield Cause("wrong precision", computing, words, {"precision": "bf16"})
 
 
-def _of_records(result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
+def _of_records(result: RunResult, shares: Shares) -> Iterator[Cause]:
     pauses = result.pauses or Pauses()
     if pauses.evaluations > 1:
         words = f"{pauses.evaluations} evaluations"
@@ -605,7 +561,7 @@ class Subject:
 
     location: str
     """A run's URI, or a YAML file, which has no records."""
-    tree: dict[str, Any]
+    tree: Tree
     directory: Path | None
     config: TrainConfig
     result: RunResult | None = None
@@ -617,7 +573,7 @@ class Explanation:
     """Where a run's time goes, and what takes it."""
 
     uri: str
-    shares: dict[str, float]
+    shares: Shares
     """Of the run's time, by part; they add up to 1."""
     causes: list[Cause] = field(default_factory=list)
     """The largest share first."""
@@ -703,10 +659,8 @@ def _measurable(subject: Subject, launcher: str) -> RunSpec:
         raise ConfigError("batch_schedule", sizes, rule, fix, source)
     changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": launcher}
     tree = override(TrainConfig, subject.tree, changes)
-    return replace(
-        make_spec(tree, source, subject.directory, own_workers=launcher != "ray"),
-        quiet=True,
-    )
+    spec = make_spec(tree, source, subject.directory, own_workers=launcher != "ray")
+    return replace(spec, quiet=True)
 
 
 def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Cause:
@@ -726,7 +680,8 @@ def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Caus
 class CompareJob(Job[Gain]):
     """Trains with both configurations in turn, from the start each time."""
 
-    new: dict[str, Any]
+    answer = Gain
+    new: Tree
     """The changed configuration, as `tree`."""
     steps: int
     """Of one turn of the old one."""
@@ -735,36 +690,29 @@ class CompareJob(Job[Gain]):
     may be killed.
     """
 
-    def read_result(self, text: bytes) -> Gain:
-        """Parse what `execute` returned on rank 0."""
-        return Gain(**json.loads(text))
-
     def execute(self, context: RunContext) -> Gain:
         """Measure as one worker; the result is rank 0's."""
         end_at_once()
-        group = Group(
-            context.rank,
-            context.world_size,
-            resolve_device(self.config.device, context.device_index),
-        )
-        turns = {"old": self.tree, "new": self.new}
+        device = resolve_device(self.config.device, context.device_index)
+        group = Group(context.rank, context.world_size, device)
+        turns = [("old", self.tree), ("new", self.new)]
         rounds = []
         for number in range(_ROUNDS):
-            speeds: dict[str, float] = {}
-            for name in turns if number % 2 == 0 else reversed(turns):
+            speeds = {}
+            for name, tree in turns:
                 place = Storage(self.place).child(f"{number}-{name}")
-                speeds[name] = self._samples_per_s(turns[name], context, group, place)
+                speeds[name] = self._samples_per_s(tree, context, group, place)
             rounds.append((speeds["old"], speeds["new"]))
+            turns.reverse()
         return Gain.of(rounds)
 
     def _samples_per_s(
-        self, tree: dict[str, Any], context: RunContext, group: Group, place: Storage
+        self, tree: Tree, context: RunContext, group: Group, place: Storage
     ) -> float:
         whole = build(TrainConfig, tree, self.source)
-        steps = max(
-            _FEWEST_STEPS, self.steps * self.config.batch_size // whole.batch_size
-        )
-        changes: dict[str, Any] = {
+        steps = self.steps * self.config.batch_size // whole.batch_size
+        steps = max(_FEWEST_STEPS, steps)
+        changes: Tree = {
             "epochs": None,
             "max_steps": steps,
             "evaluate.every_epochs": None,
@@ -788,8 +736,8 @@ class CompareJob(Job[Gain]):
         if context.rank == 0:
             place.delete("")
         if result.throughput is None:
-            raise RunFailedError(
-                "error",
-                f"{steps} steps gave no throughput ({result.status}: {result.message})",
+            words = (
+                f"{steps} steps gave no throughput ({result.status}: {result.message})"
             )
+            raise RunFailedError("error", words)
         return group.first(result.throughput.samples_per_s)

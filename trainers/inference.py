@@ -8,6 +8,7 @@ to the last bit on the same hardware.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import logging
@@ -27,9 +28,9 @@ from torch import Tensor, nn
 from trainers.causes import classify
 from trainers.checkpoint.manifest import Best, Manifest
 from trainers.checkpoint.store import Archive
-from trainers.checkpoint.validation import check_dtypes, check_state
+from trainers.checkpoint.validation import State, check_dtypes, check_state
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.model import Tree, build, override
 from trainers.context import RunContext
 from trainers.data.feed import Feed
 from trainers.data.sampler import same_rows_on_ranks
@@ -44,7 +45,15 @@ from trainers.devices.device import (
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError, counted, redact
 from trainers.launch.process import end_at_once
-from trainers.launch.spec import Job, RunSpec, make_spec, open_run, read_mapping
+from trainers.launch.spec import (
+    MARK,
+    Answer,
+    Job,
+    RunSpec,
+    make_spec,
+    open_run,
+    read_mapping,
+)
 from trainers.loop.data import tell_samples
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
@@ -82,46 +91,30 @@ class SavedCheckpoint:
 
     name: str
     manifest: Manifest
-    state: dict[str, Any]
+    state: State
     """As trainers/checkpoint/run_state.py wrote it, on the CPU; of a sharded one the
     model's and the task's tensors.
     """
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """A run's directory and the configuration that trained it last."""
+def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheckpoint:
+    """Read a run's checkpoint `newest`, `best` or `step-123`.
 
-    storage: Storage
-    config: TrainConfig
-
-    @staticmethod
-    def open(location: str) -> SavedRun:
-        """Open the run in a directory or URI; ConfigError when there is none."""
-        return SavedRun(*open_run(location))
-
-    def checkpoint(self, which: str) -> SavedCheckpoint:
-        """Read the checkpoint `newest`, `best` or `step-123`.
-
-        Raises ConfigError when there is none, CheckpointError when it holds more than
-        tensors and plain data.
-        """
-        trained_as = read_mapping(
-            self.storage, "config.yaml"
-        )  # the command's own may say another precision
-        archive = Archive(self.storage, Best.of(self.config.checkpoint), trained_as)
-        try:
-            name = archive.choose(which)
-        except CheckpointError as error:
-            raise ConfigError(
-                "--checkpoint", which, str(error), "give newest, best or step-N"
-            ) from error
-        return SavedCheckpoint(
-            name, archive.manifest(name), read_trained(archive, name)
-        )
+    Raises ConfigError when there is none, CheckpointError when it holds more than
+    tensors and plain data.
+    """
+    trained_as = read_mapping(run, MARK)  # `config` may have another precision
+    archive = Archive(run, Best.of(config.checkpoint), trained_as)
+    try:
+        name = archive.choose(which)
+    except CheckpointError as error:
+        fix = "give newest, best or step-N"
+        raise ConfigError("--checkpoint", which, str(error), fix) from error
+    state = read_trained(archive, name)
+    return SavedCheckpoint(name, archive.manifest(name), state)
 
 
-def read_trained(archive: Archive, name: str) -> dict[str, Any]:
+def read_trained(archive: Archive, name: str) -> State:
     """Return a checkpoint's state, with the whole tensors of model and task.
 
     CheckpointError when it is none.
@@ -132,11 +125,11 @@ def read_trained(archive: Archive, name: str) -> dict[str, Any]:
     try:
         check_state(state, name, rows is not None)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"checkpoint {archive.storage.locate(name)} cannot be used: {error}"
-        ) from None
+        where = archive.storage.locate(name)
+        raise CheckpointError(f"checkpoint {where} cannot be used: {error}") from None
     if rows is not None:
-        state |= {section: rows.fill(state[section]) for section in ("model", "task")}
+        for section in ("model", "task"):
+            state[section] = rows.fill(state[section])
     return state
 
 
@@ -147,27 +140,13 @@ def export(location: str, out: str, which: str = "newest") -> str:
     under each of their names, so that `load_state_dict` takes the file as it is. Raises
     ConfigError, CheckpointError, StorageError.
     """
-    if not out.endswith(".safetensors"):
-        raise ConfigError(
-            "--out",
-            out,
-            "must be the name of a safetensors file",
-            "end it in .safetensors",
-        )
-    run = SavedRun.open(location)
-    checkpoint = run.checkpoint(which)
-    try:
-        weights = {
-            name: _own(name, value) for name, value in checkpoint.state["model"].items()
-        }
-    except (KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.name} is no checkpoint of ours: it has no model"
-        ) from error
+    checkpoint = read_checkpoint(*open_run(location), which)
+    model = checkpoint.state["model"]
+    weights = {name: _own(name, value) for name, value in model.items()}
     manifest = checkpoint.manifest
     described = {
         "format": "pt",  # what other readers ask for
-        "task": run.config.task,
+        "task": manifest.config["task"],
         "step": str(manifest.step),
         "metrics": json.dumps(manifest.metrics),
         "versions": json.dumps(manifest.versions),
@@ -175,28 +154,27 @@ def export(location: str, out: str, which: str = "newest") -> str:
     try:
         data = safetensors.torch.save(weights, described)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"the model of {checkpoint.name} cannot be written as safetensors: {error}"
-        ) from error
+        words = f"the model of {checkpoint.name} cannot be written as safetensors"
+        raise CheckpointError(f"{words}: {error}") from error
     target = Storage(storage_uri(out))
     target.parent.write(target.name, data)
-    figures = "".join(
-        f", {name} {value:.4f}" for name, value in sorted(manifest.metrics.items())
-    )
-    return f"{target.uri}: {len(weights)} tensors, {len(data) / 2**20:,.1f} MiB, of step {manifest.step}{figures}"
+    size = f"{len(weights)} tensors, {len(data) / 2**20:,.1f} MiB"
+    said = [f"{target.uri}: {size}", f"of step {manifest.step}"]
+    for name, value in sorted(manifest.metrics.items()):
+        said.append(f"{name} {value:.4f}")
+    return ", ".join(said)
 
 
 def _own(name: str, value: object) -> Tensor:
     """Return a contiguous copy of the tensor, as the format wants it."""
     if not isinstance(value, Tensor):
-        raise CheckpointError(
-            f"the model cannot be written as safetensors: {name} is no tensor"
-        )
+        words = f"the model cannot be written as safetensors: {name} is no tensor"
+        raise CheckpointError(words)
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
-class InferenceResult:
+class InferenceResult(Answer):
     """The outcome of one pass over a split."""
 
     checkpoint: str
@@ -213,37 +191,30 @@ class InferenceResult:
     precision: str
     out: str | None = None
 
-    def to_json(self) -> str:
-        """Return it as it crosses between processes."""
-        return json.dumps(asdict(self))
-
     def __str__(self) -> str:
-        where = f"{counted(self.world_size, 'worker')}, {self.device}, {self.precision}"
-        return "\n".join(
-            [
-                f"step {self.step} on the {counted(self.samples, 'sample', ',')} of {self.split}: {self.checkpoint}",
-                *(
-                    f"  {name} {value!r}"
-                    for name, value in sorted(self.metrics.items())
-                ),
-                f"  {self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s; {where})",
-                *([f"  predictions {self.out}"] if self.out else []),
-            ]
-        )
+        samples = counted(self.samples, "sample", ",")
+        lines = [
+            f"step {self.step} on the {samples} of {self.split}: {self.checkpoint}"
+        ]
+        for name, value in sorted(self.metrics.items()):
+            lines.append(f"{name} {value!r}")
+        speed = f"{self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s"
+        workers = counted(self.world_size, "worker")
+        lines.append(f"{speed}; {workers}, {self.device}, {self.precision})")
+        if self.out:
+            lines.append(f"predictions {self.out}")
+        return "\n  ".join(lines)
 
 
 @dataclass(frozen=True)
 class Inference(Job[InferenceResult]):
     """One pass over a split: with `out` predictions, else an evaluation."""
 
+    answer = InferenceResult
     split: str
     which: str
     """The checkpoint: newest, best or step-N."""
     out: str | None
-
-    def read_result(self, text: bytes) -> InferenceResult:
-        """Parse what `execute` returned on rank 0."""
-        return InferenceResult(**json.loads(text))
 
     def execute(self, context: RunContext) -> InferenceResult:
         """Do one pass as one worker."""
@@ -276,35 +247,17 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     feed = task_feed(
         dataset, task, config.data, device, sharers=sharers, seed=config.seed
     )
-    size = config.evaluate.microbatch_size
-    figures: dict[str, float] = {}
-    try:
+    forward = ForwardPass(model, task, spec, device)
+    with contextlib.closing(feed):
         group.barrier()
         began = time.perf_counter()
         with torch.inference_mode():
-            if job.out is None:
-                forward = ForwardPass(model, task, spec, group.device)
-                figures = evaluate(
-                    forward, feed, size, group, seeds=(config.seed, step)
-                )
-            else:
-                about = {
-                    "task": config.task,
-                    "split": job.split,
-                    "checkpoint": f"step-{step}",
-                }
-                predict(model, task, feed, size, spec, group, Storage(job.out), about)
+            metrics = _pass(job, forward, feed, group, step)
         synchronize(device)
         group.barrier()
         time_s = time.perf_counter() - began
         if group.rank == 0 and job.split == "val":
             _warn_of_other_samples(position.get("held_back"), dataset)
-    finally:
-        feed.close()
-    metrics = {
-        f"{job.split}_{name.removeprefix('val_')}": value
-        for name, value in figures.items()
-    }
     return InferenceResult(
         checkpoint,
         step,
@@ -317,6 +270,24 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
         spec.name,
         job.out,
     )
+
+
+def _pass(
+    job: Inference, forward: ForwardPass, feed: Feed, group: Group, step: int
+) -> dict[str, float]:
+    """Evaluate, or write predictions; return the metrics, named after the split."""
+    config = job.config
+    size = config.evaluate.microbatch_size
+    if job.out is not None:
+        about = {"task": config.task, "split": job.split, "checkpoint": f"step-{step}"}
+        predict(forward, feed, size, group, Storage(job.out), about)
+        return {}
+    seeds = (config.seed, step)
+    figures = evaluate(forward, feed, size, group, seeds=seeds)
+    return {
+        f"{job.split}_{name.removeprefix('val_')}": value
+        for name, value in figures.items()
+    }
 
 
 def _split_of(task: Task, job: Inference, group: Group) -> Any:
@@ -339,23 +310,26 @@ def _split_of(task: Task, job: Inference, group: Group) -> Any:
 def _warn_of_other_samples(held_back: Any, dataset: Any) -> None:
     """Warn where validation had other samples in training."""
     if held_back and held_back != tell_samples(dataset):
-        logger.warning(
-            "dataset('val') gives other samples than in training, which may have "
-            "trained on these; let it follow from a seed, and sort what a set or a "
-            "directory lists"
-        )
+        words = "dataset('val') gives other samples than in training, which may have trained on these"
+        fix = "let it follow from a seed, and sort what a set or a directory lists"
+        logger.warning("%s; %s", words, fix)
 
 
 def load_trained(
     task: Task, group: Group, spec: PrecisionSpec, job: Inference
-) -> tuple[str, dict[str, Any], nn.Module, PrecisionSpec]:
+) -> tuple[str, State, nn.Module, PrecisionSpec]:
     """Return the checkpoint's place and position, the loaded model, and the precision."""
     config = job.config
-    run = SavedRun(job.storage, config)
-    found = run.checkpoint(job.which) if group.rank == 0 else None
-    name = group.first(found.name if found else "")
-    archive = Archive(run.storage)
-    state = found.state if found else read_trained(archive, name)
+    archive = Archive(job.storage)
+    if group.rank == 0:
+        found = read_checkpoint(job.storage, config, job.which)
+        group.first(found.name)
+        name = found.name
+        state = found.state
+    else:
+        name = group.first("")
+        state = read_trained(archive, name)
+    where = archive.storage.locate(name)
     seed_all(config.seed)
     model = task.model()
     frozen = frozen_digests(model) if "frozen" in state else None
@@ -376,71 +350,67 @@ def load_trained(
             raise
         words = " ".join(str(error).split())
         raise CheckpointError(
-            f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}"
+            f"checkpoint {where} does not fit this model: {words}"
         ) from error
     for module in modules_beside(task, model):
         module.eval()
-    return archive.storage.locate(name), position, model.eval(), spec
+    return where, position, model.eval(), spec
 
 
-def run_spec(
-    location: str, overrides: dict[str, Any], world_size: int | None
-) -> RunSpec:
+def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
     """Return the run at `location` as this machine can execute it.
 
     One worker here, unless `overrides` say otherwise.
 
     `world_size` is torchrun's. Raises ConfigError.
     """
-    run = SavedRun.open(location)
-    source = run.storage.locate("config.yaml")
-    workers = world_size or overrides.get("scaling.num_workers", 1)
-    launcher = "local" if workers == 1 and world_size is None else "spawn"
+    run, config = open_run(location)
+    source = run.locate(MARK)
     if overrides.get("launcher") == "ray":
         fix = "set `launcher: spawn`, or use torchrun"
         raise ConfigError("launcher", "ray", "only trains", fix, "command line")
     # The model is whole on every worker, however it was trained.
     changes = {
-        "storage_path": run.storage.parent.uri,
-        "launcher": launcher,
+        "storage_path": run.parent.uri,
+        "launcher": "spawn",
         "strategy": "ddp",
+        "scaling.num_workers": 1,
         **overrides,
     }
-    tree = override(
-        TrainConfig, run.config.tree(), {**changes, "scaling.num_workers": workers}
-    )
-    directory = Path(run.storage.path) if run.storage.is_local else None
-    return replace(
-        make_spec(tree, source, directory, own_workers=world_size is None),
-        uri=run.storage.uri,
-    )
+    tree = override(TrainConfig, config.tree(), changes)
+    if world_size is not None:
+        tree = override(TrainConfig, tree, {"scaling.num_workers": world_size})
+    elif "launcher" not in overrides:
+        workers = build(TrainConfig, tree, source).scaling.max_workers
+        if workers == 1:
+            tree = override(TrainConfig, tree, {"launcher": "local"})
+    directory = Path(run.path) if run.is_local else None
+    spec = make_spec(tree, source, directory, own_workers=world_size is None)
+    return replace(spec, uri=run.uri)
 
 
 def check_out(out: str) -> None:
     """Raise ConfigError when no file can be written there."""
     target = Storage(out)
+    rule = "is a directory"
     try:
         target.parent.prove_writable()
-        is_directory = target.info().type == fs.FileType.Directory
+        if target.info().type != fs.FileType.Directory:
+            return
     except ConfigError as error:
-        raise ConfigError(
-            "--out", out, error.rule, "name a file where this user may write"
-        ) from error
-    if is_directory:
-        raise ConfigError("--out", out, "is a directory", "name a file in it")
+        rule = error.rule
+    raise ConfigError("--out", out, rule, "name a file where this user may write")
 
 
 def predict(
-    model: nn.Module,
-    task: Task,
+    forward: ForwardPass,
     feed: Feed,
     microbatch_size: int,
-    spec: PrecisionSpec,
     group: Group,
     target: Storage,
     about: dict[str, str],
 ) -> None:
-    """Write `task.predictions` of every sample to the file `target`.
+    """Write the task's `predictions` of every sample to the file `target`.
 
     `about` becomes the file's metadata.
 
@@ -449,31 +419,29 @@ def predict(
     Raises ConfigError for what is no column, StorageError.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
-    batches = list(torch.arange(length).split(microbatch_size))
-    window = _WINDOW * group.world_size
-    windows = [
-        batches[start : start + window] for start in range(0, len(batches), window)
-    ]
-    mine = [part[group.rank * _WINDOW : (group.rank + 1) * _WINDOW] for part in windows]
-    source = feed.batches([rows for part in mine for rows in part], training=False)
-    forward = ForwardPass(model.eval(), task, spec, group.device)
+    batches = torch.arange(length).split(microbatch_size)
+    starts = range(group.rank * _WINDOW, len(batches), _WINDOW * group.world_size)
+    mine = [batches[start : start + _WINDOW] for start in starts]
+    # Every rank meets the others as often as rank 0, which has the first batch of all.
+    meetings = -(-len(batches) // (_WINDOW * group.world_size))
+    mine += [()] * (meetings - len(mine))
+    source = feed.batches(list(itertools.chain(*mine)), training=False)
+    task = forward.task
+
+    def record(rows: Tensor) -> pa.RecordBatch:
+        batch = next(source)
+        size = len(rows)
+        try:
+            outputs, _ = forward(batch, with_loss=False)
+        except (RuntimeError, MemoryError) as error:
+            if classify(error) in OUT_OF_MEMORY:
+                raise too_large(error, size, group, next_smaller(size)) from error
+            raise
+        return _record(rows, task.predictions(outputs, batch), task)
 
     def records() -> Iterator[pa.RecordBatch]:
         for part in mine:
-            made = []
-            for rows in part:
-                batch = next(source)
-                try:
-                    with torch.no_grad():
-                        outputs, _ = forward(batch, with_loss=False)
-                except (RuntimeError, MemoryError) as error:
-                    if classify(error) in OUT_OF_MEMORY:
-                        raise too_large(
-                            error, len(rows), group, next_smaller(len(rows))
-                        ) from error
-                    raise
-                made.append(_record(rows, task.predictions(outputs, batch), task))
-            for received in group.collect(made):
+            for received in group.collect([record(rows) for rows in part]):
                 yield from received
 
     if group.rank == 0:
@@ -487,9 +455,8 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
     for name, value in columns.items():
         is_column = isinstance(value, Tensor) and value.shape[:1] == rows.shape
         if not is_column or name == _INDEX or value.is_complex():
-            given: Any = type(value).__name__
-            if isinstance(value, Tensor):
-                given = list(value.shape)
+            is_tensor = isinstance(value, Tensor)
+            given = list(value.shape) if is_tensor else type(value).__name__
             wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
             fix = f"choose what to write in {type(task).__name__}.predictions()"
             rule = f"must be {wanted}, under another name than {_INDEX}"
@@ -511,28 +478,31 @@ def _write(
     """Write all records, in row groups whose size depends on nothing but the batches."""
     first = next(records)
     schema = first.schema.with_metadata(about)
-    waiting: list[pa.RecordBatch] = []
-
     with (
         target.parent.writer(target.name) as stream,
         pq.ParquetWriter(stream, schema) as file,
     ):
-
-        def flush() -> None:
-            rows = pa.Table.from_batches(waiting).replace_schema_metadata(about)
+        for group in _row_groups(itertools.chain([first], records)):
+            rows = pa.Table.from_batches(group).replace_schema_metadata(about)
             file.write_table(rows, row_group_size=len(rows))
-            waiting.clear()
 
-        for record in itertools.chain([first], records):
-            if record.schema != first.schema:
-                rule = f"must be in every batch as in the first, {_columns(first)}"
-                fix = "pad them to one shape in `predictions()`"
-                raise ConfigError("predictions", _columns(record), rule, fix)
-            waiting.append(record)
-            if sum(part.nbytes for part in waiting) >= _ROW_GROUP_BYTES:
-                flush()
-        if waiting:
-            flush()
+
+def _row_groups(records: Iterator[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    first: pa.RecordBatch | None = None
+    waiting: list[pa.RecordBatch] = []
+    for record in records:
+        if first is None:
+            first = record
+        if record.schema != first.schema:
+            rule = f"must be in every batch as in the first, {_columns(first)}"
+            fix = "pad them to one shape in `predictions()`"
+            raise ConfigError("predictions", _columns(record), rule, fix)
+        waiting.append(record)
+        if sum(part.nbytes for part in waiting) >= _ROW_GROUP_BYTES:
+            yield waiting
+            waiting = []
+    if waiting:
+        yield waiting
 
 
 def _columns(record: pa.RecordBatch) -> str:
@@ -564,12 +534,8 @@ class TrainedRun(RunResult):
 
         `checkpoint` is newest, best or step-N. Raises ConfigError where there is none.
         """
-        job = Inference(
-            **asdict(run_spec(self.uri, {}, None)),
-            split="val",
-            which=checkpoint,
-            out=None,
-        )
+        spec = asdict(run_spec(self.uri, {}, None))
+        job = Inference(**spec, split="val", which=checkpoint, out=None)
         device = resolve_device(job.config.device)
         precision = resolve_precision(job.config.precision, device)
         group = Group(0, 1, device)

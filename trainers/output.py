@@ -35,6 +35,8 @@ Json = Annotated[
         description="JSON on standard output, an object a line; all else on standard error",
     ),
 ]
+PACKAGES = ("trainers", "cluster", "tune")
+"""Whose log is shown."""
 _TELL_S = 0.25
 _LAST_S = 5.0
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
@@ -24,6 +23,7 @@ from trainers.launch.spec import (
     Job,
     R,
     RunSpec,
+    Spec,
     check_kept,
     check_precision,
     prepare_function,
@@ -71,13 +71,9 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     places: list[Path] = []
     overrides = plain(keys, "train()", places)
     tree, source, directory = read_given(run, "train()")
-    spec = run_with(
-        tree,
-        source,
-        places[0] if places else directory,
-        overrides,
-        torchrun_world_size(),
-    )
+    if places:
+        directory = places[0]
+    spec = run_with(tree, source, directory, overrides, torchrun_world_size())
     if isinstance(spec, FunctionSpec):
         return train_function(spec, fresh)
     result = run_training(spec, fresh)
@@ -111,52 +107,47 @@ def run_training(
         spec.load_task()
         trackers = spec.config.trackers if rank == 0 else []
         check_trackers(trackers, spec.path, spec.source)
-        check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
-        with (
-            held(spec.storage, MARK)
-            if rank == 0
-            else contextlib.nullcontext("") as token
-        ):
-            result = prepare_storage(spec, fresh) if rank == 0 else None
-            again = f"python -m trainers track {shlex.quote(spec.uri)}"
-            with followed(
-                "trainers.tracking.delivery",
-                spec.storage,
-                token,
-                trackers,
-                spec.path,
-                again,
-            ):
-                if result is not None and not is_torchrun:
-                    anew = "--fresh" if is_command else "fresh=True"
-                    logger.info(
-                        "%s is complete already (%s starts it anew)", spec.uri, anew
-                    )
-                else:
-                    # Ray prints what its workers say, amid lines of ours, until the
-                    # cluster is left.
-                    spec = replace(
-                        spec,
-                        token=token,
-                        quiet=output.quiet,
-                        told=_told(output) if is_command else "",
-                    )
-                    with cluster, _telling(spec, output, rank) as take:
-                        result = launch(spec, launcher, rank, is_command, take)
-                if rank == 0:
-                    check_kept(spec.storage, result)
-    assert result is not None
+        device_type = check_cluster(spec) if launcher == "ray" else None
+        check_precision(spec, device_type)
+        token = ""
+        result: RunResult | None = None
+        if rank == 0:
+            token = stack.enter_context(held(spec.storage, MARK))
+            result = prepare_storage(spec, fresh)
+            again = "the same command" if is_command else "the same call"
+            module = "trainers.tracking.delivery"
+            stack.enter_context(
+                followed(module, spec.storage, token, trackers, spec.path, again)
+            )
+        if result is not None and not is_torchrun:
+            anew = "--fresh" if is_command else "fresh=True"
+            logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
+        else:
+            spec = _held(spec, token, output, is_command)
+            # Ray prints what its workers say, amid lines of ours, until the cluster is
+            # left.
+            with cluster, _telling(spec, output, rank) as take:
+                result = launch(spec, launcher, rank, is_command, take)
+        if rank == 0:
+            check_kept(spec.storage, result)
     return result
 
 
-def _told(output: Output) -> Literal["", "line", "json"]:
-    return "line" if output.is_live else "json" if output.as_json else ""
+S = TypeVar("S", bound=Spec)
+
+
+def _held(spec: S, token: str, output: Output, is_command: bool) -> S:
+    """Return the run as it is launched: with its lease, and what is told of it."""
+    told: Literal["", "line", "json"] = ""
+    if is_command and output.is_live:
+        told = "line"
+    elif is_command and output.as_json:
+        told = "json"
+    return replace(spec, token=token, quiet=output.quiet, told=told)
 
 
 @contextlib.contextmanager
-def _telling(
-    spec: RunSpec | FunctionSpec, output: Output, rank: int
-) -> Iterator[Take | None]:
+def _telling(spec: Spec, output: Output, rank: int) -> Iterator[Take | None]:
     """What takes a run's records in a block, as the spec has it."""
     if spec.told == "" or rank > 0:
         yield None
@@ -182,14 +173,10 @@ def train_function(
     """
     output = output or Output()
     if torchrun_world_size() is not None:
+        named = spec.config.train_func
         rule = "is called by workers of Ray Train, which torchrun does not start"
-        raise ConfigError(
-            "train_func",
-            spec.config.train_func,
-            rule,
-            "start it without torchrun",
-            spec.source,
-        )
+        fix = "start it without torchrun"
+        raise ConfigError("train_func", named, rule, fix, spec.source)
     with without_collection(own_process=is_command):
         from trainers.launch.local import failing_as_run
         from trainers.launch.process import shown_log
@@ -207,12 +194,7 @@ def train_function(
         token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(failing_as_run(0, is_command))
         prepare_function(spec, fresh)
-        spec = replace(
-            spec,
-            token=token,
-            quiet=output.quiet,
-            told=_told(output) if is_command else "",
-        )
+        spec = _held(spec, token, output, is_command)
         return run_function(spec, stack.enter_context(_telling(spec, output, 0)))
 
 

@@ -69,25 +69,27 @@ def storage_uri(storage_path: str | None) -> str:
         # Not expanded here: the same file would mean another place on another machine,
         # or at its resume.
         rule = f"holds {found[0]}, which nothing expands"
-        raise ConfigError("storage_path", path, rule, "write the place itself")
-    if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", path):
-        scheme, _, rest = path.partition(":/")
-        fix = f"write {scheme}://{'/' * (scheme.lower() == 'file')}{rest}"
-        raise ConfigError(
-            "storage_path", path, "is no URI: two slashes follow its scheme", fix
-        )
+        raise _refused(path, rule, "write the place itself")
+    if found := re.match(r"([A-Za-z][\w+.-]+):/(?!/)", path):
+        slashes = "///" if found[1].lower() == "file" else "//"
+        fix = f"write {found[1]}:{slashes}{path[found.end() :]}"
+        raise _refused(path, "is no URI: two slashes follow its scheme", fix)
     if "://" in path:
         return path
     try:
         expanded = Path(path).expanduser()
     except RuntimeError as error:
         rule = "names the home of nobody"
-        raise ConfigError("storage_path", path, rule, "write the whole path") from error
+        raise _refused(path, rule, "write the whole path") from error
     if not expanded.is_absolute() and inside_ray_job():
         rule = "is relative, inside a Ray job, where it would be lost with the job's package"
         fix = "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster"
-        raise ConfigError("storage_path", path, rule, fix)
+        raise _refused(path, rule, fix)
     return str(Path(os.path.abspath(expanded)))  # noqa: PTH100 (no symlink is resolved)
+
+
+def _refused(place: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError("storage_path", place, rule, fix)
 
 
 def inside_ray_job() -> bool:
@@ -98,13 +100,9 @@ def inside_ray_job() -> bool:
 def _file_mode() -> int:
     text = os.environ.get("PACELINE_FILE_MODE", "600")
     if not re.fullmatch("0?[67][0-7][0-7]", text):
+        rule = "must be the mode of a file in octal, at least 600"
         fix = "write 640 for the group of the files, 644 for everybody"
-        raise ConfigError(
-            "PACELINE_FILE_MODE",
-            text,
-            "must be the mode of a file in octal, at least 600",
-            fix,
-        )
+        raise ConfigError("PACELINE_FILE_MODE", text, rule, fix)
     return int(text, 8)
 
 
@@ -140,13 +138,15 @@ class Storage:
         if holds_secret(uri):
             rule = "must hold no key or password: where files are is printed, and saved with a run"
             fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
-            raise ConfigError("storage_path", uri, rule, fix)
+            raise _refused(uri, rule, fix)
         self._guard = guard
-        # What follows `?` are options of the filesystem (region, endpoint), not part of
-        # the path.
-        place, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
+        place = uri
+        if "://" in uri:
+            # What follows `?` are options of the filesystem (region, endpoint), not
+            # part of the path.
+            place = uri.partition("?")[0]
         self._place = place.rstrip("/") or "/"
-        self._options = mark + options
+        self._options = uri.removeprefix(place)
         self.uri = self._place + self._options
 
     def __reduce__(self) -> tuple[type[Storage], tuple[Any, ...]]:
@@ -179,7 +179,7 @@ class Storage:
         except (OSError, ValueError) as error:
             rule = f"cannot be opened ({first_line(error)})"
             fix = "use a directory or a URI such as s3://bucket/path"
-            raise ConfigError("storage_path", self.uri, rule, fix) from error
+            raise _refused(self.uri, rule, fix) from error
 
     @property
     def filesystem(self) -> Any:
@@ -198,9 +198,8 @@ class Storage:
 
     def child(self, *names: str) -> Storage:
         """The directory below this one."""
-        return Storage(
-            "/".join([self._place.rstrip("/"), *names]) + self._options, self._guard
-        )
+        place = "/".join([self._place.rstrip("/"), *names])
+        return Storage(place + self._options, self._guard)
 
     @property
     def parent(self) -> Storage:
@@ -353,16 +352,17 @@ class Storage:
         """Delete a file, or a directory with all below it, where it is there."""
         if self._guard is not None:
             self._guard()
-        with _explained(f"delete {self.locate(name)}"):
-            removers = {
-                "Directory": self.filesystem.delete_dir,
-                "File": self.filesystem.delete_file,
-            }
-            remove = removers.get(self._info(name).type.name)
-            if remove is not None:
-                # Another process may be quicker.
-                with contextlib.suppress(FileNotFoundError):
-                    remove(f"{self.path}/{name}".rstrip("/"))
+        path = f"{self.path}/{name}".rstrip("/")
+        # Another process may be quicker.
+        with (
+            _explained(f"delete {self.locate(name)}"),
+            contextlib.suppress(FileNotFoundError),
+        ):
+            kind = self._info(name).type.name
+            if kind == "Directory":
+                self.filesystem.delete_dir(path)
+            elif kind == "File":
+                self.filesystem.delete_file(path)
 
     def prove_writable(self) -> None:
         """Write, read and delete a marker; ConfigError says what is wrong."""
@@ -374,7 +374,7 @@ class Storage:
         except StorageError as error:
             rule = f"cannot be written ({error})"
             fix = "give a place that this user may write to"
-            raise ConfigError("storage_path", self.uri, rule, fix) from error
+            raise _refused(self.uri, rule, fix) from error
 
     def _info(self, name: str) -> Any:
         return self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))
@@ -384,7 +384,8 @@ def _with_single_puts(uri: str) -> str:
     """Return the URI with which pyarrow writes a small object of S3 in one request."""
     if not uri.startswith("s3://") or f"{_SINGLE_PUTS}=" in uri:
         return uri
-    return f"{uri}{'&' if '?' in uri else '?'}{_SINGLE_PUTS}=true"
+    joint = "&" if "?" in uri else "?"
+    return f"{uri}{joint}{_SINGLE_PUTS}=true"
 
 
 @contextlib.contextmanager
@@ -400,11 +401,14 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
 
     Raises CheckpointError. A dataclass takes no keys but its own.
     """
-    numbers: dict[str, Any] = (
-        {"parse_float": _finite, "parse_constant": _finite} if finite else {}
-    )
+    number = _finite if finite else float
     try:
-        tree = json.loads(data.decode(), parse_int=_whole, **numbers)
+        tree = json.loads(
+            data.decode(),
+            parse_int=_whole,
+            parse_float=number,
+            parse_constant=number,
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
     _check_depth(tree)
@@ -416,19 +420,23 @@ def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
 
 
 def _check_depth(tree: Any) -> None:
-    level = [tree]
-    depth = 0
-    while level:
+    for depth, _ in enumerate(levels(tree)):
         if depth > _MOST_DEPTH:
             raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-        depth += 1
+
+
+def levels(tree: Any) -> Iterator[list[Any]]:
+    """Yield the values of nested data, level by level."""
+    values = [tree]
+    while values:
+        yield values
         below: list[Any] = []
-        for part in level:
-            if isinstance(part, dict):
-                below += part.values()
-            elif isinstance(part, list):
-                below += part
-        level = below
+        for value in values:
+            if isinstance(value, dict):
+                below += value.values()
+            elif isinstance(value, list):
+                below += value
+        values = below
 
 
 def validated(value: Any, kind: type[T]) -> T:
@@ -436,13 +444,11 @@ def validated(value: Any, kind: type[T]) -> T:
     try:
         found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:
-        problem = error.errors(
-            include_url=False, include_input=False, include_context=False
-        )[0]
+        problem = error.errors(include_url=False, include_context=False)[0]
         where = ".".join(map(str, problem["loc"])) or "it"
-        raise CheckpointError(
-            f"{where[:80]!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-        ) from None
+        words = problem["msg"]
+        words = words[:1].lower() + words[1:]
+        raise CheckpointError(f"{where[:80]!r}: {words}") from None
     return found
 
 

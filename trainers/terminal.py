@@ -20,10 +20,9 @@ from rich.live import Live
 from rich.text import Text
 
 from trainers.errors import printable
-from trainers.output import Record, Take, on_terminal
+from trainers.output import PACKAGES, Record, Take, on_terminal
 
 REDRAWS_PER_S = 4
-_PACKAGES = ("trainers", "cluster", "tune")
 _ERASE_LINE = "\r\x1b[2K"
 
 
@@ -118,32 +117,26 @@ def beside(stream: TextIO) -> Callable[[str], None]:
 @contextlib.contextmanager
 def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
     """Give on what Python prints to the terminal, and our log, line by line."""
-    names = ["stdout", *["stderr"] * (sys.stderr is not None and sys.stderr.isatty())]
-    before: dict[str, TextIO] = {name: getattr(sys, name) for name in names}
-    own: dict[str, Any] = {
-        name: _Printed(stream, give(stream)) for name, stream in before.items()
-    }
-    handlers = {
-        handler
-        for package in _PACKAGES
-        for handler in logging.getLogger(package).handlers
-        if isinstance(handler, logging.StreamHandler)
-    }
-    moved = []
-    for name, stream in before.items():
-        setattr(sys, name, own[name])
-        for handler in handlers:
-            if handler.stream is stream:
-                handler.setStream(own[name])
-                moved.append((handler, stream))
-    try:
+    names = ["stdout"]
+    if sys.stderr is not None and sys.stderr.isatty():
+        names.append("stderr")
+    handlers: list[logging.Handler] = []
+    for package in PACKAGES:
+        handlers += logging.getLogger(package).handlers
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stream = getattr(sys, name)
+            own: Any = _Printed(stream, give(stream))
+            stack.callback(own.finish)
+            stack.callback(setattr, sys, name, stream)
+            setattr(sys, name, own)
+            for handler in handlers:
+                if not isinstance(handler, logging.StreamHandler):
+                    continue
+                if handler.stream is stream:
+                    stack.callback(handler.setStream, stream)
+                    handler.setStream(own)
         yield
-    finally:
-        for handler, stream in moved:
-            handler.setStream(stream)
-        for name, stream in before.items():
-            setattr(sys, name, stream)
-            own[name].finish()
 
 
 @contextlib.contextmanager

@@ -323,18 +323,15 @@ def nothing_left(seen: Observed) -> Iterator[str]:
         late = last_step(seen.directory, end)
         if late > ORPHAN_S:
             yield f"workers of command {number + 1} trained on for {late:.1f} s after it"
-    # Where a driver is killed after its workers have ended, the next group of the
-    # machine clears up.
+    # Where a driver is killed after its workers have ended, nobody is left to clear up.
     root = seen.case.scenario.root
     deadly = ("SIGKILL", "SIGSTOP")
-    is_cleared = any(
+    is_left = any(
         fault.target == root and fault.detail in deadly for fault in seen.case.faults
     )
     files = [path.name for path in (seen.directory / "tmp").glob("paceline*")]
     files = [
-        name
-        for name in files
-        if not (is_cleared and name.startswith("paceline-spawn-"))
+        name for name in files if not (is_left and name.startswith("paceline-spawn-"))
     ]
     files += [
         str(path.relative_to(seen.directory))

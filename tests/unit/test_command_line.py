@@ -31,7 +31,7 @@ COMMANDS = [
     (
         "trainers",
         ["predict"],
-        ["run", "--out=x"],
+        ["run", "--out=x.safetensors"],
         "--checkpont",
         "--checkpoint",
         "--out",
@@ -39,7 +39,7 @@ COMMANDS = [
     (
         "trainers",
         ["export"],
-        ["run", "--out=x"],
+        ["run", "--out=x.safetensors"],
         "--chekpoint",
         "--checkpoint",
         "--checkpoint",

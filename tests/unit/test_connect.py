@@ -164,7 +164,7 @@ print("alive")
 
 @pytest.mark.parametrize(("kind", "code", "out", "err"), [
     ("embedded", 1, "no table\n",
-     "error: Ray's raylet was killed by SIGKILL, and with it the cluster of this process; go on\n"),
+     "error: Ray's raylet ended by SIGKILL, and with it the cluster of this process; go on\n"),
     ("stopped", 1, "no table\n",
      "error: Ray's GCS has given up the node of this process, whose raylet does not answer; go on\n"),
     ("joined", 1, "no table\n", "did not answer for 0.5 s; go on\n"),

@@ -84,7 +84,7 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     ):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
-    worker_group._join("127.0.0.1", 1, "gloo")
+    worker_group._join("127.0.0.1", 1, 3, "gloo")
     assert seen == [visible]
 
 

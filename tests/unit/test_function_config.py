@@ -154,7 +154,7 @@ def test_a_function_that_is_not_there_or_does_not_fit(user, change, sentence):
 
 def test_the_commands_say_it_in_a_line(user, capsys, monkeypatch):
     spec(user)
-    assert train([str(user / "run.yaml"), "--profile"]) == 2
+    assert train([str(user / "run.yaml"), "--profile_steps", "5"]) == 2
     assert "`profile_steps`" in capsys.readouterr().err
     for name, value in (
         ("RANK", "0"),

@@ -23,6 +23,7 @@ from trainers.launch.local import LocalContext
 from trainers.launch.spec import prepare_storage
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
+from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import task_feed
 
@@ -50,16 +51,10 @@ def written(task, path, size=32, precision="fp32"):
     torch.manual_seed(0)
     feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
     model = TABLE[precision].convert_model(task.model())
-    predict(
-        model,
-        task,
-        feed,
-        size,
-        TABLE[precision],
-        Group(0, 1, CPU),
-        Storage(str(path)),
-        {"split": "val"},
-    )
+    forward = ForwardPass(model.eval(), task, TABLE[precision], CPU)
+    with torch.no_grad():
+        group = Group(0, 1, CPU)
+        predict(forward, feed, size, group, Storage(str(path)), {"split": "val"})
     return pq.read_table(path)
 
 
@@ -296,6 +291,9 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(
         ).config.launcher
         == "spawn"
     )
+    whole = {"scaling": {"num_workers": 2, "cpus_per_worker": 1}}
+    asked = run_spec(str(tmp_path / "moved"), whole, None).config
+    assert (asked.scaling.num_workers, asked.launcher) == (2, "spawn")
     assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, (
         "torchrun's are started already"
     )

@@ -15,9 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
+from trainers.config.model import Tree
 from trainers.config.sections import (
     CheckpointConfig,
     EarlyStoppingConfig,
+    Mode,
     check_metric,
     direction_of,
 )
@@ -26,6 +28,10 @@ from trainers.errors import CheckpointError, show
 from trainers.storage import parse_json, validated
 
 FORMAT = 2
+
+
+Figures = Mapping[str, float]
+"""Of an evaluation, by name."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Manifest:
     Only finite ones.
     """
     versions: dict[str, str] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    config: Tree = field(default_factory=dict)
     """The resolved TrainConfig that trained it."""
     format: int = FORMAT
 
@@ -69,7 +75,7 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         """Read `manifest.json`; CheckpointError says what is wrong with it."""
         try:
-            tree = parse_json(data, dict[str, Any], finite=False)
+            tree = parse_json(data, Tree, finite=False)
             tree.pop("seal", None)
             if tree.get("format") != FORMAT:
                 raise CheckpointError(
@@ -85,11 +91,11 @@ class Manifest:
         # The number of files first: no list of a billion ranks is made.
         count = len(found.files)
         each = (rank_file, shard_file) if found.is_sharded else (rank_file,)
-        right = count == found.world_size * len(each) + 1
-        if not right or {
-            "state.pt",
-            *(of(rank) for of in each for rank in range(found.world_size)),
-        } != {*found.files}:
+        wanted = {"state.pt"}
+        if count == found.world_size * len(each) + 1:
+            for name_of in each:
+                wanted.update(map(name_of, range(found.world_size)))
+        if wanted != found.files.keys():
             words = f"it names {count} files, not state.pt and those of each of {found.world_size} ranks"
             raise CheckpointError(f"its manifest is damaged or was changed: {words}")
         return found
@@ -115,7 +121,7 @@ class Manifest:
                 )
 
 
-def seal(tree: dict[str, Any]) -> bytes:
+def seal(tree: Tree) -> bytes:
     """Return a manifest's content as it is written.
 
     Its last key is the SHA-256 of the same text without that key.
@@ -153,24 +159,20 @@ class Best:
     @staticmethod
     def of(config: CheckpointConfig) -> Best | None:
         """As the configuration has it; None when it names no metric."""
-        if config.best is None:
-            return None
-        return Best(
-            config.best, (config.best_mode or direction_of(config.best)) == "min"
-        )
+        return Best._by(config.best, config.best_mode, "checkpoint.best")
 
     @staticmethod
     def to_go_on(config: EarlyStoppingConfig) -> Best | None:
         """What has to improve, or the run ends; None where it never ends early."""
-        if config.metric is None:
-            return None
-        return Best(
-            config.metric,
-            (config.mode or direction_of(config.metric)) == "min",
-            "early_stopping.metric",
-        )
+        return Best._by(config.metric, config.mode, "early_stopping.metric")
 
-    def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
+    @staticmethod
+    def _by(metric: str | None, mode: Mode | None, key: str) -> Best | None:
+        if metric is None:
+            return None
+        return Best(metric, (mode or direction_of(metric)) == "min", key)
+
+    def improves(self, figures: Figures, before: float | None) -> bool:
         """Return whether an evaluation is strictly better than the best value `before`.
 
         NaN never is.
@@ -179,9 +181,9 @@ class Best:
         """
         check_metric(self.key, self.metric, figures)
         value = figures[self.metric]
-        return math.isfinite(value) and (
-            before is None or (value < before if self.smaller else value > before)
-        )
+        if before is None or not math.isfinite(value):
+            return math.isfinite(value)
+        return value < before if self.smaller else value > before
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Return the checkpoints whose step was evaluated, best first.

@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from trainers.checkpoint.manifest import Manifest, shard_file
-from trainers.checkpoint.validation import map_tree, tensors_in
+from trainers.checkpoint.validation import Place, State, map_tree, tensors_in
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.model.sharding import is_shard, local
@@ -49,14 +49,13 @@ FORMATS = {
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
-_Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
     """A state in two."""
 
-    rest: dict[str, Any]
+    rest: State
     """Everything else: rank 0 writes it."""
     rows: dict[str, Tensor]
     """This rank's rows by name, on the tensors' own memory."""
@@ -71,7 +70,7 @@ class Cut:
 
 
 def cut_rows(
-    state: dict[str, Any], group: Group, replicated: Collection[str] | None = None
+    state: State, group: Group, replicated: Collection[str] | None = None
 ) -> Cut:
     """Cut a run's state, which stays as it is.
 
@@ -81,34 +80,23 @@ def cut_rows(
     also those that all ranks have
     alike: parameters, their averages and the optimizer's tensors.
     """
-    cutter = _Cutter(group, replicated)
-    return Cut(map_tree(cutter.stand_in, state), cutter.rows)
+    cut: dict[str, Tensor] = {}
+    stand_ins: dict[Place, Tensor] = {}  # tensors that are tied stay one
 
-
-class _Cutter:
-    def __init__(self, group: Group, replicated: Collection[str] | None) -> None:
-        self._group = group
-        self._replicated = replicated
-        self.rows: dict[str, Tensor] = {}
-        self._stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
-
-    def stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
-        rows = _own_rows(tensor, path, self._group, self._replicated)
+    def stand_in(tensor: Tensor, path: Place) -> Tensor:
+        rows = _own_rows(tensor, path, group, replicated)
         name = _name(path)
-        if rows is None or name in self.rows:
+        if rows is None or name in cut:
             return tensor
-        place = (
-            rows.untyped_storage().data_ptr(),
-            rows.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-        )
-        if not rows.numel() or place not in self._stand_ins:
-            self.rows[name] = rows
-            self._stand_ins[place] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, device="meta"
-            )
-        return self._stand_ins[place]
+        begin = rows.untyped_storage().data_ptr()
+        place = (begin, rows.storage_offset(), tensor.shape, tensor.stride())
+        if not rows.numel() or place not in stand_ins:
+            cut[name] = rows
+            shape = tensor.shape
+            stand_ins[place] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return stand_ins[place]
+
+    return Cut(map_tree(stand_in, state), cut)
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ class _Entry:
 
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any device, with no more than one copied at a time."""
-    header: dict[str, Any] = {}
+    header: State = {}
     end = 0
     for name, tensor in tensors.items():
         begin = end
@@ -151,27 +139,25 @@ class TensorFile:
         self._entries = parse_json(text, dict[str, _Entry])
         self._base = 8 + size
 
-    def read_rows(self, name: str, rows: range, of: int, into: Tensor) -> None:
-        """Fill `into` with rows of the tensor `name`.
+    def read_rows(self, name: str, first: int, of: int, into: Tensor) -> None:
+        """Fill `into` with rows of the tensor `name`, from its row `first` on.
 
         The file has `of` rows like them, in the same format.
         """
         entry = self._entries.get(name)
         wanted = [of, *into.shape[1:]]
-        if entry is None or (entry.dtype, entry.shape) != (FORMATS[into.dtype], wanted):
-            found = (
-                "nothing" if entry is None else f"{entry.dtype[:10]} {entry.shape[:10]}"
-            )
-            raise CheckpointError(
-                f"it has {found} as {name}, not {FORMATS[into.dtype]} {wanted}"
-            )
+        dtype = FORMATS[into.dtype]
+        found = "nothing"
+        if entry is not None:
+            found = f"{entry.dtype[:10]} {entry.shape[:10]}"
+        if entry is None or (entry.dtype, entry.shape) != (dtype, wanted):
+            raise CheckpointError(f"it has {found} as {name}, not {dtype} {wanted}")
         row_bytes = into[:1].nbytes
         begin, end = entry.data_offsets
         if end - begin != of * row_bytes:
-            raise CheckpointError(
-                f"its place of {name} has {end - begin} bytes, not {of * row_bytes}"
-            )
-        self._stream.seek(self._base + begin + rows.start * row_bytes)
+            words = f"its place of {name} has {end - begin} bytes, not {of * row_bytes}"
+            raise CheckpointError(words)
+        self._stream.seek(self._base + begin + first * row_bytes)
         left = _bytes(into) if into.numel() else memoryview(b"")
         while left:
             count = self._stream.readinto(left)  # type: ignore[attr-defined]
@@ -202,23 +188,21 @@ class RowReader:
         self._state = state  # keeps the tensors alive whose identities are the keys
         waiting = 0
         for path, tensor in tensors_in(state, "state"):
-            if is_shard(tensor) or (
-                tensor.is_meta and (tensor.dim() == 0 or tensor.dtype not in FORMATS)
-            ):
-                raise CheckpointError(
-                    f"its {_name(path)[:80]} is no tensor of a file of rows"
-                )
+            name = _name(path)
+            has_no_rows = tensor.dim() == 0 or tensor.dtype not in FORMATS
+            if is_shard(tensor) or (tensor.is_meta and has_no_rows):
+                raise CheckpointError(f"its {name[:80]} is no tensor of a file of rows")
             if tensor.is_meta and id(tensor) not in self._names:
-                self._names[id(tensor)] = _name(path)
+                self._names[id(tensor)] = name
                 waiting += tensor.nbytes
-        there = sum(
-            manifest.files[shard_file(rank)].bytes
-            for rank in range(manifest.world_size)
-        )
+        there = 0
+        for rank in range(manifest.world_size):
+            there += manifest.files[shard_file(rank)].bytes
         if waiting > there:  # before any memory is asked for
-            raise CheckpointError(
+            words = (
                 f"its tensors have {waiting:,} bytes, more than its {there:,} of rows"
             )
+            raise CheckpointError(words)
 
     def fill(
         self,
@@ -243,24 +227,15 @@ class RowReader:
             for path, stand_in in tensors_in(tree, "state"):
                 if not stand_in.is_meta or id(stand_in) in taken:
                     continue
-                rows = self._read(
-                    stand_in,
-                    _share(stand_in.shape[0], rank, world_size),
-                    files,
-                    streams,
-                )
+                share = _share(stand_in.shape[0], rank, world_size)
+                rows = self._read(stand_in, share, files, streams)
                 target = targets.get(path)
-                own = None if target is None else local(target)
-                if own is not None and (own.shape, own.dtype) == (
-                    rows.shape,
-                    rows.dtype,
-                ):
-                    own.copy_(rows)
-                    taken[id(stand_in)] = target
-                else:
-                    taken[id(stand_in)] = (
-                        rows if place is None else place(rows, stand_in)
-                    )
+                put: Any = rows
+                if target is not None and _takes(local(target), rows):
+                    put = target
+                elif place is not None:
+                    put = place(rows, stand_in)
+                taken[id(stand_in)] = put
         return map_tree(lambda tensor, _: taken.get(id(tensor), tensor), tree)
 
     @retrying
@@ -276,43 +251,49 @@ class RowReader:
         name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
         step = len(_share(count, 0, self._manifest.world_size))
-        for writer in range(ours.start // step, -(-ours.stop // step)) if ours else ():
-            file = shard_file(writer)
+        writers = range(ours.start // step, -(-ours.stop // step))
+        for writer in writers if ours else ():
             theirs = _share(count, writer, self._manifest.world_size)
-            both = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-            part = rows[both.start - ours.start : both.stop - ours.start]
+            begin = max(ours.start, theirs.start)
+            end = min(ours.stop, theirs.stop)
+            part = rows[begin - ours.start : end - ours.start]
+            file = shard_file(writer)
+            path = f"{self._name}/{file}"
             try:
                 if writer not in files:
-                    opened = self._storage.reader(
-                        f"{self._name}/{file}", self._manifest.files[file].bytes
-                    )
+                    size = self._manifest.files[file].bytes
+                    opened = self._storage.reader(path, size)
                     files[writer] = TensorFile(streams.enter_context(opened))
-                files[writer].read_rows(
-                    name,
-                    range(both.start - theirs.start, both.stop - theirs.start),
-                    len(theirs),
-                    part,
-                )
+                first = begin - theirs.start
+                files[writer].read_rows(name, first, len(theirs), part)
             except CheckpointError as error:
                 raise CheckpointError(f"{file} cannot be read: {error}") from error
             except (OSError, StorageError) as error:
                 files.clear()
                 with contextlib.suppress(OSError, StorageError):
                     streams.close()
-                where = self._storage.locate(f"{self._name}/{file}")
                 raise StorageError(
-                    f"could not read {where}: {first_line(error)}"
+                    f"could not read {self._storage.locate(path)}: {first_line(error)}"
                 ) from error
         return rows
 
 
+def _takes(target: Tensor, rows: Tensor) -> bool:
+    """Copy rows into a tensor of their shape and format; whether it is one."""
+    is_like = target.shape == rows.shape and target.dtype == rows.dtype
+    if is_like:
+        target.copy_(rows)
+    return is_like
+
+
 def _share(count: int, rank: int, world_size: int) -> range:
     step = -(-count // world_size)
-    return range(min(rank * step, count), min((rank + 1) * step, count))
+    begin = rank * step
+    return range(min(begin, count), min(begin + step, count))
 
 
 def _own_rows(
-    tensor: Tensor, path: _Path, group: Group, replicated: Collection[str] | None
+    tensor: Tensor, path: Place, group: Group, replicated: Collection[str] | None
 ) -> Tensor | None:
     """What this rank writes of a tensor; None of one that stays with the rest."""
     if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
@@ -322,18 +303,13 @@ def _own_rows(
         sharded: Any = tensor
         part = local(tensor)
         by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
-        if (
-            by_rows
-            and sharded.device_mesh.size() == group.world_size
-            and len(part) == len(own)
-        ):
+        by_all = sharded.device_mesh.size() == group.world_size
+        if by_rows and by_all and len(part) == len(own):
             return part
         return None
-    if (
-        replicated is None
-        or type(tensor) not in (Tensor, torch.nn.Parameter)
-        or tensor.layout is not torch.strided
-    ):
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    is_dense = is_plain and tensor.layout is torch.strided
+    if replicated is None or not is_dense or tensor.nbytes < _LEAST_BYTES:
         return None
     section, *inner = path
     is_replica = (
@@ -341,10 +317,10 @@ def _own_rows(
         or (section == "ema" and inner[1] in replicated)
         or (section == "optimizer" and inner[0] == "state")
     )
-    if is_replica and tensor.nbytes >= _LEAST_BYTES:
+    if is_replica:
         return tensor.detach()[own.start : own.stop]
     return None
 
 
-def _name(path: _Path) -> str:
+def _name(path: Place) -> str:
     return "/".join(map(str, path))

@@ -7,7 +7,7 @@ module's names, by rows where each rank writes its own
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainers.causes import classify
-from trainers.checkpoint.manifest import Best
+from trainers.checkpoint.manifest import Best, Figures
 from trainers.checkpoint.row_shards import Cut, cut_rows
 from trainers.checkpoint.store import Checkpoints, Loaded
 from trainers.checkpoint.validation import (
+    State,
     check_dtypes,
     check_optimizer,
     check_rng_state,
@@ -106,9 +107,7 @@ class Keeper:
         every_s = self.config.checkpoint.every_s
         return every_s is not None and time.monotonic() - self._kept_at > every_s
 
-    def keep(
-        self, position: dict[str, Any], figures: Mapping[str, float], at_once: bool
-    ) -> None:
+    def keep(self, position: State, figures: Figures, at_once: bool) -> None:
         """Begin a checkpoint at `position`.
 
         With `at_once`, and without `checkpoint.async`, also complete it.
@@ -139,10 +138,8 @@ class Keeper:
 
         To be called when no rank is `busy` with it.
         """
-        if (
-            self.checkpoints.pending
-            and (where := self.checkpoints.advance()) is not None
-        ):
+        where = self.checkpoints.advance() if self.checkpoints.pending else None
+        if where is not None:
             self.told(where)
 
     def settle(self) -> None:
@@ -159,8 +156,8 @@ class Keeper:
             self.told(where)
 
     def resume(
-        self, source: Storage | None, check: Callable[[dict[str, Any]], None]
-    ) -> dict[str, Any] | None:
+        self, source: Storage | None, check: Callable[[State], None]
+    ) -> State | None:
         """Take back the newest complete checkpoint that fits; return its position.
 
         None when there is none.
@@ -190,10 +187,10 @@ class Keeper:
                 )
         if loaded is None:
             return None
-        position: dict[str, Any] = loaded.state["position"]
+        position: State = loaded.state["position"]
         return position
 
-    def _state(self, position: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, position: State) -> State:
         """Everything but random state."""
         parts = self.parts
         state = {
@@ -206,24 +203,24 @@ class Keeper:
         if parts.frozen is not None:
             self._require_frozen()
             state["frozen"] = parts.frozen
-            state["model"] = {
-                name: one
-                for name, one in state["model"].items()
-                if name not in parts.frozen
-            }
+            for name in parts.frozen:
+                state["model"].pop(name, None)
         if parts.beside:
             state["beside"] = {
                 name: tensor.detach() for name, tensor in parts.beside.items()
             }
         if changed := parts.as_made.changes(parts.model):
             state["switched"] = changed
-        if parts.schedule is not None:
-            state["schedule"] = parts.schedule.state_dict()
-        if parts.ema is not None:
-            state["ema"] = parts.ema.state_dict()
+        for name, part in self._optional():
+            if part is not None:
+                state[name] = part.state_dict()
         return state
 
-    def _cut(self, state: dict[str, Any]) -> Cut:
+    def _optional(self) -> list[tuple[str, Any]]:
+        """The parts that not every run has."""
+        return [("ema", self.parts.ema), ("schedule", self.parts.schedule)]
+
+    def _cut(self, state: State) -> Cut:
         """Split the state into what rank 0 writes and this rank's rows.
 
         Either all ranks write rows, or none.
@@ -231,17 +228,14 @@ class Keeper:
         parts = self.parts
         group = self.parts.group
         sharded = is_sharded(parts.model)
-        if not sharded and (
-            group.world_size == 1 or _size(state["model"]) < _SHARD_BYTES
-        ):
-            return Cut(state, {})
-        names = {
-            name for name, _ in parts.model.named_parameters(remove_duplicate=False)
-        }
-        cut = cut_rows(state, group, None if sharded else names)
-        if (
-            len(set(group.gather(cut.digest()))) > 1
-        ):  # an optimizer of the task's that has other tensors on each rank
+        names = None
+        if not sharded:
+            if group.world_size == 1 or _size(state["model"]) < _SHARD_BYTES:
+                return Cut(state, {})
+            names = dict(parts.model.named_parameters(remove_duplicate=False)).keys()
+        cut = cut_rows(state, group, names)
+        # An optimizer of the task's may have other tensors on each rank.
+        if len(set(group.gather(cut.digest()))) > 1:
             cut = Cut(state, {})
         if sharded:
             return Cut(whole(cut.rest, group), cut.rows)
@@ -265,17 +259,14 @@ class Keeper:
         An example is a teacher's average.
         """
         now = self._sums_left()
-        if names := [
-            name
-            for name, then in self._left.items()
-            if now.get(name) not in (None, then)
-        ]:
+        names = []
+        for name, then in self._left.items():
+            if now.get(name, then) != then:
+                names.append(name)
+        if names:
             words = "training changes %s of the task, which no checkpoint has: %s; return them from its state_dict()"
-            logger.warning(
-                words,
-                shorten(names),
-                "a run that goes on, evaluate and predict have them as made",
-            )
+            rest = "a run that goes on, evaluate and predict have them as made"
+            logger.warning(words, shorten(names), rest)
             self._left = {}
 
     def _require_frozen(self) -> None:
@@ -283,12 +274,8 @@ class Keeper:
         for name, (parameter, version) in self._frozen.items():
             if parameter.requires_grad or parameter._version != version:
                 rule = f"leaves out `{name}`, which model() has frozen, and which changes all the same"
-                raise ConfigError(
-                    "checkpoint.parameters",
-                    "trained",
-                    rule,
-                    "set `checkpoint.parameters: all`",
-                )
+                fix = "set `checkpoint.parameters: all`"
+                raise ConfigError("checkpoint.parameters", "trained", rule, fix)
 
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError for a checkpoint that does not fit.
@@ -303,35 +290,31 @@ class Keeper:
         check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
         check_optimizer(state["optimizer"], parts.optimizer)
-        for name, part in (("ema", parts.ema), ("schedule", parts.schedule)):
+        for name, part in self._optional():
             if (part is None) != (name not in state):
-                raise CheckpointError(
-                    f"it has {'no' if part is not None else 'a'} {name}, unlike this run"
-                )
+                has = "no" if part is not None else "a"
+                raise CheckpointError(f"it has {has} {name}, unlike this run")
             if part is not None:
                 part.check(state[name])
         check_scaler(state["scaler"], parts.step.scaler.state_dict())
         if loaded.rank_state is not None:
             check_rng_state(loaded.rank_state, parts.device)
         sampler = parts.sampler
-        pairs: list[tuple[str, int | str, int | str]] = [
-            ("global_batch_size", position.global_batch_size, config.batch_size),
-            ("train_samples", position.train_samples, sampler.known_length),
-        ]
-        kept_to = sampler.batches.sizes if config.changes_batch else []
-        pairs.append(("batch_schedule", str(position.batch_sizes), str(kept_to)))
+        sizes = sampler.batches.sizes if config.changes_batch else []
+        order = ""
         if position.order:
             sampler.set_epoch(sampler.batches.place(max(0, position.step - 1)).epoch)
-            pairs.append(("order of samples", position.order, sampler.name()))
-        for name, then, now in pairs:
+            order = sampler.name()
+        for name, then, now in (
+            ("global_batch_size", position.global_batch_size, config.batch_size),
+            ("train_samples", position.train_samples, sampler.known_length),
+            ("batch_schedule", str(position.batch_sizes), str(sizes)),
+            ("order of samples", position.order, order),
+        ):
             if then != now:
                 rule = f"differs from the {then} that checkpoint {loaded.name} was trained with"
-                raise ConfigError(
-                    name,
-                    now,
-                    rule,
-                    "train under another `name`, or start anew with --fresh",
-                )
+                fix = "train under another `name`, or start anew with --fresh"
+                raise ConfigError(name, now, rule, fix)
 
     def _apply(self, loaded: Loaded) -> None:
         """Take back a loaded checkpoint.
@@ -408,50 +391,31 @@ def match_layout(optimizer: Optimizer) -> None:
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
             is_plain = type(value) is Tensor or is_shard(value)
-            if (
-                is_plain
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                moments[name] = torch.empty_like(
-                    parameter, dtype=value.dtype, requires_grad=False
-                ).copy_(value)
+            if not is_plain or value.shape != parameter.shape:
+                continue
+            if value.stride() != parameter.stride():
+                dtype = value.dtype
+                like = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                moments[name] = like.copy_(value)
 
 
-def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_state(optimizer: Optimizer, saved: State) -> State:
     """Return the saved state as this run's optimizer takes it.
 
     What has a parameter's shape is cut as the parameter is. How a step is computed is
     this run's choice.
     """
-    groups = [
-        {
-            **ours,
-            **theirs,
-            **{option: ours[option] for option in _HOW if option in ours},
-        }
-        for theirs, ours in zip(
-            saved["param_groups"], optimizer.param_groups, strict=True
-        )
-    ]
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    by_number = dict(
-        zip(
-            (number for group in groups for number in group["params"]),
-            parameters,
-            strict=True,
-        )
-    )
-
-    def cut(value: Any, parameter: Tensor) -> Any:
-        if getattr(value, "shape", None) == parameter.shape:
-            return shard_like(value, parameter)
-        return value
-
-    state = {
-        number: {name: cut(value, by_number[number]) for name, value in entries.items()}
-        for number, entries in saved["state"].items()
-    }
+    groups = []
+    state = {}
+    pairs = zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    for theirs, ours in pairs:
+        how = {option: ours[option] for option in _HOW if option in ours}
+        groups.append({**ours, **theirs, **how})
+        for number, parameter in zip(theirs["params"], ours["params"], strict=True):
+            entries = dict(saved["state"].get(number, {}))
+            for name, value in entries.items():
+                if getattr(value, "shape", None) == parameter.shape:
+                    entries[name] = shard_like(value, parameter)
+            if entries:
+                state[number] = entries
     return {**saved, "state": state, "param_groups": groups}

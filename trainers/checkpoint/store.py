@@ -23,17 +23,17 @@ import platform
 import re
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainers.checkpoint.manifest import (
     Best,
+    Figures,
     FileEntry,
     Manifest,
     folder_name,
@@ -42,7 +42,7 @@ from trainers.checkpoint.manifest import (
     surplus,
 )
 from trainers.checkpoint.row_shards import RowReader, write_tensors
-from trainers.checkpoint.validation import map_tree
+from trainers.checkpoint.validation import Place, State, map_tree
 from trainers.devices.group import Group
 from trainers.errors import (
     CheckpointError,
@@ -56,8 +56,9 @@ from trainers.versions import package_versions
 
 logger = logging.getLogger(__name__)
 _MOST_MANIFEST_BYTES = 16 << 20  # some 100,000 ranks
+T = TypeVar("T")
 _Entries = dict[str, FileEntry]
-_Buffers = dict[tuple[Any, ...], Tensor]
+_Buffers = dict[Place, Tensor]
 
 
 class _Hashing(io.RawIOBase):
@@ -93,7 +94,7 @@ class Archive:
         self,
         run: Storage,
         best: Best | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: State | None = None,
     ) -> None:
         self.storage = run.child("checkpoints")
         self.best = best
@@ -115,7 +116,7 @@ class Archive:
         """Delete the manifest: a checkpoint that changes must not look complete."""
         self.storage.delete(f"{name}/manifest.json")
 
-    def write(self, name: str, file: str, state: dict[str, Any]) -> FileEntry:
+    def write(self, name: str, file: str, state: State) -> FileEntry:
         """Write one file of a checkpoint; its entry in the manifest."""
         # To a stream, not to a path: there torch would hold the GIL through the whole
         # write.
@@ -145,23 +146,21 @@ class Archive:
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole; delete surplus ones."""
         name = folder_name(manifest.step)
-        if missing := [
-            file for file in manifest.files if not self.storage.exists(f"{name}/{file}")
-        ]:
-            fix = "storage_path must be shared by all nodes"
-            raise StorageError(
-                f"{missing[0]} was written by another worker and is not seen by rank 0: {fix}"
-            )
-        self.storage.clear_aside(
-            name
-        )  # every rank has written: what is there is a killed one's
+        for file in manifest.files:
+            if not self.storage.exists(f"{name}/{file}"):
+                words = (
+                    f"{file} was written by another worker and is not seen by rank 0"
+                )
+                fix = "storage_path must be shared by all nodes"
+                raise StorageError(f"{words}: {fix}")
+        # Every rank has written: what is there is a killed one's.
+        self.storage.clear_aside(name)
         self.storage.write(f"{name}/manifest.json", manifest.to_json())
         names = self.names()
         complete = [other for other in names if self.is_complete(other)]
         ranked = self._ranked([other for other in complete if other <= name])
-        for other in surplus(
-            names, complete, name, keep, ranked[0] if ranked else None
-        ):
+        best = ranked[0] if ranked else None
+        for other in surplus(names, complete, name, keep, best):
             self.storage.delete(other)
 
     def manifest(self, name: str) -> Manifest:
@@ -235,7 +234,7 @@ class Archive:
             ) from error
         return name
 
-    def read_state(self, name: str) -> tuple[dict[str, Any], RowReader | None]:
+    def read_state(self, name: str) -> tuple[State, RowReader | None]:
         """Return what rank 0 wrote, and what reads the rows of all ranks.
 
         The second is None where no rank wrote rows.
@@ -244,11 +243,12 @@ class Archive:
         """
         state = self.read(name, "state.pt")
         manifest = self.manifest(name)
-        return state, RowReader(
-            self.storage, name, manifest, state
-        ) if manifest.is_sharded else None
+        rows = None
+        if manifest.is_sharded:
+            rows = RowReader(self.storage, name, manifest, state)
+        return state, rows
 
-    def read(self, name: str, file: str) -> dict[str, Any]:
+    def read(self, name: str, file: str) -> State:
         """Return the content of one file, on the CPU.
 
         Raises CheckpointError when it is more than tensors and plain data.
@@ -331,8 +331,8 @@ class Loaded:
     """A checkpoint as one rank reads it."""
 
     name: str
-    state: dict[str, Any]
-    rank_state: dict[str, Any] | None
+    state: State
+    rank_state: State | None
     """None when the checkpoint was written by another number of workers."""
     rows: RowReader | None = None
     """Of a sharded one, in whose state tensors on the meta device stand for others."""
@@ -341,7 +341,7 @@ class Loaded:
 @dataclass(frozen=True)
 class _Pending:
     step: int
-    metrics: Mapping[str, float]
+    metrics: Figures
     job: Future[Any]
     """First `_files`, then, once `gathered`, `_seal`."""
     gathered: bool = False
@@ -374,7 +374,7 @@ class Checkpoints:
         group: Group,
         keep: int,
         best: Best | None = None,
-        config: dict[str, Any] | None = None,
+        config: State | None = None,
     ) -> None:
         self.archive = Archive(run, best, config)
         self.group = group
@@ -393,9 +393,9 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: dict[str, Any],
-        rank_state: dict[str, Any],
-        metrics: Mapping[str, float] | None = None,
+        state: State,
+        rank_state: State,
+        metrics: Figures | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Write one checkpoint, then delete older ones, and return where it is.
@@ -413,9 +413,9 @@ class Checkpoints:
     def start(
         self,
         step: int,
-        state: dict[str, Any],
-        rank_state: dict[str, Any],
-        metrics: Mapping[str, float] | None = None,
+        state: State,
+        rank_state: State,
+        metrics: Figures | None = None,
         first: Callable[[], None] | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -498,7 +498,7 @@ class Checkpoints:
             logger.warning("%s", error)
         self._thread.shutdown()
 
-    def improves(self, figures: Mapping[str, float]) -> bool:
+    def improves(self, figures: Figures) -> bool:
         """Return whether an evaluation beats every checkpoint so far.
 
         Always False without `best`.
@@ -519,77 +519,76 @@ class Checkpoints:
         """
         archive = self.archive
         is_first = self.group.rank == 0
-        found: dict[str, bool] = {}
-        problems: dict[str, str] = {}
-
-        def find() -> None:
-            found.update(
-                (name, archive.is_complete(name)) for name in archive.names()[::-1]
-            )
-
-        if problem := self._agreed(find if is_first else _idle):
-            raise StorageError(problem)
-        for name, is_complete in self.group.first(found).items():
-            loaded: list[Loaded] = []
-            actions: list[Callable[[], None]] = [
-                partial(archive.verify, name, self.group.rank, self.group.world_size)
-            ]
-            actions += [
-                partial(self._read, name, loaded),
-                *(partial(_give, use, loaded) for use in uses),
-            ]
-            problem = next(filter(None, map(self._agreed, actions)), None)
-            if problem is None:
-                if self.best is not None:
-                    self._best_value = self.group.first(
-                        archive.best_value() if is_first else None
-                    )
-                return loaded[0]
-            if is_complete:
-                problems[name] = problem
-            if is_first:
-                archive.leave_out(name, problem)
+        problems: list[str] = []
+        for name, is_complete in self.group.first(self._agreed(self._found)).items():
+            try:
+                loaded = self._load(name, uses)
+            except StorageError as error:
+                if is_complete:
+                    problems.append(f"{name}: {error}")
+                if is_first:
+                    archive.leave_out(name, str(error))
+                continue
+            if self.best is not None:
+                best_value = archive.best_value() if is_first else None
+                self._best_value = self.group.first(best_value)
+            return loaded
         if problems:
-            name, problem = next(iter(problems.items()))
-            words = f"none of the {len(problems)} checkpoints in {archive.storage.uri} can be used ({name}: {problem})"
-            raise CheckpointError(
-                f"{words}; put a good one there, or start anew with --fresh"
-            )
+            words = f"none of the {len(problems)} checkpoints in {archive.storage.uri} can be used ({problems[0]})"
+            fix = "put a good one there, or start anew with --fresh"
+            raise CheckpointError(f"{words}; {fix}")
         return None
 
-    def _read(self, name: str, into: list[Loaded]) -> None:
-        manifest = self.archive.manifest(name)
-        same_size = manifest.world_size == self.group.world_size
-        own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
-        state, rows = self.archive.read_state(name)
-        into.append(Loaded(name, state, own, rows))
+    def _found(self) -> dict[str, bool]:
+        """The newest first, each with whether it is complete; rank 0 looks for all."""
+        if self.group.rank > 0:
+            return {}
+        archive = self.archive
+        return {name: archive.is_complete(name) for name in archive.names()[::-1]}
 
-    def _agreed(self, action: Callable[[], None]) -> str | None:
-        """What the first rank met that could not do it, on every rank."""
+    def _load(self, name: str, uses: Iterable[Callable[[Loaded], None]]) -> Loaded:
+        group = self.group
+        self._agreed(self.archive.verify, name, group.rank, group.world_size)
+        loaded = self._agreed(self._read, name)
+        for use in uses:
+            self._agreed(use, loaded)
+        return loaded
+
+    def _read(self, name: str) -> Loaded:
+        manifest = self.archive.manifest(name)
+        own = None
+        if manifest.world_size == self.group.world_size:
+            own = self.archive.read(name, rank_file(self.group.rank))
+        state, rows = self.archive.read_state(name)
+        return Loaded(name, state, own, rows)
+
+    def _agreed(self, action: Callable[..., T], *args: Any) -> T:
+        """Do what all ranks must be able to do: StorageError on all if one is not."""
         problem = None
         try:
-            action()
+            done = action(*args)
         except (CheckpointError, StorageError) as error:
             problem = str(error)
-        return next(filter(None, self.group.gather(problem)), None)
+        problem = next(filter(None, self.group.gather(problem)), None)
+        if problem is not None:
+            raise StorageError(problem)
+        return done
 
     def locate(self, step: int) -> str:
         """Where the checkpoint of a step is."""
         return self.archive.storage.locate(folder_name(step))
 
-    def _remember(self, metrics: Mapping[str, float]) -> None:
-        if (
-            self.best is not None
-            and self.best.metric in metrics
-            and self.improves(metrics)
-        ):
+    def _remember(self, metrics: Figures) -> None:
+        if self.best is None or self.best.metric not in metrics:
+            return
+        if self.improves(metrics):
             self._best_value = metrics[self.best.metric]
 
     def _files(
         self,
         step: int,
-        state: dict[str, Any],
-        rank_state: dict[str, Any],
+        state: State,
+        rank_state: State,
         first: Callable[[], None] | None,
         rows: Mapping[str, Tensor] | None,
     ) -> tuple[_Entries, str | None]:
@@ -615,15 +614,13 @@ class Checkpoints:
         return entries, None
 
     def _gather(self, step: int, entries: _Entries, problem: str | None) -> _Entries:
-        answers = self.group.gather((entries, problem))
-        self._raise(step, next((met for _, met in answers if met), None))
-        return {
-            file: entry for written, _ in answers for file, entry in written.items()
-        }
+        files: _Entries = {}
+        for written, met in self.group.gather((entries, problem)):
+            self._raise(step, met)
+            files |= written
+        return files
 
-    def _seal(
-        self, step: int, files: _Entries, metrics: Mapping[str, float]
-    ) -> str | None:
+    def _seal(self, step: int, files: _Entries, metrics: Figures) -> str | None:
         """Write the manifest, by rank 0; what went wrong."""
         if self.group.rank != 0:
             return None
@@ -647,14 +644,6 @@ class Checkpoints:
             )
 
 
-def _idle() -> None:
-    """What the other ranks do meanwhile."""
-
-
-def _give(use: Callable[[Loaded], None], loaded: list[Loaded]) -> None:
-    use(loaded[0])
-
-
 def _message(error: Exception) -> str:
     if isinstance(error, PacelineError):
         return str(error)
@@ -675,7 +664,7 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: _Buffers = {}
 
-    def take(self, state: dict[str, Any]) -> dict[str, Any]:
+    def take(self, state: State) -> State:
         """Return the same nesting with copies of its tensors and containers.
 
         Waits for the device once.
@@ -685,19 +674,19 @@ class HostCopy:
         used: _Buffers = {}
         seen: _Buffers = {}
 
-        def copied_tensor(tensor: Tensor, path: tuple[Any, ...]) -> Tensor:
+        def copied_tensor(tensor: Tensor, path: Place) -> Tensor:
             if tensor.is_meta:
                 return tensor
             return self._copy_tensor(tensor.detach(), path, used, seen)
 
-        copied: dict[str, Any] = map_tree(copied_tensor, state, leaf=copy.deepcopy)
+        copied: State = map_tree(copied_tensor, state, leaf=copy.deepcopy)
         for device in {identity[0] for identity in seen if identity[0].type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
         self._buffers = used
         return copied
 
     def _copy_tensor(
-        self, tensor: Tensor, path: tuple[Any, ...], used: _Buffers, seen: _Buffers
+        self, tensor: Tensor, path: Place, used: _Buffers, seen: _Buffers
     ) -> Tensor:
         if tensor.layout != torch.strided or type(tensor) is not Tensor:
             return tensor.to("cpu", copy=True)
@@ -705,16 +694,13 @@ class HostCopy:
         identity = (tensor.device, *place, tensor.shape, tensor.stride(), tensor.dtype)
         if identity not in seen:
             buffer = self._buffers.get(path)
-            if (
-                buffer is None
-                or buffer.shape != tensor.shape
-                or buffer.dtype != tensor.dtype
-            ):
-                buffer = torch.empty_like(
-                    tensor, device="cpu", pin_memory=tensor.is_cuda
-                )
+            pins = tensor.is_cuda
+            if buffer is None or not _alike(buffer, tensor):
+                buffer = torch.empty_like(tensor, device="cpu", pin_memory=pins)
             # Unpinned memory, or MPS, would make a copy that does not block unsafe.
-            seen[identity] = used[path] = buffer.copy_(
-                tensor, non_blocking=tensor.is_cuda
-            )
+            seen[identity] = used[path] = buffer.copy_(tensor, non_blocking=pins)
         return seen[identity]
+
+
+def _alike(buffer: Tensor, tensor: Tensor) -> bool:
+    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype

@@ -11,7 +11,7 @@ crash the process.
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
@@ -30,6 +30,10 @@ _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _OPTIONAL = {"beside", "ema", "frozen", "schedule", "switched"}
 _MOST_DEPTH = 100
 _MOST_PARTS = 4_000_000
+State = dict[str, Any]
+"""A state_dict, or a part of one."""
+Place = tuple[Any, ...]
+"""The keys that lead to a part of nested data."""
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
@@ -87,9 +91,7 @@ class Position:
     """
 
 
-def check_state(
-    state: Mapping[str, Any], name: str, has_rows: bool = False
-) -> Position:
+def check_state(state: State, name: str, has_rows: bool = False) -> Position:
     """Return the position in the state of checkpoint `name`.
 
     Raises CheckpointError when it is no state of a run.
@@ -123,12 +125,12 @@ def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
             raise CheckpointError(f"its {what} holds a tensor that is not a dense one")
 
 
-def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def tensors_in(tree: Any, what: str) -> Iterator[tuple[Place, Tensor]]:
     """Yield the tensors of nested data with their places in it, in order.
 
     Raises CheckpointError where it is endless.
     """
-    waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    waiting: list[tuple[Place, Any]] = [((), tree)]
     parts = 0
     while waiting:
         path, value = waiting.pop()
@@ -148,9 +150,9 @@ def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]
 
 
 def map_tree(
-    function: Callable[[Tensor, tuple[Any, ...]], Any],
+    function: Callable[[Tensor, Place], Any],
     tree: Any,
-    path: tuple[Any, ...] = (),
+    path: Place = (),
     leaf: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
     """Return the same nesting with each tensor replaced.
@@ -177,7 +179,7 @@ def map_tree(
     return leaf(tree)
 
 
-def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_dtypes(saved: State, now: State) -> None:
     """Raise CheckpointError where a model's tensor changed its kind of number.
 
     Another width is none: a model may be evaluated in another precision than it was
@@ -193,26 +195,18 @@ def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             raise CheckpointError(f"it does not fit this model: {words}")
 
 
-def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+def check_optimizer(saved: State, optimizer: Optimizer) -> None:
     """Raise CheckpointError unless `saved` is a state of this optimizer."""
-    groups = saved.get("param_groups")
-    state = saved.get("state")
-    if (
-        not isinstance(groups, list)
-        or not isinstance(state, dict)
-        or len(groups) != len(optimizer.param_groups)
-    ):
-        raise CheckpointError(
-            f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups"
-        )
+    groups: Any = saved.get("param_groups")
+    state: Any = saved.get("state")
+    count = len(optimizer.param_groups)
+    is_state = isinstance(groups, list) and isinstance(state, dict)
+    if not is_state or len(groups) != count:
+        words = f"it does not fit this optimizer, which has {count} groups"
+        raise CheckpointError(words)
     parameters: dict[int, Tensor] = {}
     of_torch: set[int] = set()
-    owned = [
-        (owner, group)
-        for owner in optimizers_of(optimizer)
-        for group in owner.param_groups
-    ]
-    for theirs, (owner, ours) in zip(groups, owned, strict=True):
+    for theirs, (owner, ours) in zip(groups, _owned(optimizer), strict=True):
         numbers = theirs.get("params") if isinstance(theirs, dict) else None
         first = len(parameters)
         if numbers != list(range(first, first + len(ours["params"]))):
@@ -246,12 +240,19 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
             _check_moments(entries, parameters[number], number)
 
 
+def _owned(optimizer: Optimizer) -> Iterator[tuple[Optimizer, Any]]:
+    """Yield each optimizer with each of its groups."""
+    for owner in optimizers_of(optimizer):
+        for group in owner.param_groups:
+            yield owner, group
+
+
 def _is_torchs(optimizer: Optimizer) -> bool:
     kinds = (kind for kind in type(optimizer).__mro__ if kind is not Optimizer)
     return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
-def _check_moments(entries: Mapping[str, Any], parameter: Tensor, number: int) -> None:
+def _check_moments(entries: State, parameter: Tensor, number: int) -> None:
     """Raise CheckpointError where a fused step would read beyond what is there."""
     where = f"it does not fit this optimizer: parameter {number}"
     if "step" in entries and _number(entries["step"]) is None:
@@ -268,7 +269,7 @@ def _check_moments(entries: Mapping[str, Any], parameter: Tensor, number: int) -
             )
 
 
-def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_scaler(saved: State, now: State) -> None:
     """Raise CheckpointError unless `saved` is a state of this loss scaler.
 
     `now` is the state that it has.
@@ -284,7 +285,7 @@ def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             )
 
 
-def check_rng_state(saved: Mapping[str, Any], device: torch.device) -> None:
+def check_rng_state(saved: State, device: torch.device) -> None:
     """Raise CheckpointError unless the generators here take `saved`.
 
     They are asked, and left as they were.

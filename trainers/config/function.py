@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -28,9 +28,19 @@ _OF_TASK = (
 )
 
 
-def flat(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+_FOREIGN: dict[str, tuple[str, ...] | str] = {
+    **dict.fromkeys([*TrainConfig.model_fields, *TrainConfig.foreign], _OF_TASK),
+    **dict.fromkeys(BATCH_KEYS, "name the function's own key with `keys`"),
+    "precision": "name the function's own key with `keys.precision`",
+    "task": "keep one of `task` and `train_func`",
+    "launcher": "remove it: a `train_func` runs on Ray",
+    "checkpoint": "remove it: the function reports its checkpoints itself",
+}
+
+
+def flat(tree: Mapping[Any, Any], before: str = "") -> Tree:
     """Return a mapping without mappings in it: values by dotted key."""
-    found: dict[str, Any] = {}
+    found: Tree = {}
     for name, value in tree.items():
         key = f"{before}{name}"
         if isinstance(value, Mapping):
@@ -52,15 +62,8 @@ class FunctionFailure(Settings):
 class FunctionConfig(Settings):
     """One run of a training function on Ray Train."""
 
-    foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {
-        **dict.fromkeys([*TrainConfig.model_fields, *TrainConfig.foreign], _OF_TASK),
-        **dict.fromkeys(BATCH_KEYS, "name the function's own key with `keys`"),
-        "precision": "name the function's own key with `keys.precision`",
-        "task": "keep one of `task` and `train_func`",
-        "launcher": "remove it: a `train_func` runs on Ray",
-        "checkpoint": "remove it: the function reports its checkpoints itself",
-    }
-    call: ClassVar[str] = "python -m trainers"
+    foreign = _FOREIGN
+    call = "python -m trainers"
 
     train_func: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
@@ -71,7 +74,7 @@ class FunctionConfig(Settings):
     """The function that each worker calls, as `module:function`; the YAML's own
     directory and those above it are searched.
     """
-    train_loop_config: dict[str, Any] = Field(
+    train_loop_config: Tree = Field(
         default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}]
     )
     """What the function is called with."""
@@ -105,26 +108,30 @@ class FunctionConfig(Settings):
     def _keys_are_there(self) -> Self:
         known = self._flat
         first, second = BATCH_KEYS
-        if first in self.keys and second in self.keys:
-            rule = f"conflicts with {first}"
-            path = self.keys[second]
-            raise ConfigError(f"keys.{second}", path, rule, "keep one of the two")
         for name, path in self.keys.items():
-            key = f"keys.{name}"
+            key = field = f"keys.{name}"
+            value: Any = path
+            rule = ""
             if name not in KNOWN_KEYS:
+                rule = "there is no such key"
                 listed = f"the keys here are {', '.join(KNOWN_KEYS)}"
                 fix = did_you_mean(name, KNOWN_KEYS, listed)
-                raise ConfigError(key, path, "there is no such key", fix)
-            if path not in known:
+            elif name == second and first in self.keys:
+                rule = f"conflicts with {first}"
+                fix = "keep one of the two"
+            elif path not in known:
+                rule = f"names no key of {_CONFIG}"
+                listed = f"its keys are {', '.join(known)}"
                 fix = f"add it to `{_CONFIG}`"
                 if known:
-                    fix = did_you_mean(path, known, f"its keys are {', '.join(known)}")
-                raise ConfigError(key, path, f"names no key of {_CONFIG}", fix)
-            value = known[path]
-            if name in BATCH_KEYS and (type(value) is not int or value < 1):
+                    fix = did_you_mean(path, known, listed)
+            elif name in BATCH_KEYS and not _is_count(known[path]):
+                field = path
+                value = known[path]
                 rule = f"must be a whole number of at least 1, since `{key}` names it"
                 fix = f"write for example `{path.rpartition('.')[2]}: 32`"
-                raise ConfigError(path, value, rule, fix)
+            if rule:
+                raise ConfigError(field, value, rule, fix)
         return self
 
     @property
@@ -161,6 +168,10 @@ class FunctionConfig(Settings):
     def tree(self) -> Tree:
         """Return plain data that `FunctionConfig` reads back, without empty keys."""
         return plain(self)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
 
 
 RunConfig = TrainConfig | FunctionConfig

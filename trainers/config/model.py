@@ -4,7 +4,6 @@ No torch and no Ray here: a mistake in a file is said before either is imported.
 """
 
 import copy
-import itertools
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from trainers.config.yaml import DEEPEST, MOST_VALUES, dump_inline
 from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean
+from trainers.storage import levels
 
 Tree = dict[str, Any]
 _RULES = {
@@ -105,7 +105,9 @@ def plain(settings: Settings) -> Tree:
 def _plain_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain_value(part) for part in value]
-    return plain(value) if isinstance(value, Settings) else copy.deepcopy(value)
+    if isinstance(value, Settings):
+        return plain(value)
+    return copy.deepcopy(value)
 
 
 S = TypeVar("S", bound=Settings)
@@ -158,41 +160,54 @@ def build(model: type[S], tree: Tree, source: str) -> S:
             part = (f"{field}.", f"{field}[")
             if not any(other.startswith(part) for other in found):
                 errors.append(error)
-        raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
+        if len(errors) > 1:
+            raise ConfigErrors(errors) from None
+        raise errors[0] from None
 
 
 def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     kind = problem["type"]
     context = problem.get("ctx", {})
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
-    leaf = path.rsplit(".", 1)[-1]
     value = problem["input"]
+    error = context.get("error")
     if kind == "extra_forbidden":
+        rule = "there is no such key"
         fix = _instead(model, owner, path)
-        return ConfigError(path or '""', value, "there is no such key", fix, source)
-    if kind == "invalid_key":
+        path = path or '""'
+    elif kind == "invalid_key":
+        value = MISSING
         rule = "has a key that is no text"
-        where = path.rpartition("[")[0] or "the file"
-        return ConfigError(where, MISSING, rule, "write it in quotes", source)
-    if kind == "missing":
+        fix = "write it in quotes"
+        path = path.rpartition("[")[0] or "the file"
+    elif kind == "missing":
+        value = MISSING
         rule = "is required"
         if field and field.description:
             rule += f" ({field.description.rstrip('.')})"
-        return ConfigError(path, MISSING, rule, f"add {example(path, field)}", source)
-    error = context.get("error")
-    if isinstance(error, ConfigError):
-        dotted = ".".join(filter(None, (path, error.field)))
-        return ConfigError(dotted, error.value, error.rule, error.fix, source)
-    rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
-    extra = field.json_schema_extra if field else None
-    if isinstance(extra, dict):  # a field whose type is a union says its rule itself
-        rule = str(extra.get("rule", rule))
-    if keys_of(owner).get(leaf.partition("[")[0]) is not field:
-        # a key of a free mapping: the field's example is one of the whole mapping
-        field = None
-    options = re.findall("'([^']*)'", str(context.get("expected", "")))
-    fix = did_you_mean(value, options, f"write {example(path, field)}")
+        fix = f"add {example(path, field)}"
+    elif isinstance(error, ConfigError):
+        value = error.value
+        rule = error.rule
+        fix = error.fix
+        path = ".".join(filter(None, (path, error.field)))
+    else:
+        rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
+        extra = field.json_schema_extra if field else None
+        # a field whose type is a union says its rule itself
+        if isinstance(extra, dict):
+            rule = str(extra.get("rule", rule))
+        if keys_of(owner).get(_leaf(path)) is not field:
+            # a key of a free mapping: the field's example is one of the whole mapping
+            field = None
+        options = re.findall("'([^']*)'", str(context.get("expected", "")))
+        fix = did_you_mean(value, options, f"write {example(path, field)}")
     return ConfigError(path, value, rule, fix, source)
+
+
+def _leaf(path: str) -> str:
+    """The last key of a dotted path, without the place in its list."""
+    return path.rpartition(".")[2].partition("[")[0]
 
 
 def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
@@ -219,27 +234,29 @@ def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Fiel
     """All keys of a model and of the models in it."""
     for key, field in keys_of(model).items():
         yield f"{prefix}{key}", field
-        if (below := child_model(model, key) or model.holds.get(key)) is not None:
+        below = child_model(model, key) or model.holds.get(key)
+        if below is not None:
             yield from _dotted(below, f"{prefix}{key}.")
 
 
 def _first(description: str | None) -> str:
     """The first clause of a description, to stand in a sentence."""
-    return re.split(r"[.;:](?:\s|$)| \(", " ".join((description or "").split()))[0]
+    line = " ".join((description or "").split())
+    return re.split(r"[.;:](?:\s|$)| \(", line)[0]
 
 
 def example(path: str, field: FieldInfo | None) -> str:
     """Return a key with an example of its value, for a fix."""
-    leaf = path.rsplit(".", 1)[-1].partition("[")[0]
+    value = None
     if field is not None and field.examples:
         value = field.examples[0]
-    elif field is not None and not field.is_required() and field.default is not None:
+    elif field is not None and not field.is_required():
         value = field.get_default(call_default_factory=True)
-    else:
+    if value is None:
         return f"a valid `{path}`"
     if isinstance(value, Settings):
         value = value.model_dump(exclude_none=True, by_alias=True)
-    return f"for example `{leaf}: {dump_inline(value)}`"
+    return f"for example `{_leaf(path)}: {dump_inline(value)}`"
 
 
 def _mapping_values(field: FieldInfo) -> Any:
@@ -320,8 +337,10 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
         for part in path:
             owner = child_model(owner, part)
             node = node.get(part) if isinstance(node, dict) else None
-        groups = owner.exclusive if owner and isinstance(node, dict) else ()
-        for other in itertools.chain(*(group for group in groups if leaf in group)):
+        others: set[str] = set()
+        if owner and isinstance(node, dict):
+            others.update(*(group for group in owner.exclusive if leaf in group))
+        for other in others:
             # Where both were asked for: an error to come.
             if ".".join([*path, other]) not in overrides:
                 node.pop(other, None)
@@ -331,17 +350,10 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
 
 
 def _check_size(tree: Tree) -> None:
-    layer: list[Any] = [tree]
-    levels = 0
-    values = 0
-    while layer:
-        parts: list[Any] = []
-        for node in layer:
-            parts += node.values() if isinstance(node, dict) else node
-        layer = [part for part in parts if isinstance(part, dict | list)]
-        levels += 1
-        values += len(parts)
-        if levels > _DEEPEST or values > _MOST_VALUES:
+    count = 0
+    for level, values in enumerate(levels(tree)):
+        count += len(values)
+        if level > _DEEPEST or count > _MOST_VALUES:
             rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
             fix = "keep it in a file that the task reads"
             raise ConfigError("the configuration", MISSING, rule, fix)

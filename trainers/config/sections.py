@@ -69,7 +69,7 @@ _KNOWN: dict[str, Mode] = {
     **dict.fromkeys(_LESS_IS_BETTER.split(), "min"),
     **dict.fromkeys(_MORE_IS_BETTER.split(), "max"),
 }
-_ENDS = (
+_ENDS = [
     "loss",
     "error",
     "mse",
@@ -80,7 +80,7 @@ _ENDS = (
     "auroc",
     "iou",
     "perplexity",
-)
+]
 """Known also where something is written in front of them without a break: celoss,
 prauc.
 """
@@ -98,7 +98,6 @@ _OF_WHAT = ("at", "per")
 """The words after them say where or of what alone: tpr_at_fpr, reward_per_step."""
 _BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
-_LONG = 6  # letters of a word that can be told from others by most of them
 _LONGEST = 3  # words of a name in the table
 
 
@@ -116,9 +115,7 @@ def direction_of(metric: str) -> Mode | None:
     for end in range(len(words), 0, -1):
         for start in range(max(0, end - _LONGEST), end):
             if (found := _known("_".join(words[start:end]))) is not None:
-                return _turned(
-                    found, [word for word in words[:start] if word not in _SPLITS]
-                )
+                return _turned(found, words[:start])
         last = words[end - 1].rstrip("0123456789")
         if last and last not in _SAY_NOTHING:
             return None
@@ -128,13 +125,11 @@ def direction_of(metric: str) -> Mode | None:
 def _measured(words: list[str]) -> list[str]:
     """The words in front of `at` or `per`, where they are more than qualifiers."""
     for place in range(1, len(words) - 1):
+        before = words[:place]
         is_name = "_".join(words[place - 1 : place + 2]) in _KNOWN
-        if (
-            words[place] in _OF_WHAT
-            and not is_name
-            and not set(words[:place]) <= _SAY_NOTHING
-        ):
-            return words[:place]
+        says_nothing = set(before) <= _SAY_NOTHING
+        if words[place] in _OF_WHAT and not is_name and not says_nothing:
+            return before
     return words
 
 
@@ -143,12 +138,9 @@ def _known(name: str) -> Mode | None:
     bare = name.rstrip("0123456789")
     found = _KNOWN.get(name) or _KNOWN.get(bare)
     if found is None and "_" not in name:
-        ends = (
-            end
-            for end in _ENDS
-            if bare.endswith(end) and bare.removesuffix(end) not in _DENIALS
-        )
-        found = next((_KNOWN[end] for end in ends), None)
+        for end in _ENDS:
+            if bare.endswith(end) and bare.removesuffix(end) not in _DENIALS:
+                return _KNOWN[end]
     return found
 
 
@@ -157,9 +149,10 @@ def _turned(found: Mode, before: list[str]) -> Mode | None:
 
     Only of a loss's `neg_` is the sign known.
     """
-    if not _TURNS.intersection(before):
+    words = [word for word in before if word not in _SPLITS]
+    if not _TURNS.intersection(words):
         return found
-    return "max" if before[0] == "neg" and found == "min" else None
+    return "max" if words[0] == "neg" and found == "min" else None
 
 
 def check_direction(key: str, metric: str, mode: Mode | None) -> None:
@@ -169,9 +162,9 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
         leaf = key.rpartition(".")[2]
         fix = f"add `{leaf}: min` or `{leaf}: max`"
         near = _meant(metric)
-        raise ConfigError(
-            key, MISSING, rule, f"did you mean `{near}`? Else {fix}" if near else fix
-        )
+        if near is not None:
+            fix = f"did you mean `{near}`? Else {fix}"
+        raise ConfigError(key, MISSING, rule, fix)
 
 
 def _meant(metric: str) -> str | None:
@@ -183,12 +176,7 @@ def _meant(metric: str) -> str | None:
     for name in (metric, last):
         if (near := nearest(name, _KNOWN, cutoff=0.85)) is not None:
             return metric.removesuffix(name) + near
-    near = (
-        nearest(last, [name for name in _KNOWN if len(name) >= _LONG])
-        if len(last) >= _LONG
-        else None
-    )
-    return None if near is None else metric.removesuffix(last) + near
+    return None
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
@@ -217,21 +205,18 @@ def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     last = len(schedule) - 1
     before = 0
     for number, scheduled in enumerate(schedule):
-        key = f"[{number}].until_samples"
         until = scheduled.until_samples
-        if (until is None) != (number == last):
+        is_open = until is None
+        rule = ""
+        if is_open != (number == last):
             rule = "must be in every entry but the last one, whose size holds to the end of the run"
-            shown = MISSING if until is None else until
-            raise ConfigError(
-                key,
-                shown,
-                rule,
-                "write `{until_samples: 64000, size: 64}, {size: 256}`",
-            )
-        if until is not None and until <= before:
+            fix = "write `{until_samples: 64000, size: 64}, {size: 256}`"
+        elif until is not None and until <= before:
             rule = f"must be above the {before} of the entry before: it counts from the start of the run"
             fix = "add the samples of the entries before to it"
-            raise ConfigError(key, until, rule, fix)
+        if rule:
+            shown = MISSING if is_open else until
+            raise ConfigError(f"[{number}].until_samples", shown, rule, fix)
         before = until or 0
     return schedule
 
@@ -245,6 +230,8 @@ BatchSizes = Annotated[
 
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
+
+    needs: ClassVar[Mapping[str, str]] = {"nesterov": "momentum"}
 
     name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = (
         "adamw"
@@ -278,9 +265,6 @@ class OptimizerConfig(Settings):
         for key in of_others:
             given = getattr(self, key) is not None
             self.refuse_if(given, key, rule, "remove it")
-        lacks = bool(self.nesterov) and not self.momentum
-        rule = "has no effect without momentum"
-        self.refuse_if(lacks, "nesterov", rule, "add `momentum: 0.9`")
         return self
 
 
@@ -347,9 +331,7 @@ class EmaConfig(Settings):
 class EvaluateConfig(Settings):
     """When, and in which batches, the validation split is evaluated."""
 
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("every_epochs", "every_steps"),
-    )
+    exclusive = (("every_epochs", "every_steps"),)
 
     every_epochs: Positive | None = None
     """Epochs between two evaluations (1 when neither key is set)."""
@@ -454,9 +436,9 @@ class ScalingConfig(Settings):
     def _range(self) -> Self:
         workers = self.num_workers
         if isinstance(workers, list):
-            wrong = len(workers) != 2 or workers[0] > workers[1]
+            is_range = len(workers) == 2 and workers[0] <= workers[1]
             rule = "must be [MIN, MAX] with MIN at most MAX"
-            self.refuse_if(wrong, "num_workers", rule, "write [1, 4]")
+            self.refuse_if(not is_range, "num_workers", rule, "write [1, 4]")
         return self
 
     @property
@@ -479,9 +461,7 @@ class CheckpointConfig(Settings):
     """When training state goes to storage; the last step is always written."""
 
     needs: ClassVar[Mapping[str, str]] = {"best_mode": "best"}
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("every_steps", "every_epochs", "every_s"),
-    )
+    exclusive = (("every_steps", "every_epochs", "every_s"),)
 
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
@@ -590,16 +570,22 @@ def _check_trackers(tracking: list[str | TrackerConfig]) -> list[str | TrackerCo
     known = set()
     for entry in chosen(tracking):
         name = entry.tracker
+        value = name
+        rule = ""
         if name not in TRACKERS and not _OWN_SINK.fullmatch(name):
             listed = f"there are {', '.join(TRACKERS)}, and your own as `module:Class`"
+            rule = "is no tracker"
             fix = did_you_mean(name, TRACKERS, listed)
-            raise ConfigError("", name, "is no tracker", fix)
-        if name in known:
-            raise ConfigError("", name, "is listed twice", "keep one of the two")
-        known.add(name)
-        if entry.project is not None and name == "tensorboard":
+        elif name in known:
+            rule = "is listed twice"
+            fix = "keep one of the two"
+        elif entry.project is not None and name == "tensorboard":
+            value = entry.project
             rule = f"has no effect with {name}"
-            raise ConfigError("", entry.project, rule, "remove `project`")
+            fix = "remove `project`"
+        if rule:
+            raise ConfigError("", value, rule, fix)
+        known.add(name)
     return tracking
 
 

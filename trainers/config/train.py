@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -102,11 +102,10 @@ IDENTITY = (
 
 def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
     """Turn {our keys: other names, with a space between them} round."""
-    return {
-        name: tuple(keys.split())
-        for keys, others in names.items()
-        for name in others.split()
-    }
+    found: dict[str, tuple[str, ...] | str] = {}
+    for keys, others in names.items():
+        found |= dict.fromkeys(others.split(), tuple(keys.split()))
+    return found
 
 
 FOREIGN = by_name(_NAMES)
@@ -131,12 +130,12 @@ for _names, _sentence in (
 class TrainConfig(Settings):
     """One training run."""
 
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+    exclusive = (
         ("global_batch_size", "batch_size_per_worker", "batch_schedule"),
         ("epochs", "max_steps"),
     )
-    foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = FOREIGN
-    call: ClassVar[str] = "python -m trainers"
+    foreign = FOREIGN
+    call = "python -m trainers"
 
     task: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
@@ -147,7 +146,7 @@ class TrainConfig(Settings):
     """The Task to train, as `module:Class`; the YAML's own directory and those above it
     are searched.
     """
-    task_args: dict[str, Any] = Field(default_factory=dict)
+    task_args: Tree = Field(default_factory=dict)
     """Keyword arguments of the Task."""
     task_dir: Place = None
     """Directory to search for the module of the task or function first; sweeps set it
@@ -272,7 +271,7 @@ class TrainConfig(Settings):
     tracking: Tracking = Field(default_factory=list)
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's
-    directory (`--profile`: 5).
+    directory.
     """
     launcher: Literal["ray", "local", "spawn"] = "ray"
     """What starts the workers: Ray, nothing (local: one worker in this process), or

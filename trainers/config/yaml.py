@@ -62,15 +62,13 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
             self._count(event, values, levels)
             return node
         self._anchored.pop(anchor, None)  # one of an earlier document
-        if isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
-            _refuse(
-                event,
-                "holds a character that is no text (NUL, or half of a pair)",
-                "remove it",
-            )
+        text = getattr(event, "value", "")
+        if _NO_TEXT.search(text):
+            rule = "holds a character that is no text (NUL, or half of a pair)"
+            _refuse(event, rule, "remove it")
         before = self._values
         self._reached = self._depth
-        self._count(event, 1 + len(getattr(event, "value", "")) // 64, 1)
+        self._count(event, 1 + len(text) // 64, 1)
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
@@ -92,47 +90,38 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
         # Before it brings in the keys of a merge, which those written here replace.
         if id(node) not in self._seen:
             self._seen.add(id(node))
-            keys = set()
-            for key_node, _ in node.value:
-                if key_node.tag != f"{_YAML}merge":
-                    key = self.construct_object(key_node, deep=True)
-                    if not isinstance(key, self.keys):
-                        _refuse(
-                            key_node, "is a key that is no word", "write it in quotes"
-                        )
-                    if key in keys:
-                        _refuse(
-                            key_node,
-                            f"is the key `{key}`, which stands twice in one mapping",
-                            "remove one",
-                        )
-                    keys.add(key)
+            self._check_keys(node)
         super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        keys = set()
+        for key_node, _ in node.value:
+            if key_node.tag == f"{_YAML}merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, self.keys):
+                _refuse(key_node, "is a key that is no word", "write it in quotes")
+            if key in keys:
+                rule = f"is the key `{key}`, which stands twice in one mapping"
+                _refuse(key_node, rule, "remove one")
+            keys.add(key)
 
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         """An integer that any consumer can write out again."""
-        value = (
-            self.construct_yaml_int(node)
-            if len(node.value) <= 4 * _MOST_DIGITS
-            else math.inf
-        )
+        value = math.inf
+        if len(node.value) <= 4 * _MOST_DIGITS:
+            value = self.construct_yaml_int(node)
         if not abs(value) < 10**_MOST_DIGITS:
-            _refuse(
-                node,
-                f"is a whole number of more than {_MOST_DIGITS} digits",
-                "write a smaller number, or text",
-            )
+            rule = f"is a whole number of more than {_MOST_DIGITS} digits"
+            _refuse(node, rule, "write a smaller number, or text")
         return int(value)
 
     def construct_number(self, node: yaml.ScalarNode) -> float:
         """A float; infinity only where it is written."""
         value = self.construct_yaml_float(node)
         if math.isinf(value) and "inf" not in node.value.lower():
-            _refuse(
-                node,
-                "is larger than any number here can be",
-                "write a smaller number, or .inf",
-            )
+            rule = "is larger than any number here can be"
+            _refuse(node, rule, "write a smaller number, or .inf")
         return value
 
 
@@ -145,35 +134,37 @@ class _Loader1_2(_Loader1_1):  # noqa: N801
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """`017` is 17, other than in YAML 1.1."""
         text = str(self.construct_scalar(node))
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if text[:2] in ("0o", "0x"):
+            return int(text, 0)
+        return int(text)
 
 
-def _refuse(where: Any, rule: str, fix: str) -> NoReturn:
-    mark = where.start_mark
-    raise ConfigError(
-        f"line {mark.line + 1}, column {mark.column + 1}", MISSING, rule, fix
-    )
+def _refused(
+    rule: str, fix: str, source: str | None = None, where: str = "the file"
+) -> ConfigError:
+    return ConfigError(where, MISSING, rule, fix, source)
 
 
-for _tag, _pattern in _CORE_SCHEMA.items():
-    _Loader1_2.add_implicit_resolver(
-        f"{_YAML}{_tag}", re.compile(rf"^(?:{_pattern})$"), None
-    )
-_PLAIN = ("null", "bool", "str", "seq", "map", "timestamp")
-_Loader1_1.yaml_constructors = {
-    **{
-        f"{_YAML}{_tag}": yaml.SafeLoader.yaml_constructors[f"{_YAML}{_tag}"]
-        for _tag in _PLAIN
-    },
+def _refuse(node: Any, rule: str, fix: str) -> NoReturn:
+    raise _refused(rule, fix, where=_place(node.start_mark))
+
+
+def _place(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+
+
+for _kind, _pattern in _CORE_SCHEMA.items():
+    _written = re.compile(rf"^(?:{_pattern})$")
+    _Loader1_2.add_implicit_resolver(f"{_YAML}{_kind}", _written, None)
+_SAFE = yaml.SafeLoader.yaml_constructors
+_PLAIN = [f"{_YAML}{_kind}" for _kind in ("null", "bool", "str", "seq", "map")]
+_Loader1_2.yaml_constructors = {
+    **{_tag: _SAFE[_tag] for _tag in (*_PLAIN, None)},  # None refuses any other tag
     f"{_YAML}int": _Loader1_1.construct_whole,
     f"{_YAML}float": _Loader1_1.construct_number,
-    None: yaml.SafeLoader.yaml_constructors[None],  # refuses any other tag
 }
-_Loader1_2.yaml_constructors = {
-    _tag: make
-    for _tag, make in _Loader1_1.yaml_constructors.items()
-    if _tag != f"{_YAML}timestamp"
-}
+_TIME = f"{_YAML}timestamp"
+_Loader1_1.yaml_constructors = {**_Loader1_2.yaml_constructors, _TIME: _SAFE[_TIME]}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -217,42 +208,29 @@ def _all_documents(loader: _Loader1_1) -> list[Any]:
     return documents
 
 
+_OF_TAGS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What PyYAML raises for `!!int` in front of what is none."""
+
+
 def _parse(
     loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, source: str
 ) -> Any:
-    if len(text) > LONGEST:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            f"is longer than {LONGEST} characters",
-            "write less in it",
-            source,
-        )
+    _check_length(len(text), source)
     try:
         return read(loader(text))
     except ConfigError as error:
         raise error.at(source) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+    except (yaml.YAMLError, *_OF_TAGS) as error:
+        where = _place(getattr(error, "problem_mark", None))
         problem = getattr(error, "problem", None) or first_line(error)
-        raise ConfigError(
-            line, MISSING, f"is not YAML ({problem})", "fix the syntax there", source
-        ) from error
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:  # !!int on what is none
-        raise ConfigError(
-            "the file",
-            MISSING,
-            f"is not YAML ({error})",
-            "fix or remove the tag",
-            source,
-        ) from error
+        fix = "fix the syntax or the tag there"
+        raise _refused(f"is not YAML ({problem})", fix, source, where) from error
+
+
+def _check_length(length: int, source: str) -> None:
+    if length > LONGEST:
+        rule = f"is longer than {LONGEST} bytes"
+        raise _refused(rule, "write less in it", source)
 
 
 def read_text(path: Path, source: str) -> str:
@@ -263,57 +241,33 @@ def read_text(path: Path, source: str) -> str:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(
-                "the file",
-                MISSING,
-                "cannot be read (it is no regular file)",
-                "name a file",
-                source,
-            )
+            raise OSError("it is no regular file")
         with path.open("rb") as file:
-            return decode(file.read(LONGEST + 1), source)
-    except (FileNotFoundError, ConfigError):
+            data = file.read(LONGEST + 1)
+    except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "the file", MISSING, f"cannot be read ({error})", "name another", source
-        ) from error
+        raise _refused(f"cannot be read ({error})", "name another", source) from error
+    return decode(data, source)
 
 
 def decode(data: bytes, source: str) -> str:
     """Decode the content of a text file; ConfigError when it is none, or too long."""
-    if len(data) > LONGEST:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            f"is longer than {LONGEST} bytes",
-            "write less in it",
-            source,
-        )
+    _check_length(len(data), source)
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            "the file",
-            MISSING,
-            f"is not text ({error.reason})",
-            "save it as UTF-8",
-            source,
-        ) from error
+        rule = f"is not text ({error.reason})"
+        raise _refused(rule, "save it as UTF-8", source) from error
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
     """Read a YAML document that must be a mapping of names."""
     tree = parse_yaml(text, source)
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise ConfigError(
-            "the file",
-            MISSING,
-            "must be a mapping of names to values",
-            "write `key: value` lines",
-            source,
-        )
-    return tree
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return tree
+    rule = "must be a mapping of names to values"
+    raise _refused(rule, "write `key: value` lines", source)
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
@@ -326,19 +280,12 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
     )
     if len(text.encode()) > LONGEST:
         rule = f"would fill a file of more than {LONGEST} bytes"
-        raise ConfigError(
-            "the configuration",
-            MISSING,
-            rule,
-            "keep what is long in a file that the task reads",
-        )
+        fix = "keep what is long in a file that the task reads"
+        raise _refused(rule, fix, where="the configuration")
     return text
 
 
 def dump_inline(value: Any) -> str:
     """Plain data as YAML 1.2 in flow style, for a sentence."""
-    return (
-        yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
-        .removesuffix("...\n")
-        .strip()
-    )
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
+    return text.removesuffix("...\n").strip()

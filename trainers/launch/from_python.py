@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trainers.config.model import Tree
 from trainers.errors import MISSING, ConfigError, redact
 from trainers.launch.spec import read_file
 
@@ -38,7 +39,7 @@ def check_thread(call: str) -> None:
         raise ConfigError(call, MISSING, rule, "call it in the main thread")
 
 
-def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]:
+def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:
     """Return a run's mapping, its source for messages, and its directory.
 
     Raises ConfigError, in which `call` names what the user has called.
@@ -101,19 +102,19 @@ def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
             module, root = _write_module(thing, call, key)
             return f"{module}:{name}", root
         module = main.__spec__.name if main.__spec__ else Path(file).stem
-    elif (
-        file is not None
-        and script is not None
-        and Path(file).absolute() == Path(script).absolute()
-    ):
+    elif file and script and Path(file).absolute() == Path(script).absolute():
         rule = f"is called whenever {file} is imported, as workers do"
         fix = 'put it below `if __name__ == "__main__":`'
         raise ConfigError(call, MISSING, rule, fix)
-    if file is None or "site-packages" in (path := Path(os.path.abspath(file))).parts:  # noqa: PTH100 (as for a YAML)
+    if file is None:
         return f"{module}:{name}", None
-    return f"{module}:{name}", path.parents[
-        module.count(".") + (path.name == "__init__.py")
-    ]
+    path = Path(os.path.abspath(file))  # noqa: PTH100 (as for a YAML)
+    if "site-packages" in path.parts:
+        return f"{module}:{name}", None
+    depth = module.count(".")
+    if path.name == "__init__.py":
+        depth += 1
+    return f"{module}:{name}", path.parents[depth]
 
 
 def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
@@ -131,7 +132,8 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
         rule = f"cannot be given to workers: `{name}` {rule}"
         raise ConfigError(key, thing.__name__, rule, fix, call) from None
     text = module.text()
-    digest = hashlib.sha256(ast.dump(ast.parse(text)).encode()).hexdigest()[:8]
+    said = ast.dump(ast.parse(text))
+    digest = hashlib.sha256(said.encode()).hexdigest()[:8]
     file = Path.cwd() / _FOLDER / f"{thing.__name__}_{digest}.py"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
@@ -210,7 +212,10 @@ class _Module:
 def _source(thing: Any) -> str | None:
     """Return the statement that defined a class or function, from its cell."""
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for member in vars(thing).values() if isinstance(thing, type) else [thing]:
+    members = [thing]
+    if isinstance(thing, type):
+        members = list(vars(thing).values())
+    for member in members:
         function = getattr(member, "__func__", getattr(member, "fget", member))
         if not inspect.isfunction(function):
             continue

@@ -6,7 +6,6 @@ where all ranks are on this machine.
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import multiprocessing
@@ -15,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,8 +43,6 @@ from trainers.output import Take, sending
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-_PREFIX = "paceline-spawn-"
-_FRESH_S = 5.0  # a directory is not locked as soon as it is there
 
 
 class LocalContext(RunContext):
@@ -155,38 +151,11 @@ def run_spawn(job: Job[R], take: Take | None = None) -> R:
             )
 
 
-@contextlib.contextmanager
-def _directory() -> Iterator[str]:
-    """Make a directory for a group's files; delete those of groups that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(
-            OSError
-        ):  # another user's; or it is in use: its driver has locked it
-            if time.time() - left.stat().st_mtime > _FRESH_S:
-                with _locked(left):
-                    shutil.rmtree(left, ignore_errors=True)
-    with (
-        tempfile.TemporaryDirectory(prefix=_PREFIX) as directory,
-        _locked(Path(directory)),
-    ):
-        yield directory
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock in a block; BlockingIOError where another process does."""
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(opened)
-
-
 def _spawn_group(job: Job[R], take: Take | None) -> R:
     workers = job.config.scaling.max_workers
     records, told = multiprocessing.Pipe(duplex=False)
-    with _directory() as directory, StopSignals() as signals, records:
+    place = tempfile.TemporaryDirectory(prefix="paceline-spawn-")
+    with place as directory, StopSignals() as signals, records:
         arguments = (job, workers, directory, told)
         # Inherited until the workers listen: in their imports Ctrl-C would print a
         # traceback of each.

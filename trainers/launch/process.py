@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from trainers.errors import redact
+from trainers.output import PACKAGES
 
-_PACKAGES = ("trainers", "cluster", "tune")
 _LOOK_S = 0.5
 
 
@@ -64,7 +64,7 @@ def setup_logging(rank: int, quiet: bool = False) -> None:
 
 def show_log(handler: logging.Handler, level: int) -> None:
     """Send our packages' log to one handler alone."""
-    for name in _PACKAGES:
+    for name in PACKAGES:
         package = logging.getLogger(name)
         package.handlers[:] = [handler]
         package.setLevel(level)
@@ -78,7 +78,7 @@ def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None
         setup_logging(rank, quiet)
         yield
         return
-    packages = [logging.getLogger(name) for name in _PACKAGES]
+    packages = [logging.getLogger(name) for name in PACKAGES]
     if all(
         package.isEnabledFor(logging.INFO) and package.hasHandlers()
         for package in packages

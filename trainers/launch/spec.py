@@ -12,21 +12,21 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import os
 import re
 import sys
-import sysconfig
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
+from trainers.causes import raised_at
 from trainers.config.function import FUNCTION_IDENTITY, FunctionConfig, kind_of
-from trainers.config.model import build, override
+from trainers.config.model import Tree, build, override
 from trainers.config.sections import ScalingConfig
 from trainers.config.train import IDENTITY, TrainConfig
 from trainers.config.yaml import LONGEST, decode, dump_yaml, parse_mapping, read_text
@@ -35,7 +35,7 @@ from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_
 from trainers.launch.process import without_collection
 from trainers.lease import LEASE, fenced
 from trainers.loop.watchdog import watched
-from trainers.storage import Storage, inside_ray_job, storage_uri
+from trainers.storage import Storage, inside_ray_job, parse_json, storage_uri
 
 if TYPE_CHECKING:
     from trainers.measure.result import RunResult
@@ -77,17 +77,16 @@ def task_path(
                 return [str(path) for path in dict.fromkeys([root, *own])]
     if _is_installed(module):
         return [str(path) for path in own]
-    where = f"in {yaml_dir} or a directory above it, " if yaml_dir else ""
-    beside = sorted(path.stem for path in yaml_dir.glob("*.py")) if yaml_dir else []
+    where = str(Path.cwd())
+    beside: list[str] = []
+    if yaml_dir is not None:
+        where = f"{yaml_dir} or a directory above it, in {where}"
+        beside += sorted(path.stem for path in yaml_dir.glob("*.py"))
     otherwise = "check the name, or set `task_dir`"
-    fix = did_you_mean(
-        module.rsplit(".", 1)[-1],
-        beside,
-        otherwise,
-        lambda near: f"{near}:{class_name}",
-    )
+    leaf = module.rpartition(".")[2]
+    fix = did_you_mean(leaf, beside, otherwise, lambda near: f"{near}:{class_name}")
     file = module.replace(".", "/") + ".py"
-    rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
+    rule = f"cannot be found: no {file} in {where}, nor an installed module"
     raise ConfigError(key, task, rule, fix, source)
 
 
@@ -97,12 +96,10 @@ def _is_installed(module: str) -> bool:
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec(top)
         for name in below:
-            places = spec.submodule_search_locations if spec else None
-            spec = (
-                PathFinder.find_spec(f"{spec.name}.{name}", places)
-                if spec and places and name
-                else None
-            )
+            if spec is None or not spec.submodule_search_locations or not name:
+                return False
+            places = spec.submodule_search_locations
+            spec = PathFinder.find_spec(f"{spec.name}.{name}", places)
         return spec is not None
     return False
 
@@ -117,41 +114,26 @@ def portable(paths: list[str]) -> list[str]:
     if not inside_ray_job():
         return paths
     here = Path.cwd()
-    return [
-        str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
-        for path in paths
-    ]
+    found = []
+    for path in map(Path, paths):
+        is_below = path.is_relative_to(here)
+        found.append(str(path.relative_to(here) if is_below else path))
+    return found
 
 
 def add_to_path(paths: list[str]) -> None:
     """Put directories first on `sys.path`; relative ones lie below its entries."""
     for path in reversed(paths):
-        candidates = (Path(base, path) for base in [str(Path.cwd()), *sys.path])
-        found = next(
-            (str(candidate) for candidate in candidates if candidate.is_dir()), None
-        )
-        if found is not None:
-            if found in sys.path:
-                sys.path.remove(found)
-            sys.path.insert(0, found)
+        for base in [str(Path.cwd()), *sys.path]:
+            found = str(Path(base, path))
+            if Path(found).is_dir():
+                if found in sys.path:
+                    sys.path.remove(found)
+                sys.path.insert(0, found)
+                break
 
 
-def _where(error: Exception) -> str:
-    """Return file and line of a failed import: the innermost frame of the user's code."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
-    theirs = [
-        frame
-        for frame in frames[1:]
-        if not any(part in frame.filename for part in libraries)
-    ]
-    at = (theirs or frames)[-1]
-    return f"{Path(at.filename).name}:{at.lineno}"
-
-
-def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
+def load_task(task: str, task_args: Tree, source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`.
 
     ConfigError says what is wrong.
@@ -163,27 +145,32 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
         from trainers.task import Task
 
         with drawn_alike():
-            cls = load_named("task", task, "class", source)
-    if not (isinstance(cls, type) and issubclass(cls, Task)):
-        rule = "is not a trainers.task.Task"
-        raise ConfigError("task", task, rule, "derive the class from Task", source)
+            cls = load_class("task", task, Task, source)
     _check_call("task_args", task_args, cls, source, **task_args)
     with drawn_alike():
-        return cls(**task_args)
+        made: Task = cls(**task_args)
+    return made
 
 
-def load_function(
-    train_func: str, config: dict[str, Any], source: str
-) -> Callable[[], Any]:
+def load_class(key: str, named: str, base: type, source: str) -> type:
+    """Import what `module:Class` means, a class derived from `base`."""
+    found = load_named(key, named, "class", source)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    rule = f"is not a {base.__module__}.{base.__name__}"
+    fix = f"derive the class from {base.__name__}"
+    raise ConfigError(key, named, rule, fix, source)
+
+
+def load_function(train_func: str, config: Tree, source: str) -> Callable[[], Any]:
     """Import a training function and bind `config` where it takes one."""
     with without_collection():
         function: Callable[..., Any] = load_named(
             "train_func", train_func, "function", source
         )
     if not callable(function) or isinstance(function, type):
-        raise ConfigError(
-            "train_func", train_func, "is no function", "name one", source
-        )
+        rule = "is no function"
+        raise ConfigError("train_func", train_func, rule, "name one", source)
     if config or inspect.signature(function).parameters:
         _check_call("train_loop_config", config, function, source, config)
         return functools.partial(function, copy.deepcopy(config))
@@ -196,24 +183,23 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        words = error.msg if isinstance(error, SyntaxError) else str(error)
-        rule = (
-            f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})"
-        )
-        raise ConfigError(
-            key, named, rule, "fix that line or install what it needs", source
-        ) from error
+        words = str(error)
+        where = raised_at(error, below=1)
+        if isinstance(error, SyntaxError) and error.filename:
+            words = error.msg
+            where = f"{Path(error.filename).name}:{error.lineno}"
+        rule = f"cannot be imported ({type(error).__name__}: {words}, at {where})"
+        fix = "fix that line or install what it needs"
+        raise ConfigError(key, named, rule, fix, source) from error
     found = getattr(module, name, None)
     if found is None:
+        rule = f"names no {kind} of {module.__file__}"
+        otherwise = f"name a {kind} that is there"
+        beside = dir(module)
         fix = did_you_mean(
-            name,
-            dir(module),
-            f"name a {kind} that is there",
-            lambda near: f"{module_name}:{near}",
+            name, beside, otherwise, lambda near: f"{module_name}:{near}"
         )
-        raise ConfigError(
-            key, named, f"names no {kind} of {module.__file__}", fix, source
-        )
+        raise ConfigError(key, named, rule, fix, source)
     return found
 
 
@@ -238,6 +224,15 @@ class Result(Protocol):
         """Return it as it crosses between processes."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A result of plain data."""
+
+    def to_json(self) -> str:
+        """Return it as it crosses between processes."""
+        return json.dumps(asdict(self))
+
+
 R = TypeVar("R", bound=Result)
 
 
@@ -248,7 +243,7 @@ class Spec:
     Its `tree` must not be changed.
     """
 
-    tree: dict[str, Any]
+    tree: Tree
     """The resolved configuration."""
     path: tuple[str, ...]
     """Directories of the module that the configuration names."""
@@ -272,7 +267,7 @@ class Spec:
         """The run's directory."""
         return fenced(Storage(self.uri), MARK, self.token)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Tree:
         return asdict(self)  # without what is kept of the properties
 
 
@@ -289,14 +284,16 @@ class FunctionSpec(Spec):
 
         ConfigError as for a task.
         """
+        config = self.config
         add_to_path(list(self.path))
-        return load_function(
-            self.config.train_func, self.config.train_loop_config, self.source
-        )
+        return load_function(config.train_func, config.train_loop_config, self.source)
 
 
 class Job(Spec, ABC, Generic[R]):
     """All that a worker of our own loop needs."""
+
+    answer: ClassVar[type[Any]]
+    """The type of `execute`'s result."""
 
     @functools.cached_property
     def config(self) -> TrainConfig:
@@ -308,20 +305,22 @@ class Job(Spec, ABC, Generic[R]):
 
         Watched where `context` is not yet, or there is none.
         """
+        config = self.config
         rank = int(os.environ.get("RANK", "0"))
         driver = RunContext(None, "driver", rank)
-        with watched(self.config.failure, context or driver) as watchdog:
+        with watched(config.failure, context or driver) as watchdog:
             watchdog.enter("the import of the task")
             add_to_path(list(self.path))
-            return load_task(self.config.task, self.config.task_args, self.source)
+            return load_task(config.task, config.task_args, self.source)
 
     @abstractmethod
     def execute(self, context: RunContext) -> R:
         """Do the work of one worker."""
 
-    @abstractmethod
     def read_result(self, text: bytes) -> R:
         """Parse what `execute` returned, from its JSON."""
+        found: R = parse_json(text, self.answer, finite=False)
+        return found
 
 
 class RunSpec(Job["RunResult"]):
@@ -350,35 +349,38 @@ def torchrun_world_size() -> int | None:
     return None
 
 
-def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
+def read_file(location: str) -> tuple[Tree, Path | None]:
     """Return the mapping of a configuration file and its directory (None: elsewhere)."""
     if "://" in location:
         file = Storage(location)
         return parse_mapping(_read(file.parent, file.name, location), location), None
     path = Path(location)
+    above = path.parent
     try:
         tree = parse_mapping(read_text(path, location), location)
-        return tree, Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+        return tree, Path(os.path.abspath(above))  # noqa: PTH100 (no symlink is resolved)
     except FileNotFoundError:
-        beside = [file.name for file in path.parent.glob("*.y*ml")]
-        fix = did_you_mean(
-            path.name, beside, "check its name", lambda near: str(path.parent / near)
-        )
+        beside = [file.name for file in above.glob("*.y*ml")]
+        otherwise = "check its name"
+        fix = did_you_mean(path.name, beside, otherwise, lambda near: str(above / near))
         raise ConfigError("the file", location, "is not there", fix) from None
 
 
 def _read(storage: Storage, name: str, source: str) -> str:
     info = storage.info(name)
-    if info.type.name != "File":
-        rule = "is not there" if info.type.name == "NotFound" else "is no file"
-        raise ConfigError("the file", source, rule, "check its name")
-    if info.size > LONGEST:
+    rule = ""
+    if info.type.name == "NotFound":
+        rule = "is not there"
+    elif info.type.name != "File":
+        rule = "is no file"
+    elif info.size > LONGEST:
         rule = f"is longer than {LONGEST} bytes"
-        raise ConfigError("the file", source, rule, "write less in it")
+    if rule:
+        raise ConfigError("the file", source, rule, "name another")
     return decode(storage.read(name), source)
 
 
-def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
+def read_mapping(storage: Storage, name: str) -> Tree:
     """Read a YAML mapping of ours from storage; ConfigError names a damaged file."""
     source = storage.locate(name)
     return parse_mapping(_read(storage, name, source), source)
@@ -396,27 +398,25 @@ def read_run(
 
 
 def run_with(
-    tree: dict[str, Any],
+    tree: Tree,
     source: str,
     directory: Path | None,
     overrides: Mapping[str, Any],
     world_size: int | None,
 ) -> RunSpec | FunctionSpec:
     """`make_spec` or `make_function_spec` of a mapping with dotted keys set."""
-    if kind_of(tree) is FunctionConfig:
-        return make_function_spec(
-            override(FunctionConfig, tree, overrides), source, directory
-        )
-    tree = override(TrainConfig, tree, overrides)
+    kind = kind_of(tree)
+    tree = override(kind, tree, overrides)
+    if kind is FunctionConfig:
+        return make_function_spec(tree, source, directory)
     if world_size is not None:
-        tree = override(
-            TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"}
-        )
+        torchruns = {"scaling.num_workers": world_size, "launcher": "spawn"}
+        tree = override(TrainConfig, tree, torchruns)
     return make_spec(tree, source, directory, own_workers=world_size is None)
 
 
 def make_function_spec(
-    tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True
+    tree: Tree, source: str, directory: Path | None, own_workers: bool = True
 ) -> FunctionSpec:
     """Check the mapping of a training function, as `make_spec`."""
     config = build(FunctionConfig, tree, source)
@@ -427,17 +427,13 @@ def make_function_spec(
 
 
 def make_spec(
-    tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True
+    tree: Tree, source: str, directory: Path | None, own_workers: bool = True
 ) -> RunSpec:
     """Check a training mapping from `source`, whose relative names mean `directory`.
 
     `own_workers`: the workers will be started here, and must fit; torchrun's are
     started already, on any machine.
     """
-    if kind_of(tree) is FunctionConfig:
-        rule = "is no `task`, which this command needs"
-        fix = "name a run of a task"
-        raise ConfigError("train_func", tree["train_func"], rule, fix, source)
     config = build(TrainConfig, tree, source)
     on_cluster = config.launcher == "ray" and os.environ.get("RAY_ADDRESS")
     if own_workers and not on_cluster:
@@ -464,9 +460,7 @@ def _places(
 
 def check_machine(scaling: ScalingConfig, source: str) -> None:
     """Raise ConfigError where a local launcher's workers do not fit on this machine."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     workers = scaling.max_workers
     each = scaling.cpus_per_worker
     if workers * each > cores:
@@ -484,7 +478,8 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
     config = spec.config
     try:
         if device_type is None:
-            resolve_precision(config.precision, resolve_device(config.device))
+            device = resolve_device(config.device)
+            resolve_precision(config.precision, device)
         else:
             check_device_type(config.precision, device_type)
     except ConfigError as error:
@@ -500,9 +495,8 @@ def open_run(location: str) -> tuple[Storage, TrainConfig]:
         otherwise = "give the directory of a run"
         fix = did_you_mean(storage.name, runs, otherwise, above.locate)
         raise ConfigError("RUN", location, f"is no run: there is no {MARK} in it", fix)
-    return storage, build(
-        TrainConfig, read_mapping(storage, MARK), storage.locate(MARK)
-    )
+    tree = read_mapping(storage, MARK)
+    return storage, build(TrainConfig, tree, storage.locate(MARK))
 
 
 def delete_own(storage: Storage, mark: str) -> None:
@@ -543,9 +537,8 @@ def check_kept(storage: Storage, result: RunResult) -> None:
         return
     name = Storage(result.checkpoint).name  # its run may have been moved since
     if not re.fullmatch("step-[0-9]{12}", name):
-        raise CheckpointError(
-            f"{storage.locate('result.json')} is damaged: it names no checkpoint"
-        )
+        where = storage.locate("result.json")
+        raise CheckpointError(f"{where} is damaged: it names no checkpoint")
     kept = storage.child("checkpoints", name)
     files = ["manifest.json"]
     if kept.exists("manifest.json"):
@@ -590,13 +583,14 @@ def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
     keep(spec)
 
 
-def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
+def check_same(spec: Spec, keys: Sequence[str]) -> Tree:
     """Return the run's former configuration; ConfigError where one of `keys` differs."""
     before = read_mapping(spec.storage, MARK)
     for key in keys:
+        was = before.get(key)
         now = spec.tree.get(key)
-        if before.get(key) != now:
-            rule = f"differs from {before.get(key)} in {spec.storage.uri}"
+        if was != now:
+            rule = f"differs from {was} in {spec.storage.uri}"
             fix = "train under another `--name`, or start anew with --fresh"
             raise ConfigError(key, now, rule, fix, spec.source)
     return before

@@ -40,6 +40,16 @@ class Throughput:
     had no processor.
     """
 
+    def lines(self) -> Iterator[str]:
+        """As the user reads it."""
+        yield (
+            f"{self.samples_per_s:,.0f} samples/s; a step {self.step_time_s * 1e3:.2f} ms "
+            f"(95 % interval +-{self.step_time_ci95_s * 1e3:.2f}, n={self.steps}); "
+            f"{self.data_wait_share:.0%} of it waiting for data"
+        )
+        if self.disturbed_s:
+            yield f"disturbed: {self.disturbed_s:,.1f} s in outlying steps are left out of these figures"
+
 
 @dataclass
 class Totals:

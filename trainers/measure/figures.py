@@ -1,6 +1,5 @@
 """What a run's figures say: a step's time with its interval, and ranks side by side."""
 
-import itertools
 import math
 import statistics
 from array import array
@@ -91,22 +90,14 @@ def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
         others = [other for other in rows if other is not row]
         slowed = [reason for reason in _slowed_by(row) if reason in _HARMFUL]
         if slowed:
-            found.append(
-                (
-                    f"{rank} clocks",
-                    f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}",
-                )
-            )
+            words = f"the GPU of rank {rank} ({row['host']}) is slowed by"
+            found.append((f"{rank} clocks", f"{words} {', '.join(slowed)}"))
         if not others:
             continue
         if row["idle_share"] > _IDLE_SHARE:
-            words = f"has no sample in {row['idle_share']:.0%} of its steps"
-            found.append(
-                (
-                    f"{rank} idle",
-                    f"rank {rank} {words}: the global batch is too small for all ranks",
-                )
-            )
+            words = f"rank {rank} has no sample in {row['idle_share']:.0%} of its steps"
+            why = "the global batch is too small for all ranks"
+            found.append((f"{rank} idle", f"{words}: {why}"))
         if row["train_time_s"] < _EVIDENCE_S:
             continue
         wait = statistics.median(other["data_wait_share"] for other in others)
@@ -134,11 +125,11 @@ def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
 
 
 def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
-    return lambda row: (
-        format(value, form)
-        if isinstance(value := (row["gpu"] or {}).get(name), (int, float))
-        else "-"
-    )
+    def cell(row: RankFigures) -> str:
+        value = (row["gpu"] or {}).get(name)
+        return format(value, form) if isinstance(value, int | float) else "-"
+
+    return cell
 
 
 def _slowed_by(row: RankFigures) -> list[str]:
@@ -173,12 +164,13 @@ def table(rows: list[RankFigures]) -> list[str]:
 
     Columns without any reading are left out.
     """
-    columns = [[title, *map(cell, rows)] for title, cell in _COLUMNS]
-    shown = [column for column in columns if set(column[1:]) != {"-"}]
-    widths = [max(map(len, column)) for column in shown]
-    return [
-        "  ".join(map(str.rjust, line, widths)) for line in zip(*shown, strict=True)
-    ]
+    shown = []
+    for title, cell in _COLUMNS:
+        cells = [cell(row) for row in rows]
+        if set(cells) != {"-"}:
+            width = max(map(len, [title, *cells]))
+            shown.append([text.rjust(width) for text in (title, *cells)])
+    return ["  ".join(line) for line in zip(*shown, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -283,16 +275,19 @@ class StepTimes:
         """Up to 30 of the steps after the first `skip`, about equally long."""
         steps = len(self) - skip
         count = min(STRETCHES, steps, self._spans[-1] - self._spans[skip])
-        edges = [skip + steps * at // count for at in range(count + 1)] if count else []
-        return [
-            _Stretch(
+        stretches = []
+        first = skip
+        for number in range(1, count + 1):
+            last = skip + steps * number // count
+            stretch = _Stretch(
                 self._time_s[last] - self._time_s[first],
                 self._own_s[last] - self._own_s[first],
                 last - first,
                 self._samples[last] - self._samples[first],
             )
-            for first, last in itertools.pairwise(edges)
-        ]
+            stretches.append(stretch)
+            first = last
+        return stretches
 
 
 def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:

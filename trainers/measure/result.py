@@ -112,53 +112,42 @@ class RunResult:
         if self.epochs is not None:
             steps += f", {counted(self.epochs, 'epoch', '.4g')}"
         done = f"{self.status}: {steps}, {own_s:.1f} s of training"
-        before = (
-            f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
-        )
+        before = ""
+        if earlier_s:
+            before = f"; {earlier_s:.1f} s of training before this start"
         workers = counted(self.world_size, "worker")
         arithmetic = f"microbatch {self.microbatch_size} x accumulation {self.accumulation} x {workers}"
+        metrics = [
+            f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())
+        ]
         lines = [
             f"{done} ({self.wall_time_s:.1f} s with evaluation and checkpoints{before})",
-            "  "
-            + "  ".join(
-                f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())
-            ),
-            f"  global batch {self.global_batch_size} = {arithmetic}",
+            "  ".join(metrics),
+            f"global batch {self.global_batch_size} = {arithmetic}",
         ]
-        if (speed := self.throughput) is not None:
-            lines.append(
-                f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
-                f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
-                f"{speed.data_wait_share:.0%} of it waiting for data"
-            )
-        if speed is not None and speed.disturbed_s:
-            lines.append(
-                f"  disturbed: {speed.disturbed_s:,.1f} s in outlying steps are left out of these figures"
-            )
+        if self.throughput is not None:
+            lines += self.throughput.lines()
         if self.compile is not None and self.first_step_s is not None:
-            names = (
-                (count, what.replace("_", " ")) for what, count in self.compile.items()
-            )
-            counts = ", ".join(
-                f"{count} {name.removesuffix('s' * (count == 1))}"
-                for count, name in names
-            )
-            lines.append(f"  first step {self.first_step_s:.1f} s (compile), {counts}")
+            counts = [
+                counted(count, what.replace("_", " ").removesuffix("s"))
+                for what, count in self.compile.items()
+            ]
+            first = f"first step {self.first_step_s:.1f} s (compile)"
+            lines.append(", ".join([first, *counts]))
         if self.cuda_graphs:
-            lines.append(f"  CUDA graphs: {self.cuda_graphs}")
+            lines.append(f"CUDA graphs: {self.cuda_graphs}")
         if self.mfu is not None and self.flops_per_sample is not None:
-            lines.append(
-                f"  MFU {self.mfu:.1%} ({self.flops_per_sample / 1e9:.4g} GFLOP a sample)"
-            )
-        lines.append(f"  peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")
+            flops = f"{self.flops_per_sample / 1e9:.4g} GFLOP a sample"
+            lines.append(f"MFU {self.mfu:.1%} ({flops})")
+        lines.append(f"peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")
         if self.energy_j is not None:
-            lines.append(f"  energy {self.energy_j:,.4g} J")
+            lines.append(f"energy {self.energy_j:,.4g} J")
         if self.checkpoint:
-            lines.append(f"  checkpoint {self.checkpoint}")
-        lines += [f"  warning: {words}" for words in self.warnings]
+            lines.append(f"checkpoint {self.checkpoint}")
+        lines += [f"warning: {words}" for words in self.warnings]
         if self.world_size > 1 and self.ranks:
-            lines += [f"  {line}" for line in table(self.ranks)]
-        return "\n".join(lines)
+            lines += table(self.ranks)
+        return "\n  ".join(lines)
 
     @staticmethod
     def from_json(text: bytes) -> RunResult:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trainers.errors import CheckpointError, PacelineError
+from trainers.output import Record
 from trainers.storage import Storage, parse_json
 
 _POSITION = ("step", "epoch", "train_time_s")
@@ -32,13 +33,13 @@ class RunLog:
         self._storage = run.child("log")
         self._live = run.child("live")
         self._events = run.child("tensorboard") if tensorboard else None
-        self._open: list[tuple[float, dict[str, Any]]] = []
+        self._open: list[tuple[float, Record]] = []
         self._is_followed = followed
         self._num_shown = 0
         self._shown_at = 0.0
         self._showing: threading.Thread | None = None
 
-    def add(self, record: dict[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Remember one record, with its time."""
         self._open.append((time.time(), record))
 
@@ -113,7 +114,7 @@ class RunLog:
                         storage.delete(name)
 
 
-def _lines(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
+def _lines(records: Iterable[tuple[float, Record]]) -> bytes:
     return "".join(json.dumps(record) + "\n" for _, record in records).encode()
 
 
@@ -122,23 +123,22 @@ def _extend(storage: Storage, name: str, data: bytes) -> None:
     storage.write(name, before + data)
 
 
-def read_log(run: Storage) -> list[dict[str, Any]]:
+def read_log(run: Storage) -> list[Record]:
     """All records of a run, in order; CheckpointError names a line that is none."""
     storage = run.child("log")
-    return [
-        record
-        for name in storage.names()
-        if name.endswith(".jsonl")
-        for record in read_part(storage, name)
-    ]
+    records = []
+    for name in storage.names():
+        if name.endswith(".jsonl"):
+            records += read_part(storage, name)
+    return records
 
 
-def read_part(storage: Storage, name: str) -> list[dict[str, Any]]:
+def read_part(storage: Storage, name: str) -> list[Record]:
     """The records of one part."""
     records = []
     for number, line in enumerate(storage.read(name).splitlines(), 1):
         try:
-            records.append(parse_json(line, dict[str, Any], finite=False))
+            records.append(parse_json(line, Record, finite=False))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{storage.locate(name)}, line {number}: {error}"
@@ -165,7 +165,7 @@ def events_name(step: int) -> str:
     return f"events.out.tfevents.{step:012d}"
 
 
-def encode_events(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
+def encode_events(records: Iterable[tuple[float, Record]]) -> bytes:
     """Return records with their time (Unix, seconds) as TensorBoard events.
 
     Every number but the position is a scalar at `step`.

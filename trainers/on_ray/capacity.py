@@ -14,18 +14,19 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from trainers.config.model import Tree
 from trainers.config.yaml import parse_documents, read_text
 from trainers.on_ray.environment import embedded
 from trainers.on_ray.internals import cluster_config, kuberay_config
 
 logger = logging.getLogger(__name__)
 
+Resources = dict[str, float]
+"""Amounts by name, as Ray has them."""
 BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` leaves the file on the head, with the resources of every type filled
 in.
@@ -36,36 +37,33 @@ _LOOK_S = 1.0
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def capacity() -> dict[str, float]:
+def capacity() -> Resources:
     """Return all that the cluster has, or may grow to by its cluster file."""
-    now = {name: float(amount) for name, amount in ray.cluster_resources().items()}
+    now = Counter[str](ray.cluster_resources())
     grown = Counter[str]()
     for resources in nodes_at_most():
         grown.update(resources)
-    return {
-        name: max(now.get(name, 0.0), float(grown.get(name, 0))) for name in now | grown
-    }
+    return {name: float(amount) for name, amount in (now | grown).items()}
 
 
-def nodes_at_most() -> list[dict[str, float]]:
+def nodes_at_most() -> list[Resources]:
     """Return the resources of each node that the cluster file allows.
 
     The head is among them; none where that is unknown.
     """
     config = cluster_config()
     if config is not None and config.node_group_configs:
-        return [
-            dict(group.resources)
-            for group in config.node_group_configs
-            for _ in range(max(0, group.max_count))
-        ]
+        nodes = []
+        for group in config.node_group_configs:
+            nodes += [dict(group.resources)] * group.max_count
+        return nodes
     file = _file(ray.get_runtime_context().get_node_id())
     if _sizes_unknown(file):
         _wait_for_a_worker()
     return allowed(file, max(_workers_up(), key=_size, default={}))
 
 
-def _workers_up() -> list[dict[str, float]]:
+def _workers_up() -> list[Resources]:
     return [
         node["Resources"]
         for node in ray.nodes()
@@ -88,18 +86,15 @@ def _wait_for_a_worker() -> None:
         time.sleep(_LOOK_S)
 
 
-def _sizes_unknown(config: Mapping[str, Any]) -> bool:
+def _sizes_unknown(config: Tree) -> bool:
     """Return whether the file does not say how large workers are: hosts of one's own."""
-    types = (config.get("available_node_types") or {}).values()
-    return any(
-        one.get("max_workers") and not _numbers(one.get("resources") or {})
-        for one in types
-    )
+    for kind in (config.get("available_node_types") or {}).values():
+        if kind.get("max_workers") and not _numbers(kind.get("resources") or {}):
+            return True
+    return False
 
 
-def allowed(
-    config: Mapping[str, Any], like: Mapping[str, Any] | None = None
-) -> list[dict[str, float]]:
+def allowed(config: Tree, like: Tree | None = None) -> list[Resources]:
     """Return the resources of each node that a file prepared by Ray allows.
 
     Within every type's limit and the cluster's, largest nodes first.
@@ -107,74 +102,55 @@ def allowed(
     `like`: the resources of a worker that is up, which stand for hosts of one's own,
     whose size the file does not say.
     """
-    types: Mapping[str, Mapping[str, Any]] = config.get("available_node_types") or {}
-    head = config.get("head_node_type")
-    sizes = {
-        name: _numbers(node_type.get("resources") or {})
-        for name, node_type in types.items()
-    }
-    usual = _numbers(like or {})
-    workers = [
-        sizes[name] or usual
-        for name in types
-        for _ in range(types[name].get("max_workers") or 0)
-    ]
+    nodes = []
+    workers = []
+    for name, kind in (config.get("available_node_types") or {}).items():
+        size = _numbers(kind.get("resources") or {})
+        if name == config.get("head_node_type"):
+            nodes.append(size)
+        most = kind.get("max_workers") or 0
+        workers += [size or _numbers(like or {})] * most
     workers.sort(key=_size, reverse=True)
-    nodes = [sizes[head]] if head in sizes else []
-    return [
-        size for size in [*nodes, *workers[: config.get("max_workers") or 0]] if size
-    ]
+    nodes += workers[: config.get("max_workers") or 0]
+    return [size for size in nodes if size]
 
 
-def _numbers(resources: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(resources: Tree) -> Resources:
     """Return the resources without those of a single node, such as its address."""
-    known = {
-        name: amount
-        for name, amount in resources.items()
-        if isinstance(amount, int | float)
-    }
     return {
         name: float(amount)
-        for name, amount in known.items()
-        if not name.startswith("node:")
+        for name, amount in resources.items()
+        if isinstance(amount, int | float) and not name.startswith("node:")
     }
 
 
-def _size(resources: Mapping[str, Any]) -> tuple[float, float]:
+def _size(resources: Tree) -> tuple[float, float]:
     return resources.get("GPU", 0), resources.get("CPU", 0)
 
 
 @functools.cache
-def _file(node_id: str) -> Mapping[str, Any]:
+def _file(node_id: str) -> Tree:
     """Read the file as the head has it, or Kubernetes.
 
     Empty where this is neither the head nor a pod of KubeRay's.
     """
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
-    name = (
-        os.environ.get("RAY_CLUSTER_NAME")
-        if "KUBERNETES_SERVICE_HOST" in os.environ
-        else None
-    )
+    name = None
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        name = os.environ.get("RAY_CLUSTER_NAME")
     if embedded() or not (name or node_id in heads):
         return {}
     try:
         if name:
-            return kuberay_config(_NAMESPACE.read_text(encoding="utf-8").strip(), name)
+            namespace = _NAMESPACE.read_text(encoding="utf-8").strip()
+            return dict(kuberay_config(namespace, name))
         file = BOOTSTRAP.expanduser()
-        found: list[Mapping[str, Any]] = (
-            parse_documents(read_text(file, str(file)), str(file))
-            if file.exists()
-            else []
-        )
+        if not file.exists():
+            return {}
+        source = str(file)
+        found: list[Tree] = parse_documents(read_text(file, source), source)
         return found[0] if found else {}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:  # OSError: requests' own errors, too
-        logger.warning(
-            "what the cluster may grow to is not known (%s): only nodes that are up count",
-            error,
-        )
+    except (OSError, ValueError, KeyError) as error:  # OSError: requests' own, too
+        words = "what the cluster may grow to is not known (%s): only nodes that are up count"
+        logger.warning(words, error)
         return {}

@@ -19,11 +19,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -31,6 +31,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from trainers.causes import ended_by
 from trainers.command_line import complain
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
@@ -39,7 +40,7 @@ from trainers.errors import ClusterError, ConfigError, first_line
 from trainers.launch.process import without_collection
 from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
-from trainers.on_ray.capacity import capacity
+from trainers.on_ray.capacity import Resources, capacity
 from trainers.on_ray.environment import cluster_environment, run_environment
 from trainers.on_ray.internals import (
     TOKEN_LOGGER,
@@ -75,6 +76,9 @@ nothing.
 """
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 (a name)
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
+_GIVEN_UP = (
+    "Ray's GCS has given up the node of this process, whose raylet does not answer"
+)
 _put_back = contextlib.ExitStack()
 """What an embedded cluster has changed in this process, put back when it ends."""
 
@@ -115,14 +119,11 @@ def _start_embedded(show_workers: bool) -> None:
     What Ray changes in the environment is put back then.
     """
     _put_back.enter_context(_environment_as_before())
-    token = _put_back.enter_context(OwnToken())
+    directory = _put_back.enter_context(_own_token())
     before = keep_on_loopback(True)
     try:
-        with (
-            _keeping_sigterm(),
-            _without_token_warning(),
-            cluster_environment(),
-        ):  # its processes inherit it
+        # Its processes inherit the environment.
+        with _keeping_sigterm(), _without_token_warning(), cluster_environment():
             context = ray.init(
                 address="local",
                 log_to_driver=show_workers,
@@ -136,8 +137,7 @@ def _start_embedded(show_workers: bool) -> None:
     finally:
         keep_on_loopback(before)
     atexit.register(disconnect)
-    if sys.platform == "linux":
-        reaper.start(own_node().get_session_dir_path(), token.directory)
+    reaper.start(own_node().get_session_dir_path(), directory)
     _tell_dashboard(context)
 
 
@@ -258,13 +258,12 @@ def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
         has = most.get(resource, 0.0)
         fits = math.floor(has / each)
         if fits < scaling.min_workers:
+            workers = scaling.num_workers
             rule = f"must fit on what the cluster can grow to, {has:g} {resource}s at {each:g} a worker"
-            fix = (
-                f"set it to at most {fits}" if fits else f"add nodes with a {resource}"
-            )
-            raise ConfigError(
-                "scaling.num_workers", scaling.num_workers, rule, fix, spec.source
-            )
+            fix = f"add nodes with a {resource}"
+            if fits:
+                fix = f"set it to at most {fits}"
+            raise ConfigError("scaling.num_workers", workers, rule, fix, spec.source)
     return "cuda" if gpu else "cpu"
 
 
@@ -285,19 +284,14 @@ def energy_is_counted(device_type: str) -> bool:
     if not nodes:
         return True
     place = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
-    from trainers.devices.device import (
-        counts_energy,
-    )  # it needs torch, which a lane's controller does not have
+    # It needs torch, which a lane's controller does not have.
+    from trainers.devices.device import counts_energy
 
-    asked = (
-        ray.remote(counts_energy)
-        .options(num_cpus=0, scheduling_strategy=place)
-        .remote(device_type)
-    )
-    return bool(ray.get(asked))
+    ask = ray.remote(counts_energy).options(num_cpus=0, scheduling_strategy=place)
+    return bool(ray.get(ask.remote(device_type)))
 
 
-def wants_gpu(config: TrainConfig | FunctionConfig, most: dict[str, float]) -> bool:
+def wants_gpu(config: TrainConfig | FunctionConfig, most: Resources) -> bool:
     """Return whether workers get GPUs; for auto, if the cluster has or may get any."""
     use_gpu = config.scaling.use_gpu
     if use_gpu == "auto":
@@ -320,51 +314,43 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
     )
 
 
-def _resources(scaling: ScalingConfig, gpu: bool) -> dict[str, float]:
+def _resources(scaling: ScalingConfig, gpu: bool) -> Resources:
     """Return what one worker reserves."""
-    return {"CPU": float(scaling.cpus_per_worker)} | (
-        {"GPU": scaling.gpus_per_worker} if gpu else {}
-    )
+    each = {"CPU": float(scaling.cpus_per_worker)}
+    if gpu:
+        each["GPU"] = scaling.gpus_per_worker
+    return each
 
 
-class OwnToken:
-    """Gives a new embedded cluster a temporary token, readable by this user alone.
+@contextlib.contextmanager
+def _own_token() -> Iterator[Path | None]:
+    """Give a new embedded cluster a temporary token, readable by this user alone.
 
     From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and
     writes one to ~/.ray/auth_token where the user has none. From then on `ray start`
     asks for it too, and scripts that worked before fail. A token or a mode that the
-    user has chosen is left as it is.
+    user has chosen is left as it is. The block gets the token's directory, if there is
+    one.
     """
-
-    def __init__(self) -> None:
-        self.directory: Path | None = None
-        self._changes_mode = "RAY_AUTH_MODE" not in os.environ
-
-    def __enter__(self) -> Self:
-        if self._changes_mode:
-            if not has_token():
-                self.directory = Path(
-                    tempfile.mkdtemp(prefix="paceline-token-")
-                )  # of mode 0700
-                file = self.directory / "token"
-                file.write_text(new_token())
-                os.environ[_TOKEN_PATH] = str(file)
-            os.environ["RAY_AUTH_MODE"] = "token"
-            read_token_again()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+    if "RAY_AUTH_MODE" in os.environ:
+        yield None
+        return
+    directory = None
+    if not has_token():
+        directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
+        file = directory / "token"
+        file.write_text(new_token())
+        os.environ[_TOKEN_PATH] = str(file)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    read_token_again()
+    try:
+        yield directory
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
             os.environ.pop(_TOKEN_PATH, None)
-        if self._changes_mode:
-            os.environ.pop("RAY_AUTH_MODE", None)
-            read_token_again()
+        os.environ.pop("RAY_AUTH_MODE", None)
+        read_token_again()
 
 
 def where_the_token_is() -> str:
@@ -400,18 +386,17 @@ def ending_with_cluster(
         while not over.wait(_LOOK_S):
             what = _dead(node)
             alive = is_alive()
-            if alive is False:
-                what = (
-                    what
-                    or "Ray's GCS has given up the node of this process, whose raylet does not answer"
-                )
-            if what is None and alive:
-                answered = time.monotonic()
-            elif what is not None or time.monotonic() - answered > patience_s:
+            now = time.monotonic()
+            if alive:
+                answered = now
+            elif alive is False:
+                what = what or _GIVEN_UP
+            elif now - answered > patience_s:
+                silent = f"did not answer for {patience_s:g} s"
+                what = what or f"Ray at {node.gcs_address} {silent}"
+            if what is not None:
                 close()
-                complain(
-                    f"{what or f'Ray at {node.gcs_address} did not answer for {patience_s:g} s'}; {words}"
-                )
+                complain(f"{what}; {words}")
                 sys.stdout.flush()
                 os._exit(1)
 
@@ -426,25 +411,18 @@ def ending_with_cluster(
 
 def _patience_s(environ: Mapping[str, str]) -> float:
     """How long a GCS on another machine may be away: less than Ray's own patience."""
-    try:
-        return _PATIENCE_SHARE * float(
-            environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", _RAYS_PATIENCE_S)
-        )
-    except ValueError:  # Ray takes its default, too
-        return _PATIENCE_SHARE * _RAYS_PATIENCE_S
+    rays_s = _RAYS_PATIENCE_S
+    with contextlib.suppress(KeyError, ValueError):  # Ray takes its default, too
+        rays_s = float(environ["RAY_gcs_rpc_server_reconnect_timeout_s"])
+    return _PATIENCE_SHARE * rays_s
 
 
 def _dead(node: Any) -> str | None:
     """Say how a process that this one's own cluster needs has ended; None: all live."""
     for kind, process in node.dead_processes():
         if kind in _NEEDED:
-            code = process.returncode
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"has ended with exit code {code}"
-            )
-            return f"Ray's {kind} {how}, and with it the cluster of this process"
+            how = ended_by(process.returncode)
+            return f"Ray's {kind} ended {how}, and with it the cluster of this process"
     return None
 
 
@@ -466,9 +444,8 @@ def show_life() -> None:
         return
     name = f"{_prefix()}{context.get_actor_id()}"
     handle = cloudpickle.dumps(context.current_actor)
-    threading.Thread(
-        target=_beat, args=(name, handle), name="vital-signs", daemon=True
-    ).start()
+    thread = threading.Thread(target=_beat, args=(name, handle), daemon=True)
+    thread.start()
 
 
 def _prefix() -> str:
@@ -477,9 +454,8 @@ def _prefix() -> str:
 
 def _beat(name: str, handle: bytes) -> None:
     for count in itertools.count():
-        with contextlib.suppress(
-            Exception
-        ):  # the GCS is away: it cannot be asked either
+        # The GCS may be away: it cannot be asked either.
+        with contextlib.suppress(Exception):
             if count == 0:
                 kv_put(f"{name}/handle", handle)
             kv_put(name, str(count))
@@ -497,26 +473,20 @@ class VitalSigns:
 
     def __init__(self) -> None:
         self._heard: dict[bytes, bytes] = {}
-        self._silent: dict[bytes, int] = {}
+        self._silent = Counter[bytes]()
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="vital-signs", daemon=True
-        )
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._thread.join(_BEAT_S)
         # After an error the cluster may be gone, and would not answer; without one Ray
         # would start another.
-        if error is None and not self._thread.is_alive() and ray.is_initialized():
+        has_ended = not self._thread.is_alive()
+        if error[0] is None and has_ended and ray.is_initialized():
             with contextlib.suppress(Exception):
                 kv_delete(_prefix(), del_by_prefix=True)
 
@@ -534,9 +504,9 @@ class VitalSigns:
             if name.endswith(b"/handle"):
                 continue
             beat = kv_get(name)
-            self._silent[name] = (
-                self._silent.get(name, 0) + 1 if beat == self._heard.get(name) else 0
-            )
+            if beat != self._heard.get(name):
+                self._silent[name] = -1
+            self._silent[name] += 1
             self._heard[name] = beat
             if self._silent[name] == _LOOKS:
                 self._end(name)

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -20,8 +19,6 @@ from pathlib import Path
 
 GRACE_S = 3.0
 """Ray's other processes end by themselves within this."""
-_started: list[subprocess.Popen[bytes]] = []
-"""Their pipes are closed by the end of this process."""
 
 
 def start(session: str, directory: Path | None = None) -> None:
@@ -29,18 +26,16 @@ def start(session: str, directory: Path | None = None) -> None:
     command = [sys.executable, "-I", "-S", __file__, session]
     if directory is not None:
         command.append(str(directory))
-    nowhere = subprocess.DEVNULL
-    pipe = subprocess.PIPE
-    _started.append(
-        subprocess.Popen(  # noqa: S603 (our own file)
-            command,
-            stdin=pipe,
-            stdout=nowhere,
-            stderr=nowhere,
-            cwd="/",
-            start_new_session=True,
-        )
+    end, _ = os.pipe()  # what is written into is closed by the end of this process
+    streams = [
+        (os.POSIX_SPAWN_DUP2, end, 0),
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        (os.POSIX_SPAWN_DUP2, 1, 2),
+    ]
+    os.posix_spawn(
+        sys.executable, command, os.environ, file_actions=streams, setsid=True
     )
+    os.close(end)
 
 
 def processes(session: str) -> list[int]:
@@ -63,6 +58,7 @@ def processes(session: str) -> list[int]:
 
 def main(session: str, directory: str | None = None) -> None:
     """Wait for the driver's end; kill what has not ended, and delete the directory."""
+    os.chdir("/")
     sys.stdin.read()
     deadline = time.monotonic() + GRACE_S
     while processes(session) and time.monotonic() < deadline:

@@ -21,6 +21,7 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from trainers.causes import failure_of
+from trainers.config.model import Tree
 from trainers.context import RunContext
 from trainers.errors import (
     PacelineError,
@@ -95,12 +96,10 @@ def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
     Every rank calls it.
     """
     context.draws_line = spec.told == "line"
-    told = spec.told and context.rank == 0
-    with (
-        sending(partial(send, spec.storage))
-        if told
-        else contextlib.nullcontext() as context.take
-    ):
+    if not spec.told or context.rank > 0:
+        yield
+        return
+    with sending(partial(send, spec.storage)) as context.take:
         yield
 
 
@@ -117,9 +116,8 @@ def receiving(run: Storage, take: Take | None) -> Iterator[None]:
         is_over = False
         while not is_over:
             is_over = over.wait(_LOOK_S)
-            with contextlib.suppress(
-                Exception
-            ):  # the cluster is gone, or does not answer: the run itself says so
+            # The cluster may be gone, or not answer: the run itself says so.
+            with contextlib.suppress(Exception):
                 _take(run, take)
 
     thread = threading.Thread(target=receive, name="records", daemon=True)
@@ -155,15 +153,11 @@ class FunctionRun:
     """The run's directory."""
 
     def __str__(self) -> str:
-        words = printable(
-            "  ".join(f"{name} {value}" for name, value in self.metrics.items())
-        )
-        lines = [
-            "done",
-            words or "nothing was reported",
-            *([f"checkpoint {self.checkpoint}"] if self.checkpoint else []),
-        ]
-        return "\n  ".join(lines)
+        figures = [f"{name} {value}" for name, value in self.metrics.items()]
+        words = printable("  ".join(figures)) or "nothing was reported"
+        if self.checkpoint:
+            words += f"\n  checkpoint {self.checkpoint}"
+        return f"done\n  {words}"
 
 
 class _Reports(ray.train.UserCallback):
@@ -175,7 +169,7 @@ class _Reports(ray.train.UserCallback):
         self._told = told
 
     def after_report(
-        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
+        self, run_context: Any, metrics: list[Tree], checkpoint: Any
     ) -> None:
         """Called by Ray with the metrics of all ranks."""
         self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
@@ -183,7 +177,7 @@ class _Reports(ray.train.UserCallback):
             send(self._storage, [{"record": "report", "metrics": metrics[0]}])
 
 
-def _function_worker(loop_config: dict[str, Any]) -> Any:
+def _function_worker(loop_config: Tree) -> Any:
     """Call the function as one worker of the TorchTrainer."""
     return FunctionSpec(**loop_config).load()()
 
@@ -203,9 +197,8 @@ def fit(trainer: TorchTrainer) -> ray.train.Result:
     except SystemExit:
         raise KeyboardInterrupt from None
     except ray.train.WorkerGroupError as error:
-        raise RunFailedError.first(
-            [as_failure(rank, one) for rank, one in error.worker_failures.items()]
-        ) from None
+        failures = [as_failure(*failed) for failed in error.worker_failures.items()]
+        raise RunFailedError.first(failures) from None
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
     finally:
@@ -239,17 +232,14 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     )
     with ending_with_cluster(_AGAIN), VitalSigns(), receiving(storage, take):
         result = fit(trainer)
-    metrics = (
-        storage.read_json(_NEWEST, dict[str, Any], finite=False)
-        if storage.exists(_NEWEST)
-        else {}
-    )
-    return FunctionRun(
-        metrics, result.checkpoint.path if result.checkpoint else None, storage.uri
-    )
+    metrics = {}
+    if storage.exists(_NEWEST):
+        metrics = storage.read_json(_NEWEST, Tree, finite=False)
+    checkpoint = result.checkpoint.path if result.checkpoint else None
+    return FunctionRun(metrics, checkpoint, storage.uri)
 
 
-def _run_worker(loop_config: dict[str, Any]) -> None:
+def _run_worker(loop_config: Tree) -> None:
     """Run the loop as one worker of the TorchTrainer."""
     quiet_reports()
     quiet_failures()  # printed below
@@ -289,7 +279,7 @@ def _failing(rank: int) -> Iterator[None]:
         raise failure from None
 
 
-def _job_worker(loop_config: dict[str, Any]) -> Any:
+def _job_worker(loop_config: Tree) -> Any:
     """Do a job as one worker of the TorchTrainer."""
     job: Job[Any] = loop_config["job"]
     context = RayContext(None)
@@ -432,10 +422,10 @@ class NodeCount(ControllerCallback):
             return
         taken = nodes_taken(previous_state, current_state)
         deadline = time.monotonic() + _GONE_S
-        while (
-            taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-            and time.monotonic() < deadline
-        ):
+        while time.monotonic() < deadline:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            if not taken & alive:
+                break
             time.sleep(0.2)
         count_nodes()
 
@@ -448,15 +438,13 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def count_nodes() -> None:
     """Let Ray's coordinator count the nodes now; warns where it does not."""
     try:
-        ray.get(
-            coordinator().get_reserved_resources.remote("", recompute=True),
-            timeout=_ANSWER_S,
-        )
+        counted = coordinator().get_reserved_resources.remote("", recompute=True)
+        ray.get(counted, timeout=_ANSWER_S)
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
-        logger.warning(
-            "Ray did not count the nodes again (%s): the group may wait for a dead one",
-            error,
+        words = (
+            "Ray did not count the nodes again (%s): the group may wait for a dead one"
         )
+        logger.warning(words, error)
 
 
 def free_dead_runs() -> None:
@@ -470,27 +458,17 @@ def free_dead_runs() -> None:
         register = run_register()
         if register is None:  # this cluster has had no run
             return
-        runs: dict[str, Any] = ray.get(
-            register.get_train_runs.remote(), timeout=_ANSWER_S
-        )
+        runs: Tree = ray.get(register.get_train_runs.remote(), timeout=_ANSWER_S)
         filters: Any = [("class_name", "=", "TrainController"), ("state", "=", "ALIVE")]
         address = ray.get_runtime_context().gcs_address
-        alive = {
-            actor.actor_id
-            for actor in list_actors(
-                address, filters, limit=_MANY, timeout=int(_ANSWER_S)
-            )
-        }
-        dead = [
-            run_id
-            for run_id, run in runs.items()
-            if run.controller_actor_id not in alive
-        ]
-        ray.get(
-            [coordinator().cancel_request.remote(f"train-{run_id}") for run_id in dead],
-            timeout=_ANSWER_S,
-        )
-    except (
-        Exception
-    ) as error:  # a cluster without dashboard, a newer Ray: the run starts all the same
+        actors = list_actors(address, filters, limit=_MANY, timeout=int(_ANSWER_S))
+        alive = {actor.actor_id for actor in actors}
+        cancelled = []
+        for run_id, run in runs.items():
+            if run.controller_actor_id not in alive:
+                cancel = coordinator().cancel_request
+                cancelled.append(cancel.remote(f"train-{run_id}"))
+        ray.get(cancelled, timeout=_ANSWER_S)
+    except Exception as error:
+        # A cluster without dashboard, a newer Ray: the run starts all the same.
         logger.warning("Ray may hold workers of killed runs for 180 s: %s", error)

@@ -23,6 +23,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.util.metrics import Gauge
 
 from trainers.causes import failure_of
+from trainers.config.model import Tree
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.errors import POLICIES, RunFailedError
@@ -60,8 +61,6 @@ FIGURES: dict[str, tuple[str, ...]] = {
 it.
 """
 _LEAVE_S = 10.0
-# Rank 0's, between `_listen` and `_join`: nobody else can take the port.
-_listening: list[socket.socket] = []
 
 
 class FailurePolicy(UserCallback):
@@ -90,27 +89,30 @@ class FailurePolicy(UserCallback):
         )
         before = self._hangs
         self._hangs = saved_hangs(self._storage)
-        new = [
-            read_hang(self._storage, name) for name in self._hangs if name not in before
-        ]
-        if new and (
-            cause.status in ("node_lost", "hung") or cause.follows
-        ):  # a watchdog's exit is a death to Ray
-            cause = RunFailedError.first(new)
-        self._met[cause.status] += 1
-        usual = POLICIES[cause.status].restarts
-        budget = 0 if cause.config else getattr(self._budgets, cause.status, usual)
-        if cause.smaller:  # sizes halve: this ends by itself
+        new = sorted(set(self._hangs) - set(before))
+        # A watchdog's exit is a death to Ray.
+        if new and (cause.status in ("node_lost", "hung") or cause.follows):
+            cause = RunFailedError.first(
+                [read_hang(self._storage, name) for name in new]
+            )
+        status = cause.status
+        self._met[status] += 1
+        met = self._met[status]
+        budget = getattr(self._budgets, status, POLICIES[status].restarts)
+        if cause.config:
+            budget = 0
+        elif cause.smaller:  # sizes halve: this ends by itself
             budget = -1
         # Ray's own words are tracebacks of its controller, and what ranks raised as it
         # was, secrets too.
         logging.getLogger(FAILURE_LOGGER).setLevel(logging.CRITICAL)
-        if budget != -1 and self._met[cause.status] > budget:
+        if budget != -1 and met > budget:
             logging.getLogger(CONTROLLER_LOGGER).setLevel(logging.CRITICAL)
             raise cause
-        restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
-        failed = f"worker group failed as {cause.status} ({cause.message})"
-        logger.warning("%s; %s from the newest checkpoint", failed, restart)
+        most = "no limit" if budget == -1 else budget
+        failed = f"worker group failed as {status} ({cause.message})"
+        restart = f"restart {met} of {most} from the newest checkpoint"
+        logger.warning("%s; %s", failed, restart)
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
@@ -134,13 +136,10 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
         return failure
     named = dict(re.findall(r"^\s*(pid|ip): (\S+)$", str(error), re.MULTILINE))
     who = f"rank {rank} (pid {named.get('pid', 'unknown')} on {named.get('ip', 'its node')}) died"
+    how = f"because {why[1]}"
     # Ray learns of a process that its connection broke, and not the signal.
-    killed = "connection error code" in str(error)
-    how = (
-        "without an exception: SIGKILL, a crash or os._exit ended its process"
-        if killed
-        else f"because {why[1]}"
-    )
+    if "connection error code" in str(error):
+        how = "without an exception: SIGKILL, a crash or os._exit ended its process"
     return RunFailedError(failure.status, f"{who} {how}", failure.when)
 
 
@@ -168,9 +167,15 @@ class WorkerContext(RunContext):
 
     def __init__(self, storage: Storage | None, launcher: str) -> None:
         worker = ray.train.get_context()
-        of_all = worker.get_world_rank(), worker.get_world_size()
-        of_node = worker.get_local_rank(), worker.get_local_world_size()
-        super().__init__(storage, launcher, *of_all, *of_node, own_gpu())
+        super().__init__(
+            storage,
+            launcher,
+            worker.get_world_rank(),
+            worker.get_world_size(),
+            worker.get_local_rank(),
+            worker.get_local_world_size(),
+            own_gpu(),
+        )
         self._asked_s = -math.inf
 
     def preempted(self, elapsed_s: float) -> bool:
@@ -190,12 +195,10 @@ class RayContext(WorkerContext):
     def __init__(self, storage: Storage | None) -> None:
         super().__init__(storage, "ray")
         self._told_s = -math.inf
-        self._untold: tuple[dict[str, Any], str | None] | None = None
+        self._untold: tuple[Tree, str | None] | None = None
         self._gauges = Gauges(storage.name, self.rank) if storage else None
 
-    def report(
-        self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
-    ) -> None:
+    def report(self, metrics: Tree, checkpoint: str | None, elapsed_s: float) -> None:
         """Give Ray the metrics, and a reference to a checkpoint that is on storage.
 
         Not more often than every 20 s, because Ray's report waits for its controller's
@@ -225,9 +228,8 @@ class RayContext(WorkerContext):
     def observe(self, figures: dict[str, float]) -> None:
         """To Ray's metrics, which Prometheus reads."""
         if self._gauges is not None:
-            from trainers.devices.device import (
-                with_gpu_memory,
-            )  # the workers of lanes do without torch
+            # The workers of lanes do without torch.
+            from trainers.devices.device import with_gpu_memory
 
             self._gauges.set(with_gpu_memory(figures))
 
@@ -304,24 +306,21 @@ class GroupConfig(BackendConfig):
 class _GroupBackend(Backend):
     """Forms and dissolves the group, from the controller."""
 
-    share_cuda_visible_devices = (
-        True  # NCCL's direct paths between GPUs of a node need to see them all
-    )
+    # NCCL's direct paths between GPUs of a node need to see them all.
+    share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray when all workers are there."""
         assert isinstance(backend_config, GroupConfig)
-        address, port = worker_group.execute_single(0, _listen)
-        worker_group.execute(_join, address, port, backend_config.backend)
+        place = worker_group.execute_single(0, _listen)
+        worker_group.execute(_join, *place, backend_config.backend)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray before the workers end; some of them may be dead already."""
-        if len(worker_group) > 1:
-            ray.wait(
-                worker_group.execute_async(_leave),
-                num_returns=len(worker_group),
-                timeout=_LEAVE_S,
-            )
+        count = len(worker_group)
+        if count > 1:
+            leaving = worker_group.execute_async(_leave)
+            ray.wait(leaving, num_returns=count, timeout=_LEAVE_S)
 
 
 def _is_alone() -> bool:
@@ -349,13 +348,16 @@ def listen() -> tuple[socket.socket, str, int]:
     return server, address, int(server.getsockname()[1])
 
 
-def _listen() -> tuple[str, int]:
+def _listen() -> tuple[str, int, int]:
+    """Return the store's address and port, and its socket's descriptor on rank 0.
+
+    It stays open until `_join`, so that nobody else can take the port.
+    """
     server, address, port = listen()
-    _listening[:] = [server]
-    return address, port
+    return address, port, server.detach()
 
 
-def _join(address: str, port: int, backend: str) -> None:
+def _join(address: str, port: int, descriptor: int, backend: str) -> None:
     """On every worker at once."""
     hide_unassigned_gpus()
     with without_collection(own_process=True):
@@ -375,9 +377,10 @@ def _join(address: str, port: int, backend: str) -> None:
     }
     if _is_alone():
         keep_on_this_machine()
-    server = _listening.pop().detach() if rank == 0 else None
+    is_first = rank == 0
+    listening = descriptor if is_first else None
     store = TCPStore(
-        address, port, world_size, rank == 0, TIMEOUT, master_listen_fd=server
+        address, port, world_size, is_first, TIMEOUT, master_listen_fd=listening
     )
     join_group(backend, store, rank, world_size, own_gpu())
 

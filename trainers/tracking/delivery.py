@@ -30,13 +30,21 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from trainers.config.function import flat
+from trainers.config.model import Tree
 from trainers.config.sections import TrackerConfig
 from trainers.errors import LeaseError, StorageError, first_line, redact
-from trainers.launch.spec import MARK, open_run, read_mapping
-from trainers.lease import fenced, held
+from trainers.launch.spec import MARK, read_mapping
+from trainers.lease import fenced
 from trainers.measure.run_log import read_part, scalars
+from trainers.output import PACKAGES
 from trainers.storage import Storage
-from trainers.tracking.sinks import Row, Sink, TrackedRun, check_trackers, make_sink
+from trainers.tracking.sinks import (
+    Params,
+    Row,
+    Sink,
+    TrackedRun,
+    make_sink,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +80,7 @@ class History:
     name: str
     kind: str
     """run, sweep or trial."""
-    params: dict[str, str | int | float | bool]
+    params: Params
     tags: dict[str, str]
     rows: Sequence[Row] = ()
     """In the order of the log; some may have been there before."""
@@ -94,15 +102,15 @@ class Source(Protocol):
         """
 
 
-def as_params(tree: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+def as_params(tree: Mapping[str, Any]) -> Params:
     """Return a configuration by dotted keys; lists as text, secrets hidden."""
-    shown: dict[str, str | int | float | bool] = {}
+    shown: Params = {}
     for key, value in flat(tree).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         hidden = redact(f"{key}: {text}").removeprefix(f"{key}: ")
-        shown[key] = (
-            value if isinstance(value, int | float) and hidden == text else hidden
-        )
+        shown[key] = hidden
+        if isinstance(value, int | float) and hidden == text:
+            shown[key] = value
     return shown
 
 
@@ -125,33 +133,24 @@ class RunHistory:
         rows = self._new("log") + self._new("live")
         artifacts: dict[str, bytes] = {}
         if ended in ("done", "stopped") and self._run.exists("result.json"):
-            result = self._run.read_json("result.json", dict[str, Any], finite=False)
+            result = self._run.read_json("result.json", Tree, finite=False)
             ended = str(result["status"])
-            figures = flat(
-                {
-                    name: result[name]
-                    for name in _OF_RESULT
-                    if result.get(name) is not None
-                }
-            )
-            values = {
-                f"result/{name.replace('.', '/')}": float(value)
-                for name, value in figures.items()
-            }
+            values = {}
+            for name, value in flat(result).items():
+                if name.partition(".")[0] in _OF_RESULT and value is not None:
+                    values[f"result/{name.replace('.', '/')}"] = float(value)
             rows.append(Row(int(result["steps"]), self._time("result.json"), values))
             artifacts["result.json"] = self._run.read("result.json")
-        return [
-            History(
-                str(tree["name"]),
-                "run",
-                as_params(tree),
-                tags,
-                rows,
-                "",
-                artifacts,
-                ended,
-            )
-        ]
+        history = History(
+            name=str(tree["name"]),
+            kind="run",
+            params=as_params(tree),
+            tags=tags,
+            rows=rows,
+            artifacts=artifacts,
+            ended=ended,
+        )
+        return [history]
 
     def _new(self, directory: str) -> list[Row]:
         """Return the rows of new parts, and of the last one where it has grown."""
@@ -356,7 +355,7 @@ def followed(
     """Send a run or a sweep to its trackers in the block, by a process of its own.
 
     Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
-    `module` is what the process runs, `again` the command that sends what is left.
+    `module` is what the process runs, `again` says what sends what is left.
     """
     if not trackers:
         yield
@@ -403,7 +402,7 @@ def followed(
         listener.join(1.0)
         if code != 0:
             logger.warning(
-                "tracking: not everything could be sent; `%s` sends the rest", again
+                "tracking: not everything could be sent; %s sends the rest", again
             )
 
 
@@ -428,7 +427,7 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
         signal.signal(number, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    for package in ("trainers", "tune"):
+    for package in PACKAGES:
         logging.getLogger(package).handlers[:] = [logging.StreamHandler(out)]
         logging.getLogger(package).propagate = False
     uri, token, given = sys.argv[1:]
@@ -454,30 +453,6 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
         logger.warning("tracking: %s: something is left to send", ", ".join(late))
     out.flush()
     os._exit(1 if late else 0)
-
-
-def send_run(location: str) -> bool:
-    """Send what a run's trackers have not got; return whether all have everything.
-
-    The run must not be training.
-
-    Raises ConfigError where there is no run, or a process trains it.
-    """
-    storage, config = open_run(location)
-    path = [config.task_dir] if config.task_dir else []
-    check_trackers(config.trackers, path, storage.locate(MARK))
-    if not config.trackers:
-        logger.info("tracking: the configuration names no tracker")
-    has_all = True
-    with held(storage, MARK) as token:
-        for tracker in config.trackers:
-            delivery = Delivery(tracker, path, fenced(storage, MARK, token), RunHistory)
-            delivery.end("done" if storage.exists("result.json") else KILLED)
-            delivery.follow()
-            if delivery.is_over:
-                logger.info("tracking: %s has everything", tracker.tracker)
-            has_all = has_all and delivery.is_over
-    return has_all
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainers.config.model import Tree
 from trainers.config.sections import TRACKERS, TrackerConfig
 from trainers.errors import ConfigError
-from trainers.launch.spec import add_to_path, load_named
+from trainers.launch.spec import add_to_path, load_class
 from trainers.measure.run_log import encode_events, events_name
 from trainers.storage import Storage
 
@@ -31,6 +32,10 @@ _IMPORTS = threading.Lock()
 """Clients are imported one at a time: two threads in circular imports may each see half
 of a module.
 """
+
+
+Params = dict[str, str | int | float | bool]
+Tags = dict[str, str]
 
 
 class Row(NamedTuple):
@@ -54,9 +59,9 @@ class TrackedRun:
     name: str
     kind: str
     """run, sweep or trial."""
-    params: dict[str, str | int | float | bool]
+    params: Params
     """The resolved configuration by dotted keys."""
-    tags: dict[str, str]
+    tags: Tags
     """Versions, hardware, git commit, and where the run is."""
     parent: str | None = None
     """Of a trial, what `start` of its sweep returned."""
@@ -95,7 +100,7 @@ class Sink(ABC):
     def artifact(self, run: str, file: Path) -> None:  # noqa: B027
         """Take a file, in place of an earlier one of its name."""
 
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:  # noqa: B027
+    def end(self, run: str, status: str, tags: Tags) -> None:  # noqa: B027
         """End the run with a status of `trainers.errors`, or `killed`."""
 
     def close(self) -> None:  # noqa: B027
@@ -137,42 +142,39 @@ class MlflowSink(Sink):
             found = known[0]
             self._client.update_run(found.info.run_id, status="RUNNING")
         else:
-            tags = {
-                "paceline.id": run.id,
-                "paceline.kind": run.kind,
-                **self._tags(run.tags),
-            }
+            tags = {"id": run.id, "kind": run.kind, **run.tags}
+            tags = self._tags(tags)
             if run.parent is not None:
                 tags["mlflow.parentRunId"] = run.parent
             found = self._client.create_run(experiment, tags=tags, run_name=run.name)
         # Those of a run never change in MLflow: a resume adds what is new.
-        params = {self._name(key): str(value) for key, value in run.params.items()}
-        new = [
-            self._entities.Param(key, value)
-            for key, value in params.items()
-            if key not in found.data.params
-        ]
+        new = []
+        for key, value in run.params.items():
+            name = self._name(key)
+            if name not in found.data.params:
+                new.append(self._entities.Param(name, str(value)))
         self._client.log_batch(found.info.run_id, params=new)
         return str(found.info.run_id)
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """Every value is one metric at its step."""
-        metrics = [
-            self._entities.Metric(
-                self._name(name), value, round(row.time_s * 1000), row.step
-            )
-            for row in rows
-            for name, value in row.values.items()
-        ]
+        metrics = []
+        for row in rows:
+            time_ms = round(row.time_s * 1000)
+            for key, value in row.values.items():
+                name = self._name(key)
+                metric = self._entities.Metric(name, value, time_ms, row.step)
+                metrics.append(metric)
         self._client.log_batch(run, metrics=metrics)
 
     def artifact(self, run: str, file: Path) -> None:
         """An artifact of the run."""
         self._client.log_artifact(run, str(file))
 
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+    def end(self, run: str, status: str, tags: Tags) -> None:
         """End as FINISHED, KILLED (it can go on) or FAILED; a tag has the status."""
-        for key, value in (self._tags(tags) | {"paceline.status": status}).items():
+        tags = self._tags({**tags, "status": status})
+        for key, value in tags.items():
             self._client.set_tag(run, key, value)
         ends = {"done": "FINISHED", "stopped": "KILLED", "killed": "KILLED"}
         self._client.set_terminated(run, ends.get(status, "FAILED"))
@@ -181,7 +183,7 @@ class MlflowSink(Sink):
         """The name with `_` for what MLflow does not take."""
         return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
-    def _tags(self, tags: dict[str, str]) -> dict[str, str]:
+    def _tags(self, tags: Tags) -> Tags:
         return {f"paceline.{self._name(key)}": value for key, value in tags.items()}
 
 
@@ -205,21 +207,19 @@ class WandbSink(Sink):
             x_disable_stats=True,
             x_disable_meta=True,
         )
-        self._runs: dict[str, Any] = {}
+        self._runs: Tree = {}
 
     def start(self, run: TrackedRun) -> str:
         """The run's own id is W&B's, which goes on with it where it knows it."""
+        groups = {"trial": run.parent, "sweep": run.id}
         self._runs[run.id] = self._wandb.init(
             project=self.project,
             name=run.name,
             id=run.id,
             resume="allow",
-            group={"trial": run.parent, "sweep": run.id}.get(run.kind),
+            group=groups.get(run.kind),
             job_type=run.kind,
-            config={
-                **run.params,
-                **{f"paceline/{key}": value for key, value in run.tags.items()},
-            },
+            config=run.params | _tags(run.tags),
             allow_val_change=True,
             settings=self._settings,
             reinit="create_new",
@@ -229,7 +229,8 @@ class WandbSink(Sink):
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """A row of W&B's history for each step."""
         for row in rows:
-            self._runs[run].log({**row.values, "_timestamp": row.time_s}, step=row.step)
+            values = {**row.values, "_timestamp": row.time_s}
+            self._runs[run].log(values, step=row.step)
 
     def artifact(self, run: str, file: Path) -> None:
         """An artifact of the run, whose versions W&B keeps."""
@@ -237,18 +238,21 @@ class WandbSink(Sink):
         artifact.add_file(str(file))
         self._runs[run].log_artifact(artifact)
 
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+    def end(self, run: str, status: str, tags: Tags) -> None:
         """Finished, or failed where the status is that of a failure."""
         ended = self._runs.pop(run)
-        known = {"paceline/status": status} | {
-            f"paceline/{key}": value for key, value in tags.items()
-        }
+        known = _tags({"status": status, **tags})
         ended.config.update(known, allow_val_change=True)
-        ended.finish(exit_code=0 if status in ("done", "stopped") else 1)
+        has_failed = status not in ("done", "stopped")
+        ended.finish(exit_code=int(has_failed))
 
     def close(self) -> None:
         """End wandb's own process, with what it still has to send."""
         self._wandb.teardown()
+
+
+def _tags(tags: Tags) -> Tree:
+    return {f"paceline/{key}": value for key, value in tags.items()}
 
 
 class EventsSink(Sink):
@@ -260,10 +264,11 @@ class EventsSink(Sink):
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """One file for all that is sent at once."""
-        records = [(row.time_s, {"step": row.step, **row.values}) for row in rows]
-        self.storage.child("tensorboard", run).write(
-            events_name(rows[-1].step), encode_events(records)
-        )
+        records = []
+        for row in rows:
+            records.append((row.time_s, {"step": row.step, **row.values}))
+        directory = self.storage.child("tensorboard", run)
+        directory.write(events_name(rows[-1].step), encode_events(records))
 
 
 _SINKS: Mapping[str, type[Sink]] = {
@@ -301,8 +306,4 @@ def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> 
 def _own_sink(named: str, path: Sequence[str], source: str) -> type[Sink]:
     with _IMPORTS:
         add_to_path(list(path))
-        found = load_named("tracking", named, "class", source)
-    if not (isinstance(found, type) and issubclass(found, Sink)):
-        rule = "is no trainers.tracking.sinks.Sink"
-        raise ConfigError("tracking", named, rule, "derive the class from Sink", source)
-    return found
+        return load_class("tracking", named, Sink, source)

@@ -232,7 +232,7 @@ def _run_held(
                 token,
                 spec.trackers,
                 spec.path,
-                spec.resume(),
+                f"`{spec.resume()}`",
             )
         )
         if is_complete(spec):
