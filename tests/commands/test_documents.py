@@ -12,10 +12,13 @@ from tests.specs import REPOSITORY
 
 pytestmark = pytest.mark.full
 
+TUTORIAL = "docs/tutorial.md"
+"""It begins in an empty folder: tests/commands/test_installed.py runs it."""
 RUN = [
     page
     for page in pages()
-    if any(not block.fate(one) for block in blocks(page) for one in block.commands)
+    if page != TUTORIAL
+    and any(not block.fate(one) for block in blocks(page) for one in block.commands)
 ]
 
 
@@ -58,21 +61,13 @@ def test_output_is_compared_but_for_its_figures():
     assert not re.fullmatch(pattern("step 9 of 9:  7\n...\ndone: 1 epochs"), seen)
 
 
-@pytest.mark.parametrize("page", RUN)
-def test_a_page_runs(page, tmp_path, command):
-    for folder in ("examples", "cluster"):
-        shutil.copytree(
-            REPOSITORY / folder,
-            tmp_path / folder,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+def assert_runs(page, directory, command, environment):
+    """All of a page, which says what it shows."""
     text = "\n".join(("set -eu", *script(page)))
-    done = command(
-        "-c", text, program=("bash",), cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}
-    )
+    done = command("-c", text, program=("bash",), cwd=directory, env=environment)
     assert done.code == 0, done.out + done.err
     said = re.split(
-        r"^\$ (.*)\n", done.out.replace(str(tmp_path), "/home/you"), flags=re.MULTILINE
+        r"^\$ (.*)\n", done.out.replace(str(directory), "/home/you"), flags=re.MULTILINE
     )
     outputs = dict(zip(said[1::2], said[2::2], strict=True))
     for block in blocks(page):
@@ -83,3 +78,14 @@ def test_a_page_runs(page, tmp_path, command):
             assert re.fullmatch(pattern(output), seen), (
                 f"{page}, `{typed}` says\n{outputs[typed]}"
             )
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_a_page_runs(page, tmp_path, command):
+    for folder in ("examples", "cluster"):
+        shutil.copytree(
+            REPOSITORY / folder,
+            tmp_path / folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    assert_runs(page, tmp_path, command, {"PYTHONPATH": str(REPOSITORY)})

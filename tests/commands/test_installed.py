@@ -1,34 +1,14 @@
 """Paceline installed from its wheel, used from a repository that holds nothing of ours."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.commands.test_documents import TUTORIAL, assert_runs
 from tests.conftest import REPOSITORY
-
-USER_TASK = """
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from trainers.task import Task
-from helpers import CLASSES
-
-
-class Mine(Task):
-    def model(self):
-        return nn.Linear(8, CLASSES)
-
-    def dataset(self, split):
-        generator = torch.Generator().manual_seed(len(split))
-        x = torch.randn(300, 8, generator=generator)
-        return TensorDataset(x, x[:, :CLASSES].argmax(1))
-
-    def loss(self, outputs, batch):
-        return nn.functional.cross_entropy(outputs, batch[1])
-"""
-TRAIN = "task: mine:Mine\nname: mine\nepochs: 3\nglobal_batch_size: 16\noptimizer: {lr: 0.05}\n"
-SWEEP = "name: s\ntrain: train.yaml\nspace: {global_batch_size: [16, 32]}\nobjective: {metric: val_loss}\n"
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +25,6 @@ def wheel(tmp_path_factory):
     return directory / "site"
 
 
-@pytest.fixture
-def user_repository(tmp_path):
-    repository = tmp_path / "theirs"
-    (repository / "configs").mkdir(parents=True)
-    (repository / "configs/train.yaml").write_text(TRAIN)
-    (repository / "configs/sweep.yaml").write_text(SWEEP)
-    (repository / "mine.py").write_text(USER_TASK)
-    (repository / "helpers.py").write_text("CLASSES = 4\n")
-    return repository
-
-
 @pytest.mark.full
 def test_wheel_has_what_it_needs(wheel):
     for name in (
@@ -70,34 +39,13 @@ def test_wheel_has_what_it_needs(wheel):
 
 
 @pytest.mark.full
-def test_from_a_repository_of_the_users_own(wheel, user_repository, tmp_path, command):
+def test_from_a_repository_of_the_users_own(wheel, tmp_path, command):
+    """The tutorial, from its empty folder to the winner's predictions."""
     installed = {
         "PYTHONPATH": str(wheel),
-        "PACELINE_STORAGE": str(tmp_path / "storage"),
+        "PATH": f"{wheel}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    script = (sys.executable, str(wheel / "bin/paceline-train"))
-    where = command(
-        "-c", "import trainers; print(trainers.__file__)", cwd=tmp_path, env=installed
-    )
-    assert where.out.startswith(str(wheel)), "the wheel is what is tested"
-    done = command(
-        "configs/train.yaml",
-        "--launcher",
-        "local",
-        program=script,
-        cwd=user_repository,
-        env=installed,
-    )
-    assert done.code == 0, done.err
-    assert (tmp_path / "storage/mine/result.json").is_file()
-    script = (sys.executable, str(wheel / "bin/paceline-sweep"))
-    done = command(
-        "configs/sweep.yaml", program=script, cwd=user_repository, env=installed
-    )
-    assert done.code == 0, done.err
-    # The winner trains from anywhere: best.yaml remembers where the task is.
-    best = tmp_path / "storage/s/best.yaml"
-    done = command(
-        "-m", "trainers", str(best), "--launcher", "local", cwd=tmp_path, env=installed
-    )
-    assert done.code == 0, done.err
+    where = "import importlib.util; print(importlib.util.find_spec('trainers').origin)"
+    found = command("-c", where, cwd=tmp_path, env=installed)
+    assert found.out.startswith(str(wheel)), "the wheel is what is tested"
+    assert_runs(TUTORIAL, tmp_path, command, installed)

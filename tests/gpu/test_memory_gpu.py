@@ -191,7 +191,7 @@ class Stacked(Images):
     """Blocks that repeat, whose activations are most of the memory."""
 
     def __init__(self):
-        super().__init__(samples=64, size=64, channels=32, random=False)
+        super().__init__(samples=32, size=48, channels=32, random=False)
 
     def model(self):
         wide = self.channels
@@ -213,7 +213,7 @@ class _Residual(nn.Sequential):
 def test_activations_that_are_computed_again_take_less_memory(tmp_path):
     options = {
         "global_batch_size": 32,
-        "max_steps": 4,
+        "max_steps": 2,
         "microbatch_size": 32,
         "deterministic": True,
     }

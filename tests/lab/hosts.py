@@ -53,6 +53,13 @@ NEEDED = (
     "setpriv",
     "mount",
 )
+RAYS = {
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "20000",
+}
+"""What looks at all files and processes of a host does so twice a second and every
+twenty seconds, not always: the hosts share one machine's processors.
+"""
 SSHD = """
 Port 22
 {listen}
@@ -65,6 +72,7 @@ UsePAM no
 UseDNS no
 PidFile none
 MaxStartups 100:30:200
+SetEnv {settings}
 Subsystem sftp internal-sftp
 """
 PULSE = """
@@ -411,8 +419,8 @@ class Lab:
             "USER": "root",
             "TERM": "xterm",
             "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
+            **RAYS,
             "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         }
         assignments = [f"{key}={value}" for key, value in settings.items()]
@@ -472,7 +480,8 @@ class Lab:
         listen = "\n".join(
             f"ListenAddress {address}" for address in (site.address, *site.others)
         )
-        (ssh / "sshd_config").write_text(SSHD.format(listen=listen))
+        settings = " ".join(f"{name}={value}" for name, value in RAYS.items())
+        (ssh / "sshd_config").write_text(SSHD.format(listen=listen, settings=settings))
         # As if it had been installed there.
         (directory / "root" / "paceline").symlink_to(sys.prefix)
 

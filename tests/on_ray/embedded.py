@@ -1,12 +1,7 @@
-"""A sweep on an embedded cluster; prints what Ray started for it as JSON.
-
-Run as: python -m tests.on_ray.embedded DIRECTORY
-"""
+"""A sweep on an embedded cluster, and what Ray starts for it."""
 
 import contextlib
-import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -76,10 +71,11 @@ def listening() -> dict[str, list[str]]:
     return found
 
 
-def main(directory: Path) -> None:
-    """The sweep's only lane needs all that there is."""
+def main(directory: Path) -> dict[str, Any]:
+    """What Ray started; the sweep's only lane needs all that there is."""
     pids = directory / "pids"
     connect(show_workers=False)
+    mode = os.environ["RAY_AUTH_MODE"]
     train = {
         "task_args": {"pids": str(pids), "pause_s": 0.05},
         "scaling": {"cpus_per_worker": os.cpu_count()},
@@ -100,12 +96,5 @@ def main(directory: Path) -> None:
     disconnect()
     statuses = {record.id: record.status for record in records}
     of_ray = {"actors": started, "shown": shown, "said": said, "ports": ports}
-    print(
-        json.dumps(
-            {"statuses": statuses, "workers": pids.read_text().split(), **of_ray}
-        )
-    )
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    workers = pids.read_text().split()
+    return {"statuses": statuses, "workers": workers, "mode": mode, **of_ray}

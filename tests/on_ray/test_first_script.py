@@ -1,6 +1,5 @@
 """A new user's shell: the first script runs, and nothing of theirs is changed."""
 
-import json
 import os
 import subprocess
 import tempfile
@@ -49,39 +48,3 @@ MARKS = {"ours-first": pytest.mark.full, "init-first": pytest.mark.campaign}
 def test_the_drop_in_runs_whatever_comes_first(how, tmp_path):
     script = Path(__file__).with_name("first_script.py")
     assert "DOUBLES [2, 4] []" in stranger(tmp_path, str(script), how)
-
-
-_BESIDE_RAY = """
-import json, os, pkgutil, sys
-import ray, ray.train, ray.tune
-before = dict(os.environ)
-import cluster, trainers, tune
-for package in (cluster, trainers, tune):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.endswith("__main__") and not module.name.endswith("_sink"):
-            __import__(module.name)
-
-def changed():
-    names = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    return sorted(names - {"TORCHINDUCTOR_CACHE_DIR"})  # set by an import of torch's own
-
-print(json.dumps(changed()))
-from trainers.on_ray.cluster import connect, disconnect
-connect()
-is_protected = os.environ["RAY_AUTH_MODE"] == "token"
-disconnect()
-# Ray would write a token there, for which every `ray start` of this user would then ask.
-print(json.dumps(changed() + [name for name in os.listdir(os.environ["HOME"]) if name == ".ray"]))
-ray.init(num_cpus=1, include_dashboard=False)
-print(json.dumps([is_protected, ray.get(ray.remote(lambda: 1).remote())]))
-"""
-
-
-def test_neither_imports_nor_a_cluster_of_ours_change_the_environment(
-    tmp_path,
-):
-    by_import, after_cluster, ray_beside = (
-        stranger(tmp_path, "-c", _BESIDE_RAY).strip().split("\n")[-3:]
-    )
-    assert json.loads(by_import) == json.loads(after_cluster) == []
-    assert json.loads(ray_beside) == [True, 1]

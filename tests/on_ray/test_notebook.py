@@ -34,7 +34,7 @@ import ray
 
 from tests.waits import when
 
-ray.init(address=ADDRESS, log_to_driver=False)
+ray.init(log_to_driver=False)
 
 go = str(Path("go").absolute())
 
@@ -88,8 +88,8 @@ def printed(cell):
 
 
 def test_the_page_s_examples_run_in_a_notebook(cluster, tmp_path, monkeypatch):
-    for name in ("RAY_ADDRESS", "PACELINE_STORAGE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PACELINE_STORAGE", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -98,7 +98,7 @@ def test_the_page_s_examples_run_in_a_notebook(cluster, tmp_path, monkeypatch):
     sources = (
         *examples,
         RESULT,
-        INTERRUPTED.replace("ADDRESS", repr(cluster.address)),
+        INTERRUPTED,
         RESUMED,
     )
     cells = [nbformat.v4.new_code_cell(source) for source in sources]

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,14 @@ from tune.sweeps.spec import save, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 
-pytestmark = pytest.mark.full
-pytest.importorskip("mlflow")
-pytest.importorskip("wandb")
+# They are imported by the process that runs this, not by all that collect it.
+pytestmark = [
+    pytest.mark.full,
+    *(
+        pytest.mark.skipif(find_spec(name) is None, reason=f"no {name}")
+        for name in ("mlflow", "wandb")
+    ),
+]
 
 
 def store(tmp_path, kind="sqlite"):
