@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainers.errors import CheckpointError
-from trainers.model.parameters import parameters_of
 from trainers.model.sharding import local, shard_like
+from trainers.model.state import parameters_of
 
 
 class MovingAverage:

@@ -18,10 +18,9 @@ from trainers.config.sections import ScalingRule, ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError, shorten
 from trainers.model.moving_average import MovingAverage
-from trainers.model.parameters import parameters_of
 from trainers.model.precision import NARROW, narrow_adamw
 from trainers.model.sharding import is_shard
-from trainers.model.state import left_beside
+from trainers.model.state import left_beside, parameters_of
 
 logger = logging.getLogger(__name__)
 

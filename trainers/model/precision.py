@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError, first_line
-from trainers.model.parameters import parameters_of
+from trainers.model.state import parameters_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,12 @@ from torch.optim import Optimizer
 
 from trainers.data.batch import parts_of
 from trainers.errors import CheckpointError, ConfigError
-from trainers.model.parameters import parameters_of
 from trainers.model.sharding import is_sharded
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups, in order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def frozen_digests(model: nn.Module) -> dict[str, str]:

@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from trainers.data.batch import tensors_of
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import answered_locally
-from trainers.model.parameters import parameters_of
 from trainers.model.sharding import is_sharded, local
+from trainers.model.state import parameters_of
 from trainers.step.forward import ForwardPass, bare_of
 from trainers.task import Task
 

@@ -31,11 +31,10 @@ from trainers.model.optimizer import (
     scaled_options,
     warn_untrained,
 )
-from trainers.model.parameters import parameters_of
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
 from trainers.model.sharding import is_shard, is_sharded, local
-from trainers.model.state import AsMade
+from trainers.model.state import AsMade, parameters_of
 from trainers.model.strategy import (
     ANOTHER_WAY,
     Replicated,
