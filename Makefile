@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all test-lab test-rest aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -20,7 +20,7 @@ sweep: install
 
 # Files of which `test` runs nothing, and whose imports take seconds.
 SLOW := tests/unit/test_tracking_clients.py tests/unit/test_recipes_transformers.py tests/unit/test_recipes_tuning.py
-# With these pytest's processes keep to files, and Ray's cluster and the lab to one process each.
+# With these pytest's processes keep to files, and Ray's cluster to one process.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 # What a change is likely to break, in about five minutes on two cores; `test-all` is all there is.
@@ -28,10 +28,16 @@ test: install
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 $(BY_FILE) \
 	  tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
+# The lab mostly waits (skipped without root): it runs beside all else, and takes half of the time.
 test-all: install
-	@echo "=== 1 of 3: plain Python and groups of processes, beside the lab, which mostly waits (skipped without root)"
-	$(BIN)/python -m pytest -m "not campaign" -n 4 $(BY_FILE) \
-	  tests/lab tests/distributed tests/unit tests/gpu benchmarks/tests
+	+$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-lab test-rest
+
+test-lab: install
+	$(BIN)/python -m pytest -m "not campaign" tests/lab
+
+test-rest: install
+	@echo "=== 1 of 3: plain Python and groups of processes"
+	$(BIN)/python -m pytest -m "not campaign" -n 3 $(BY_FILE) tests/distributed tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: commands, beside Ray"
 	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/on_ray tests/faults tests/commands tests/contract
 	@echo "=== 3 of 3: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"

@@ -52,15 +52,13 @@ multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)
 def pytest_xdist_make_scheduler(config, log):
     """With `--dist loadfile`, the files on Ray's cluster are one: it is started once,
     and has a process for itself.
-
-    So are those of the lab: a machine has the memory for one at a time.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
             folder, file = nodeid.partition("::")[0].rsplit("/", 1)
-            is_one = folder in ("tests/on_ray", "tests/lab") and file not in OWN_RAY
+            is_one = folder == "tests/on_ray" and file not in OWN_RAY
             return folder if is_one else str(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -311,7 +311,11 @@ class LaneController(TrainController):
         """Run to the end in this thread; returns Ray's result."""
         try:
             asyncio.run(self.run())  # type: ignore[no-untyped-call]
-        finally:
+        except BaseException:
             if (group := self.get_worker_group()) is not None:
                 group.abort()
+            # Else Ray believes for 180 s that the lane needs it.
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._scaling_policy._cancel_resource_request()
+            raise
         return self.get_result()
