@@ -30,10 +30,11 @@ test: install
 
 # The lab mostly waits (skipped without root): it runs beside all else, and takes half of the time.
 test-all: install
-	+$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-lab test-rest
+	+$(MAKE) --no-print-directory --jobs 2 test-lab test-rest
 
 test-lab: install
-	$(BIN)/python -m pytest -m "not campaign" tests/lab
+	@mkdir -p build
+	$(BIN)/python -m pytest -m "not campaign" tests/lab >build/lab.log 2>&1; ended=$$?; cat build/lab.log; exit $$ended
 
 test-rest: install
 	@echo "=== 1 of 3: plain Python and groups of processes"
