@@ -284,7 +284,7 @@ def energy_is_counted(device_type: str) -> bool:
     if not nodes:
         return True
     place = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
-    # It needs torch, which a lane's controller does not have.
+    # It needs torch, which the workers of lanes do without.
     from trainers.devices.device import counts_energy
 
     ask = ray.remote(counts_energy).options(num_cpus=0, scheduling_strategy=place)

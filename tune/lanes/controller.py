@@ -271,8 +271,32 @@ class LaneGroup(WorkerGroup):
         return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
 
 
-class LaneController(TrainController):
-    """Ray's controller, in a thread of the driver."""
+class OwnController(TrainController):
+    """Ray's controller, in a thread of this process."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._worker_group_callbacks_to_propagate = [
+            watching_in_thread(callback)
+            for callback in self._worker_group_callbacks_to_propagate
+        ]
+
+    def fit(self) -> Any:
+        """Run to the end in this thread; returns Ray's result."""
+        try:
+            asyncio.run(self.run())  # type: ignore[no-untyped-call]
+        except BaseException:
+            if (group := self.get_worker_group()) is not None:
+                group.abort()
+            # Else Ray believes for 180 s that the group needs it.
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._scaling_policy._cancel_resource_request()
+            raise
+        return self.get_result()
+
+
+class LaneController(OwnController):
+    """The controller of a lane, in the driver."""
 
     def __init__(self, room: Room, **given: Any) -> None:
         class OwnGroup(LaneGroup):
@@ -289,10 +313,6 @@ class LaneController(TrainController):
         # Of hundreds of lanes the later are looked after less often: each look is some
         # milliseconds of the driver.
         self._health_check_interval_s *= max(1.0, room.lane / _OFTEN)
-        self._worker_group_callbacks_to_propagate = [
-            watching_in_thread(callback)
-            for callback in self._worker_group_callbacks_to_propagate
-        ]
 
     def _start_worker_group(self, *args: Any, **given: Any) -> Any:
         self._go_on()
@@ -306,16 +326,3 @@ class LaneController(TrainController):
     def _go_on(self) -> None:
         if self._room.is_over.is_set():
             raise LaneEnded
-
-    def fit(self) -> Any:
-        """Run to the end in this thread; returns Ray's result."""
-        try:
-            asyncio.run(self.run())  # type: ignore[no-untyped-call]
-        except BaseException:
-            if (group := self.get_worker_group()) is not None:
-                group.abort()
-            # Else Ray believes for 180 s that the lane needs it.
-            with contextlib.suppress(ray.exceptions.RayError):
-                self._scaling_policy._cancel_resource_request()
-            raise
-        return self.get_result()

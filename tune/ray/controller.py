@@ -32,7 +32,7 @@ from trainers.on_ray.worker_group import listen, own_gpu
 from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
-from tune.lanes.controller import Stub, Unannounced
+from tune.lanes.controller import OwnController, Stub, Unannounced
 from tune.ray.shape import Shape
 from tune.ray_internals import (
     DatasetsCallback,
@@ -43,7 +43,6 @@ from tune.ray_internals import (
     SynchronizationActor,
     ThreadRunner,
     TrainContext,
-    TrainController,
     Worker,
     WorkerGroup,
     WorkerGroupPollStatus,
@@ -57,7 +56,6 @@ from tune.ray_internals import (
     group_module,
     set_train_context,
     set_train_fn_utils,
-    watching_in_thread,
 )
 
 _HEAR_S = 0.25
@@ -336,8 +334,8 @@ class LaneGroup(WorkerGroup):
         ray.get(self.pool.give_back.remote(self.loan.lane, stop))
 
 
-class LaneController(TrainController):
-    """Ray's controller, in the process of a trial."""
+class LaneController(OwnController):
+    """The controller of a trial, in its actor's process."""
 
     def __init__(self, pool: Any, **given: Any) -> None:
         class TrialGroup(LaneGroup):
@@ -351,10 +349,6 @@ class LaneController(TrainController):
                 policy.scaling_config
             )  # the lane's placement group has asked
         super().__init__(**given)
-        self._worker_group_callbacks_to_propagate = [
-            watching_in_thread(callback)
-            for callback in self._worker_group_callbacks_to_propagate
-        ]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Poll the workers at once: they answer when they have something to say."""
@@ -376,16 +370,6 @@ class LaneController(TrainController):
     ) -> None:
         answer = await getattr(self, method)(*args)
         await group.pool.answer.remote(group.loan.lane, number, answer)
-
-    def fit(self) -> Any:
-        """Run to the end in this thread; returns Ray's result."""
-        try:
-            asyncio.run(self.run())  # type: ignore[no-untyped-call]
-        except BaseException:
-            if (group := self.get_worker_group()) is not None:
-                group.abort()
-            raise
-        return self.get_result()
 
 
 def is_stopped() -> bool:
