@@ -84,7 +84,9 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_runs(directory: Path) -> dict[str, Kept]:
-    """Offline runs by name; the files of all starts of one id are one run."""
+    """Offline runs by name; the files of all starts of one id are one run, in which a step
+    that comes again stands in place of the one before.
+    """
     runs = {}
     for file in sorted(
         directory.glob("offline-run-*/run-*.wandb"),
@@ -113,5 +115,6 @@ def wandb_runs(directory: Path) -> dict[str, Kept]:
                 }
                 for name, value in row.items():
                     if not name.startswith("_"):
-                        kept.curves.setdefault(name, []).append((row["_step"], value))
+                        curve = dict(kept.curves.get(name, ()))
+                        kept.curves[name] = [*(curve | {row["_step"]: value}).items()]
     return runs

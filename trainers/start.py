@@ -116,8 +116,11 @@ def run_training(
             result = prepare_storage(spec, fresh)
             again = "the same command" if is_command else "the same call"
             module = "trainers.tracking.delivery"
+            has_ended = result is not None
             stack.enter_context(
-                followed(module, spec.storage, token, trackers, spec.path, again)
+                followed(
+                    module, spec.storage, token, trackers, spec.path, again, has_ended
+                )
             )
         if result is not None and not is_torchrun:
             anew = "--fresh" if is_command else "fresh=True"

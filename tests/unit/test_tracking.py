@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tests.specs import make, tree
-from tests.tracking_sinks import Failing, Told
+from tests.tracking_sinks import Buffered, Failing, Told
 from tests.waits import until
 from trainers import train
 from trainers.config.sections import chosen
@@ -94,7 +94,7 @@ class Following:
         sender.end(ended)
         with mock.patch.object(delivery, "make_sink", return_value=self.sink):
             sender.follow()
-        assert sender.is_over
+        return sender.is_over
 
     @property
     def curve(self):
@@ -130,22 +130,22 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(
     for step in (5, 6):
         log.add(record(step, loss=1 / step))
         show(log, step)
-        following.send()
+        assert following.send()
     assert following.curve == [(step, 1 / step) for step in range(1, 7)], (
         "before the next checkpoint"
     )
 
     log = RunLog(following.run, followed=True)
     log.cut(4)
-    following.send()
+    assert following.send()
     for step in range(5, 9):
         log.add(record(step, loss=1 / step))
         show(log, step)
         if step == 8:
             log.add(record(8, val_loss=0.5))
-        following.send()
+        assert following.send()
     log.flush(8)
-    following.send()
+    assert following.send()
     assert following.run.names("live") == []
     assert following.curve == [(step, 1 / step) for step in range(1, 9)]
     assert [row.step for row in following.sink.rows if "val_loss" in row.values] == [8]
@@ -177,6 +177,17 @@ def test_what_a_sink_that_failed_did_not_take_is_sent_again(following, monkeypat
     thread.join()
     assert sender.is_over
     assert [row.step for row in Failing.kept] == [1, 2, 3]
+
+
+def test_what_a_client_still_had_in_memory_is_sent_again(following):
+    following.sink = Buffered()
+    log = RunLog(following.run)
+    for step in (1, 2, 3):
+        log.add(record(step, loss=0.5))
+    log.flush(3)
+    assert not following.send("done")
+    assert following.send("done")
+    assert following.curve == [(1, 0.5), (2, 0.5), (3, 0.5)]
 
 
 def test_training_never_waits_for_a_tracker(tmp_path, monkeypatch):

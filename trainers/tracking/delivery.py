@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -67,6 +67,8 @@ goes to one tracker.
 """
 GRACE_S = 10.0
 """How long trackers may take for the rest, after the driver's end."""
+_REST_S = 120.0
+"""The same, where the run had ended before and its driver is there for nothing else."""
 _LATE_S = 5.0  # what the process itself may take besides
 _NICE = 10
 """So much the process that sends steps back for the run."""
@@ -280,7 +282,8 @@ class Delivery:
     def _send_to(self, sink: Sink) -> None:
         """Send what there is, again and again until the driver has ended."""
         self._sent = read_sent(self._storage, self.name)
-        self._started: set[str] = set()
+        self._kept: dict[str, dict[str, int]] = {}
+        """Of a run that is started, the last steps that its tracker has for certain."""
         source = self._make_source(self._storage)
         while True:
             is_last = self._has_ended.is_set()
@@ -297,7 +300,7 @@ class Delivery:
         has_ended = history.ended is not None and sent.ended != history.ended
         if not sent.new_rows(history.rows) and not has_ended and sent.run is not None:
             return
-        if history.key not in self._started:
+        if history.key not in self._kept:
             self._start(sink, history, sent)
         assert sent.run is not None
         rows = sent.new_rows(history.rows)
@@ -305,7 +308,9 @@ class Delivery:
             sink.log(sent.run, rows)
             for row in rows:
                 sent.last |= dict.fromkeys(row.values, row.step)
-            self._note()
+            if not sink.keeps_at_end:
+                self._kept[history.key] = sent.last
+                self._note()
         if history.ended is not None:
             with tempfile.TemporaryDirectory(prefix="paceline-tracking-") as directory:
                 for name, content in history.artifacts.items():
@@ -314,7 +319,7 @@ class Delivery:
                     sink.artifact(sent.run, file)
             sink.end(sent.run, history.ended, history.tags)
             sent.ended = history.ended
-            self._started.discard(history.key)
+            del self._kept[history.key]
             self._note()
 
     def _start(self, sink: Sink, history: History, sent: Sent) -> None:
@@ -335,11 +340,14 @@ class Delivery:
             sent.run = run
             sent.last = {}
         sent.ended = None
-        self._started.add(history.key)
+        self._kept[history.key] = dict(sent.last)
         self._note()
 
     def _note(self) -> None:
-        everything = {key: asdict(sent) for key, sent in self._sent.items()}
+        everything = {}
+        for key, sent in self._sent.items():
+            kept = self._kept.get(key, sent.last)
+            everything[key] = asdict(replace(sent, last=kept))
         self._storage.write(_file(self.name), json.dumps(everything).encode())
 
 
@@ -351,21 +359,32 @@ def followed(
     trackers: Sequence[TrackerConfig],
     path: Sequence[str],
     again: str,
+    has_ended: bool,
 ) -> Iterator[None]:
     """Send a run or a sweep to its trackers in the block, by a process of its own.
 
     Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
-    `module` is what the process runs, `again` says what sends what is left.
+    `module` is what the process runs, `again` says what sends what is left; `has_ended`
+    that the run is complete, so that the rest is all there is to do.
     """
     if not trackers:
         yield
         return
+    grace_s = _REST_S if has_ended else GRACE_S
     given = (
         [tracker.model_dump() for tracker in trackers],
         [os.path.abspath(place) for place in path],  # noqa: PTH100
     )
     process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", module, storage.uri, token, json.dumps(given)],
+        [
+            sys.executable,
+            "-m",
+            module,
+            storage.uri,
+            token,
+            json.dumps(given),
+            str(grace_s),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={
@@ -395,7 +414,7 @@ def followed(
             process.stdin.write(f"{how}\n".encode())
             process.stdin.close()
         try:
-            code = process.wait(GRACE_S + _LATE_S)
+            code = process.wait(grace_s + _LATE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
@@ -414,7 +433,7 @@ def _listen(stream: IO[bytes]) -> None:
 
 
 def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
-    """Send until the driver has ended and trackers have everything, or GRACE_S more.
+    """Send until the driver has ended and trackers have everything, or its grace is over.
 
     Ends this process, with exit code 1 where something is left.
     """
@@ -430,7 +449,7 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
     for package in PACKAGES:
         logging.getLogger(package).handlers[:] = [logging.StreamHandler(out)]
         logging.getLogger(package).propagate = False
-    uri, token, given = sys.argv[1:]
+    uri, token, given, grace_s = sys.argv[1:]
     trackers, path = json.loads(given)
     storage = fenced(Storage(uri), mark, token)
     deliveries = [
@@ -445,7 +464,7 @@ def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
     how = sys.stdin.readline().strip() or KILLED
     for delivery in deliveries:
         delivery.end(how)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + float(grace_s)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     late = [delivery.name for delivery in deliveries if not delivery.is_over]

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from trainers.config.model import Tree
 from trainers.config.sections import TRACKERS, TrackerConfig
@@ -75,6 +75,11 @@ class Sink(ABC):
     Any method may raise or block: what was not taken is sent again, to a new instance.
     So `start` must find the run that it was asked to start before, and a step that
     comes again stands in place of the one before.
+    """
+
+    keeps_at_end: ClassVar[bool] = False
+    """Whether what `log` took is safe only when `end` has returned: a client of that kind
+    is given it again where its process died before.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
@@ -190,8 +195,11 @@ class MlflowSink(Sink):
 class WandbSink(Sink):
     """Trials have the job type `trial`, in one group with their sweep.
 
-    W&B has no runs below runs.
+    W&B has no runs below runs. Its client writes in a process of its own, which dies with
+    this one.
     """
+
+    keeps_at_end = True
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)

@@ -225,6 +225,7 @@ def _run_held(
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
+        has_ended = is_complete(spec)
         stack.enter_context(
             followed(
                 "tune.sweeps.tracking",
@@ -233,9 +234,10 @@ def _run_held(
                 spec.trackers,
                 spec.path,
                 f"`{spec.resume()}`",
+                has_ended=has_ended,
             )
         )
-        if is_complete(spec):
+        if has_ended:
             anew = "--fresh" if is_command else "fresh=True"
             logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
             result = saved_answer(spec)
