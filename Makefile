@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all test-lab test-rest aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
+.PHONY: install sweep test test-all test-lab test-ray test-rest aws-lab lint format size bench bench-full gpu gpu-fake docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -28,20 +28,20 @@ test: install
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 3 $(BY_FILE) \
 	  tests/on_ray tests/distributed tests/commands tests/contract tests/unit $(SLOW:%=--ignore=%)
 
-# The lab mostly waits (skipped without root): it runs beside all else, and takes half of the time.
+# The lab (skipped without root) and what shares one Ray cluster mostly wait: they run beside all else, one test after the
+# other, and what they say comes at their end.
 test-all: install
-	+$(MAKE) --no-print-directory --jobs 2 test-lab test-rest
+	+$(MAKE) --no-print-directory --jobs 3 test-lab test-ray test-rest
 
-test-lab: install
+test-lab: TESTS := tests/lab
+test-ray: TESTS := tests/on_ray
+test-lab test-ray: install
 	@mkdir -p build
-	$(BIN)/python -m pytest -m "not campaign" tests/lab >build/lab.log 2>&1; ended=$$?; cat build/lab.log; exit $$ended
+	$(BIN)/python -m pytest -m "not campaign" $(TESTS) >build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
 
 test-rest: install
-	@echo "=== 1 of 3: plain Python and groups of processes"
-	$(BIN)/python -m pytest -m "not campaign" -n 3 $(BY_FILE) tests/distributed tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 3: commands, beside Ray"
-	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/on_ray tests/faults tests/commands tests/contract
-	@echo "=== 3 of 3: what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
+	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests --ignore tests/lab --ignore tests/on_ray benchmarks/tests
+	@echo "=== what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
 	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
 	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     pass
 
 REPOSITORY = Path(__file__).parent.parent
-OWN_RAY = ("test_embedded.py", "test_first_script.py", "test_ray_scripts.py")
-"""The files of tests/on_ray whose commands start clusters of their own."""
 
 # The suite's environment is a new user's: nothing of Ray's, Python's or ours is set,
 # whoever runs it.
@@ -57,8 +55,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            folder, file = nodeid.partition("::")[0].rsplit("/", 1)
-            is_one = folder == "tests/on_ray" and file not in OWN_RAY
+            folder = "tests/on_ray"
+            is_one = nodeid.startswith(f"{folder}/")
             return folder if is_one else str(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -159,5 +159,5 @@ def test_a_training_on_ray(tmp_path, command):
 @pytest.mark.campaign
 @pytest.mark.parametrize("how", ["ours-first", "no-init"])
 def test_a_sweep_by_the_drop_in(how, command):
-    done = command("-m", "tests.on_ray.first_script", how)
+    done = command("-m", "tests.commands.first_script", how)
     assert "DOUBLES [2, 4] []" in done.out, done.err[-3000:]

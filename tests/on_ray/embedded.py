@@ -10,7 +10,9 @@ import psutil
 
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import until, when
+from trainers.on_ray import cluster
 from trainers.on_ray.cluster import connect, disconnect
+from trainers.on_ray.internals import own_node
 
 
 def actors(*filters: tuple[str, str, str]) -> list[Any]:
@@ -74,6 +76,7 @@ def listening() -> dict[str, list[str]]:
 def main(directory: Path) -> dict[str, Any]:
     """What Ray started; the sweep's only lane needs all that there is."""
     pids = directory / "pids"
+    cluster._DASHBOARD_AFTER_S = 0.0  # what Ray has started is asked there
     connect(show_workers=False)
     mode = os.environ["RAY_AUTH_MODE"]
     train = {
@@ -89,6 +92,7 @@ def main(directory: Path) -> dict[str, Any]:
     )
     records = run(spec)
     thread.join()
+    until(lambda: own_node().webui_url, "the dashboard")
     found = actors()
     started = Counter(actor.class_name.rpartition(".")[2] for actor in found)
     shown = sorted(actor.repr_name for actor in found)

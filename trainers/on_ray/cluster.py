@@ -57,6 +57,8 @@ from trainers.on_ray.internals import (
     own_node_is_alive,
     ray_directory,
     read_token_again,
+    start_dashboard,
+    without_extras,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,10 @@ _LEAVE_S = 20.0  # with all alive Ray takes one or two
 _GIVEN_UP = (
     "Ray's GCS has given up the node of this process, whose raylet does not answer"
 )
+_DASHBOARD_AFTER_S = 15.0
+"""Its dozen processes would take the processors from a run that starts."""
+_before_end = contextlib.ExitStack()
+"""What has to be over before an embedded cluster ends."""
 _put_back = contextlib.ExitStack()
 """What an embedded cluster has changed in this process, put back when it ends."""
 
@@ -110,7 +116,7 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
             )
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
         raise ClusterError(_not_joined(address, error)) from error
-    _tell_dashboard(context)
+    _tell_dashboard(context.dashboard_url)
 
 
 def _start_embedded(show_workers: bool) -> None:
@@ -123,8 +129,13 @@ def _start_embedded(show_workers: bool) -> None:
     before = keep_on_loopback(True)
     try:
         # Its processes inherit the environment.
-        with _keeping_sigterm(), _without_token_warning(), cluster_environment():
-            context = ray.init(
+        with (
+            _keeping_sigterm(),
+            _without_token_warning(),
+            cluster_environment(),
+            without_extras(show_workers),
+        ):
+            ray.init(
                 address="local",
                 log_to_driver=show_workers,
                 logging_level=logging.WARNING,
@@ -138,12 +149,27 @@ def _start_embedded(show_workers: bool) -> None:
         keep_on_loopback(before)
     atexit.register(disconnect)
     reaper.start(own_node().get_session_dir_path(), directory)
-    _tell_dashboard(context)
+    _show_dashboard_later()
 
 
-def _tell_dashboard(context: Any) -> None:
-    if url := context.dashboard_url:
-        logger.info("dashboard: http://%s%s", url, where_the_token_is())
+def _show_dashboard_later() -> None:
+    """Start an embedded cluster's dashboard, unless the cluster has ended before."""
+    is_over = threading.Event()
+
+    def serve() -> None:
+        if not is_over.wait(_DASHBOARD_AFTER_S):
+            _tell_dashboard(start_dashboard())
+            is_over.wait()  # it ends with this thread
+
+    thread = threading.Thread(target=serve, name="dashboard", daemon=True)
+    thread.start()
+    _before_end.callback(thread.join)
+    _before_end.callback(is_over.set)
+
+
+def _tell_dashboard(address: str | None) -> None:
+    if address:
+        logger.info("dashboard: http://%s%s", address, where_the_token_is())
 
 
 @contextlib.contextmanager
@@ -204,6 +230,7 @@ def disconnect() -> None:
         # Ray ends the process if another thread gives back an object of its meanwhile,
         # which a collection may do in any thread.
         with without_collection(), _keeping_sigterm(until_over=True):
+            _before_end.close()
             ray.shutdown()
     finally:
         impatient.cancel()

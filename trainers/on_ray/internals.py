@@ -7,12 +7,13 @@ What a run can do without is looked up in a function, which says what follows. R
 and the autoscaler are imported in functions: the watchers of a node need neither.
 """
 
+import contextlib
 import importlib
 import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -23,6 +24,7 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import (
     generate_new_authentication_token as new_token,
 )
+from ray._private.node import Node
 from ray._private.state import available_resources_per_node, state
 from ray._raylet import (  # type: ignore[attr-defined] # compiled
     AuthenticationMode,
@@ -112,6 +114,39 @@ def keep_on_loopback(wanted: bool) -> bool:
     before = not ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = not wanted
     return before
+
+
+@contextlib.contextmanager
+def without_extras(show_workers: bool) -> Iterator[None]:
+    """Leave dashboard and autoscaler out of a cluster that starts in the block.
+
+    And what brings to this process what workers print, where that is not shown.
+
+    Public: a server without pages in the dashboard's place, for which a start waits too.
+    """
+    extras = ["start_api_server", "start_monitor"]
+    if not show_workers:
+        extras.append("start_log_monitor")
+    kept = {}
+    for name in extras:
+        kept[name] = getattr(Node, name)
+        setattr(Node, name, lambda *_given, **_named: None)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
+
+
+def start_dashboard() -> str | None:
+    """Start the dashboard of a cluster without one, and return its address.
+
+    Ray has its process end with the thread that calls this.
+    """
+    node = own_node()
+    node.start_api_server(include_dashboard=None, raise_on_failure=False)
+    address: str | None = node.webui_url
+    return address
 
 
 def drain_node(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.on_ray.test_first_script import stranger
+from tests.commands.test_first_script import stranger
 
 pytestmark = pytest.mark.ray
 

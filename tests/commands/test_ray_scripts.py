@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.on_ray.ray_scripts import SCRIPTS
-from tests.on_ray.test_first_script import stranger
+from tests.commands.ray_scripts import SCRIPTS
+from tests.commands.test_first_script import stranger
 
 pytestmark = pytest.mark.ray
 
