@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import shutil
 import statistics
@@ -150,7 +149,6 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
 
     `in_lanes`: with the two names imported from `tune.ray`.
     """
-    import ray
     import ray.train
     from ray import tune
     from ray.tune.integration.ray_train import TuneReportCallback
@@ -188,10 +186,9 @@ def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
         {"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)}
         for one in trials
     ]
-    ray.init(include_dashboard=True, logging_level=logging.WARNING)
     # A trial's function holds one CPU and its worker another: any more of them at a
     # time would wait for ever.
-    at_a_time = None if in_lanes else max(1, int(ray.cluster_resources()["CPU"]) // 2)
+    at_a_time = None if in_lanes else max(1, (os.cpu_count() or 1) // 2)
     tuner = Tuner(
         trial,
         param_space={"run": tune.grid_search(runs)},

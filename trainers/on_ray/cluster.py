@@ -152,14 +152,29 @@ def _start_embedded(show_workers: bool) -> None:
     _show_dashboard_later()
 
 
+def start_as_ray() -> None:
+    """Do what a script's first use of Ray does, without an own cluster's extras."""
+    with without_extras(show_workers=True):
+        ray.init()
+    if own_node().is_head():
+        _show_dashboard_later()
+        atexit.register(_before_end.close)
+
+
 def _show_dashboard_later() -> None:
     """Start an embedded cluster's dashboard, unless the cluster has ended before."""
     is_over = threading.Event()
+    node = own_node()
 
     def serve() -> None:
-        if not is_over.wait(_DASHBOARD_AFTER_S):
+        if is_over.wait(_DASHBOARD_AFTER_S) or own_node() is not node:
+            return
+        try:
             _tell_dashboard(start_dashboard())
-            is_over.wait()  # it ends with this thread
+        except Exception:  # the script ends its cluster meanwhile
+            logger.debug("no dashboard was started", exc_info=True)
+            return
+        is_over.wait()  # it ends with this thread
 
     thread = threading.Thread(target=serve, name="dashboard", daemon=True)
     thread.start()
