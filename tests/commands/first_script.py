@@ -28,6 +28,7 @@ SCALING = {"num_workers": 1}
 
 
 def train(config):
+    assert ray.get(ray.put(config)) == config  # it joins the cluster
     ray.train.report({"double": 2 * config["size"]})
 
 

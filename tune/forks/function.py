@@ -25,6 +25,7 @@ from trainers.causes import failure_of
 from trainers.config.model import Tree
 from trainers.devices.device import peak_memory_bytes
 from trainers.launch.spec import FunctionSpec
+from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
 from tune.forks.child import Channel, TrialStopped
 from tune.forks.task import form_group, imported_libraries
@@ -168,6 +169,7 @@ def run_function(
     modules = set(sys.modules)
     as_new_process(gpu_ids)
     os.environ.update(place.environment)
+    read_token_again()  # the process that this was forked from may be older than Ray's
     utils = ForkUtils(channel, ForkContext(place, experiment, storage))
     set_train_fn_utils(utils)
     set_session(_TuneSession(utils))
