@@ -116,7 +116,7 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
             )
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
         raise ClusterError(_not_joined(address, error)) from error
-    _tell_dashboard(context.dashboard_url)
+    _tell_dashboard(context.dashboard_url, logger)
 
 
 def _start_embedded(show_workers: bool) -> None:
@@ -149,7 +149,7 @@ def _start_embedded(show_workers: bool) -> None:
         keep_on_loopback(before)
     atexit.register(disconnect)
     reaper.start(own_node().get_session_dir_path(), directory)
-    _show_dashboard_later()
+    _show_dashboard_later(logger)
 
 
 def start_as_ray() -> None:
@@ -157,12 +157,15 @@ def start_as_ray() -> None:
     with without_extras(show_workers=True):
         ray.init()
     if own_node().is_head():
-        _show_dashboard_later()
+        _show_dashboard_later(logging.getLogger("ray"))
         atexit.register(_before_end.close)
 
 
-def _show_dashboard_later() -> None:
-    """Start an embedded cluster's dashboard, unless the cluster has ended before."""
+def _show_dashboard_later(log: logging.Logger) -> None:
+    """Start an embedded cluster's dashboard, unless the cluster has ended before.
+
+    `log` says where it is.
+    """
     is_over = threading.Event()
     node = own_node()
 
@@ -170,7 +173,7 @@ def _show_dashboard_later() -> None:
         if is_over.wait(_DASHBOARD_AFTER_S) or own_node() is not node:
             return
         try:
-            _tell_dashboard(start_dashboard())
+            _tell_dashboard(start_dashboard(), log)
         except Exception:  # the script ends its cluster meanwhile
             logger.debug("no dashboard was started", exc_info=True)
             return
@@ -182,9 +185,9 @@ def _show_dashboard_later() -> None:
     _before_end.callback(is_over.set)
 
 
-def _tell_dashboard(address: str | None) -> None:
+def _tell_dashboard(address: str | None, log: logging.Logger) -> None:
     if address:
-        logger.info("dashboard: http://%s%s", address, where_the_token_is())
+        log.info("dashboard: http://%s%s", address, where_the_token_is())
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
     ControllerCallback,
     accepted,
+    actor_record,
     coordinator,
     kv_delete,
     kv_get,
@@ -77,7 +78,6 @@ _NEWEST = "newest_report.json"
 """The metrics that a training function has reported last."""
 _ANSWER_S = 10.0  # within which Ray's coordinator answers
 _GONE_S = 15.0  # within which a node that is taken away is gone
-_MANY = 1000
 
 
 def send(run: Storage, records: list[Record]) -> None:
@@ -453,22 +453,16 @@ def free_dead_runs() -> None:
     A resumed run would have to wait for it, or start with what is left.
     """
     try:
-        from ray.util.state import list_actors
-
         register = run_register()
         if register is None:  # this cluster has had no run
             return
         runs: Tree = ray.get(register.get_train_runs.remote(), timeout=_ANSWER_S)
-        filters: Any = [("class_name", "=", "TrainController"), ("state", "=", "ALIVE")]
-        address = ray.get_runtime_context().gcs_address
-        actors = list_actors(address, filters, limit=_MANY, timeout=int(_ANSWER_S))
-        alive = {actor.actor_id for actor in actors}
         cancelled = []
         for run_id, run in runs.items():
-            if run.controller_actor_id not in alive:
+            if actor_record(run.controller_actor_id).get("State") != "ALIVE":
                 cancel = coordinator().cancel_request
                 cancelled.append(cancel.remote(f"train-{run_id}"))
         ray.get(cancelled, timeout=_ANSWER_S)
     except Exception as error:
-        # A cluster without dashboard, a newer Ray: the run starts all the same.
+        # A newer Ray: the run starts all the same.
         logger.warning("Ray may hold workers of killed runs for 180 s: %s", error)
