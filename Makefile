@@ -40,7 +40,7 @@ test-lab test-ray: install
 	$(BIN)/python -m pytest -m "not campaign" $(TESTS) >build/$@.log 2>&1; ended=$$?; cat build/$@.log; exit $$ended
 
 test-rest: install
-	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests --ignore tests/lab --ignore tests/on_ray benchmarks/tests
+	$(BIN)/python -m pytest -m "not campaign" -n 2 $(BY_FILE) tests/distributed tests/unit tests/gpu benchmarks/tests tests/faults tests/commands tests/contract
 	@echo "=== what needs a GPU, on a CUDA that needs none (tests/fake_cuda)"
 	@command -v g++ >/dev/null || echo "skipped: the fake CUDA needs g++ (apt-get install g++)"
 	! command -v g++ >/dev/null || $(BIN)/python -m tests.fake_cuda -m pytest -m "gpu and not campaign" -n 2 tests/gpu
