@@ -39,16 +39,16 @@ class Ceiling:
         self._may_shrink = may_shrink
 
     def read(self) -> int | None:
-        """Return it; None when no size is known not to fit."""
+        """Return the ceiling, or None when no size is known not to fit."""
         kept = self._kept().get(self._setting)
         known = (kept, self._context.microbatch_ceiling)
         return min((size for size in known if size is not None), default=None)
 
     def refuse(self, error: BaseException, failed_size: int) -> None:
-        """Report a microbatch of `failed_size` that ran out of memory, and store it.
+        """Record that `failed_size` ran out of memory, and raise TooLargeError.
 
-        Returns for any other error, and where no smaller one may be chosen. Raises
-        TooLargeError. Any rank may call it.
+        Returns if `error` is not about memory, or if no smaller microbatch may be
+        chosen. Any rank may call it.
         """
         if classify(error) not in OUT_OF_MEMORY:
             return
