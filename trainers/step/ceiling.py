@@ -33,7 +33,7 @@ class Ceiling:
     """The largest microbatch that may still fit in one setting of a run."""
 
     def __init__(self, context: RunContext, setting: str, may_shrink: bool) -> None:
-        """`setting` is what it holds for: device, strategy, number of workers, compile."""
+        """`setting` names the device, strategy, worker count and compile mode."""
         self._context = context
         self._setting = setting
         self._may_shrink = may_shrink
