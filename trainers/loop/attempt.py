@@ -87,7 +87,7 @@ class EarlyStopping:
 
 
 class Attempt:
-    """From the newest checkpoint to the end, a stop or an error."""
+    """One worker's training from a checkpoint to the end, a stop or an error."""
 
     def __init__(
         self,
