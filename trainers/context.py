@@ -1,6 +1,6 @@
 """RunContext: all that the loop knows of its launcher.
 
-Launchers override what they have to say or want to hear.
+Launchers override the methods for what they want to say or hear.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from trainers.storage import Storage
 class RunContext:
     """One worker of one run.
 
-    The process group, where there is one, stands before the loop starts.
+    The process group, if there is one, is complete before the loop starts.
 
     `launcher` is for the log: local, spawn, torchrun, ray or lane. `storage` is the
     run's directory; None for a run that keeps nothing (a trial). `local_rank` and
-    `local_world_size` are those of this host; `device_index` says which of the GPUs
-    that this process sees is its own (default: `local_rank`). `elapsed_s` is the loop's
-    age, equal on all
-    ranks: it may decide how often a launcher is asked or told.
+    `local_world_size` are those on this host; `device_index` is the index of this
+    worker's GPU among those that its process sees (default: `local_rank`). `elapsed_s`
+    is the age of the loop, equal on all ranks, so that it may decide how often a
+    launcher is asked or told.
     """
 
     microbatch_ceiling: int | None = None
@@ -75,14 +75,14 @@ class RunContext:
         self.device_index = local_rank if device_index is None else device_index
 
     def enter(self, phase: str) -> None:
-        """Note that another phase of the loop begins, where this process is watched."""
+        """Note that another phase of the loop begins, if this process is watched."""
         if self.watchdog is not None:
             self.watchdog.enter(phase)
 
     def report(
         self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
     ) -> None:
-        """Take note of an evaluation or a checkpoint.
+        """Receive an evaluation or a checkpoint.
 
         Every rank calls it, equally often.
         """
@@ -91,7 +91,7 @@ class RunContext:
         """Take note of this worker's newest figures. Cheap; each rank for itself."""
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether this worker was asked to stop; the loop asks the other ranks itself."""
+        """Whether this worker was asked to stop; the loop agrees with other ranks."""
         return False
 
     def preempted(self, elapsed_s: float) -> bool:
@@ -102,18 +102,18 @@ class RunContext:
         return False
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Take note of whether a microbatch size fits: by a probe, or by a step."""
+        """Receive whether a microbatch size fits, as seen in a probe or a step."""
 
     def too_large(self, microbatch_size: int) -> None:
-        """Take note that this rank ran out of memory in mid-training.
+        """Learn that this rank ran out of memory during training.
 
-        A group of several starts again with a smaller microbatch.
+        A group of several ranks is restarted with a smaller microbatch.
         """
 
     @property
     def is_heard(self) -> bool:
-        """Whether another process prints what `hung` and a failed loop say."""
+        """Whether another process prints the failures of this one, hangs included."""
         return False
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """Take note that this rank hangs: its process ends after this call."""
+        """Learn that this rank hangs; its process ends after this call."""

@@ -76,7 +76,10 @@ def whole(tree: Any, group: Group) -> Any:
 
 
 def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
-    """Return a tensor of the shape of `whole`, sharded as `like`, from a rank's `rows`."""
+    """Return `rows` as this rank's part of a tensor sharded like `like`.
+
+    The whole tensor has the shape and stride of `whole`.
+    """
     from torch.distributed.tensor import DTensor
 
     placed: Tensor = DTensor.from_local(

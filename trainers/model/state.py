@@ -66,7 +66,7 @@ def check_frozen(saved: Any, now: Mapping[str, str] | None) -> None:
 def load_model(
     model: nn.Module, saved: Mapping[str, Any], frozen: Mapping[str, str] | None
 ) -> None:
-    """Load a model's state; `frozen` parameters, which it lacks, stay the model's own."""
+    """Load a model's state; `frozen` parameters, which it lacks, are left alone."""
     missing, unexpected = model.load_state_dict(saved, strict=not frozen)
     wrong = sorted({*missing, *unexpected} - (frozen or {}).keys())
     if wrong:
@@ -154,7 +154,7 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def place(
     tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Move tensors to a device, in place; floating ones also to a format, if given."""
+    """Move tensors to a device, in place; cast floating ones to `dtype`, if given."""
     for tensor in tensors:
         wanted = dtype if tensor.is_floating_point() else None
         tensor.data = tensor.data.to(device, wanted)
@@ -205,7 +205,7 @@ def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 class AsMade:
-    """A model as it was made: what is frozen, modes of modules, and which tensors."""
+    """Records a new model: frozen parameters, modules' modes and tensors' shapes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._required, self._training = _switches(model)

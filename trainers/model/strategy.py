@@ -200,7 +200,7 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
 
 
 def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Module:
-    """Return what training calls in place of the bare module, which may be itself."""
+    """Return the module that training calls: the bare one, or a wrapper around it."""
     if strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         if gpus > 1:
@@ -372,7 +372,7 @@ def compile_loss(
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Name the parameters that want a gradient and have none after a backward pass."""
+    """Name the parameters that require a gradient but got none in backward."""
     return [
         name
         for name, one in model.named_parameters()
