@@ -88,7 +88,7 @@ class RunContext:
         """
 
     def observe(self, figures: dict[str, float]) -> None:
-        """Take note of this worker's newest figures. Cheap; each rank for itself."""
+        """Receive this worker's newest figures; must be cheap, and is no collective."""
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether this worker was asked to stop; the loop agrees with other ranks."""

@@ -78,7 +78,7 @@ def device_name(device: torch.device) -> str:
 
 
 def with_gpu_memory(figures: dict[str, float]) -> dict[str, float]:
-    """Return a worker's figures and, on a GPU, what its tensors take of it."""
+    """Return the figures; on a GPU, add the memory that this process has allocated."""
     if not torch.cuda.is_available():
         return figures
     return {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
@@ -109,8 +109,8 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch on every available device.
 
-    If there is no device, only the host is seeded: preparing torch's lazy seeding of
-    absent devices takes longer.
+    Without an accelerator only the host is seeded: torch takes longer to prepare the
+    seeding of absent devices.
     """
     seed_host(seed)
     if torch.accelerator.is_available():
@@ -172,7 +172,7 @@ def to_host(tensor: Tensor) -> Callable[[], list[float]]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak for `peak_memory_bytes`; on Linux's CPU by clearing VmHWM."""
+    """Begin a new peak for `peak_memory_bytes`; on a CPU by /proc/self/clear_refs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
@@ -345,11 +345,11 @@ def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
 
 
 class GpuReadings:
-    """Samples a rank's own GPU by NVML, at most once a second, and averages that.
+    """Samples a rank's own GPU by NVML, at most once a second, and averages.
 
-    Without a GPU, without NVML, or where a figure is not supported (a MIG slice has no
-    utilisation) there is none: never an error. A reading takes the driver about a
-    millisecond and does not wait for the GPU.
+    A figure is missing, without an error, if there is no GPU or no NVML, or if the GPU
+    does not support it (a MIG slice has no utilisation). A reading takes the driver
+    about a millisecond and does not wait for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -499,7 +499,7 @@ class EnergyMeter:
 
 
 def counts_energy(device_type: str) -> bool:
-    """Return whether this machine's first GPU counts its energy; takes no GPU."""
+    """Return whether this machine's first GPU counts energy, without occupying it."""
     if device_type != "cuda":
         return False
     with opened_nvml() as nvml, contextlib.suppress(Exception):  # as in GpuReadings

@@ -242,7 +242,7 @@ def join_group(
 
 
 def leave_group(failed: bool) -> None:
-    """Leave the run's process group; after a failure without waiting for others."""
+    """Leave the run's process group; after a failure, without waiting for others."""
     # A DDP reducer in a reference cycle would outlive the group: the process then
     # aborts one time in eight.
     gc.collect()

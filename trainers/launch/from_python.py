@@ -88,7 +88,7 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
 
 
 def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
-    """Return `module:name` of a class or function, and its directory unless installed."""
+    """Return `module:name` of a class or function; its directory if not installed."""
     name = thing.__qualname__
     module = thing.__module__
     main = sys.modules["__main__"]

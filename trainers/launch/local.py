@@ -119,7 +119,7 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
 
 
 def run_local(job: Job[R], take: Take | None = None) -> R:
-    """Run one worker in this process; `take` gets the run's records as they are made."""
+    """Run one worker in this process; `take` gets the run's records as they occur."""
     context = LocalContext(job.storage, "local").telling(job, take)
     with context.listen():
         return job.execute(context)
@@ -234,7 +234,7 @@ def _spawned(
 
 
 def _delete(directory: str) -> None:
-    """Delete a group's directory while its ranks write: moved, it gets no more files."""
+    """Delete a group's directory, renamed first so that ranks write no more into it."""
     with contextlib.suppress(OSError):  # another rank was first
         shutil.rmtree(Path(directory).rename(f"{directory}-over"), ignore_errors=True)
 

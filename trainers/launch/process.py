@@ -73,7 +73,7 @@ def show_log(handler: logging.Handler, level: int) -> None:
 
 @contextlib.contextmanager
 def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
-    """Show our log: for good in a command, else in a block, if nobody shows it."""
+    """Show our log: permanently in a command, else in the block if not shown yet."""
     if is_command:
         setup_logging(rank, quiet)
         yield

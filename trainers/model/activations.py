@@ -63,7 +63,7 @@ def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
 
 @contextlib.contextmanager
 def activations_kept(model: nn.Module) -> Iterator[None]:
-    """Keep all activations inside, for a pass that counts what the model computes."""
+    """Keep all activations within the block, so that FLOPs are counted only once."""
     recomputed = []
     for module in model.modules():
         if isinstance(module.forward, _Recomputed):
