@@ -122,7 +122,7 @@ def portable(paths: list[str]) -> list[str]:
 
 
 def add_to_path(paths: list[str]) -> None:
-    """Put directories first on `sys.path`; relative ones lie below its entries."""
+    """Put directories first on `sys.path`; relative ones are found via its entries."""
     for path in reversed(paths):
         for base in [str(Path.cwd()), *sys.path]:
             found = str(Path(base, path))

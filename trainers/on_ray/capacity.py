@@ -117,7 +117,7 @@ def allowed(config: Tree, like: Tree | None = None) -> list[Resources]:
 
 
 def _numbers(resources: Tree) -> Resources:
-    """Return the resources without those of a single node, such as its address."""
+    """Return the resources, except those that name one node, such as its address."""
     return {
         name: float(amount)
         for name, amount in resources.items()

@@ -153,7 +153,7 @@ def _start_embedded(show_workers: bool) -> None:
 
 
 def start_as_ray() -> None:
-    """Do what a script's first use of Ray does, without an own cluster's extras."""
+    """Start Ray as a script's first use of it does, but without its extra processes."""
     with without_extras(show_workers=True):
         ray.init()
     if own_node().is_head():

@@ -161,7 +161,7 @@ class FunctionRun:
 
 
 class _Reports(ray.train.UserCallback):
-    """Keeps the newest report's metrics: Ray's result has them only with a checkpoint."""
+    """Stores the newest metrics, which Ray's result has only with a checkpoint."""
 
     def __init__(self, storage: Storage, told: bool) -> None:
         """With `told`, each report is also sent to the driver."""

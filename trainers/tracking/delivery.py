@@ -77,7 +77,7 @@ _CODE = str(Path(__file__).parents[2])
 
 @dataclass(frozen=True)
 class History:
-    """One run: what it is, and what there is of it so far, as trackers are told."""
+    """What trackers are told of one run: what it is, and its data so far."""
 
     name: str
     kind: str
@@ -95,17 +95,17 @@ class History:
 
 
 class Source(Protocol):
-    """Where histories come from; each tracker asks one of its own again and again."""
+    """Where histories come from; each tracker polls a source of its own."""
 
     def poll(self, ended: str | None) -> list[History]:
-        """Return what is new, a sweep before its trials; with all rows the first time.
+        """Return what is new, a sweep before its trials; the first time, all rows.
 
-        `ended` is how the driver has ended, None while it has not.
+        `ended` is how the driver has ended, or None while it runs.
         """
 
 
 def as_params(tree: Mapping[str, Any]) -> Params:
-    """Return a configuration by dotted keys; lists as text, secrets hidden."""
+    """Flatten a configuration to dotted keys, with lists as text and secrets hidden."""
     shown: Params = {}
     for key, value in flat(tree).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -117,7 +117,7 @@ def as_params(tree: Mapping[str, Any]) -> Params:
 
 
 class RunHistory:
-    """A training run: parts of the log, and copies of what no part has yet."""
+    """A training run: the parts of its log, and copies of records not yet in a part."""
 
     def __init__(self, run: Storage) -> None:
         self._run = run
@@ -125,7 +125,7 @@ class RunHistory:
         """By directory the last file that was read, and when it was written."""
 
     def poll(self, ended: str | None) -> list[History]:
-        """As `Source` has it; nothing until a worker has said what it runs on."""
+        """Poll as in `Source`; empty until a worker has written its environment."""
         if ended is None and not self._run.exists("environment.json"):
             return []
         tree = read_mapping(self._run, MARK)
@@ -155,7 +155,7 @@ class RunHistory:
         return [history]
 
     def _new(self, directory: str) -> list[Row]:
-        """Return the rows of new parts, and of the last one where it has grown."""
+        """Return the rows of new parts, and of the last part if it has grown."""
         storage = self._run.child(directory)
         rows = []
         for name in storage.names():
@@ -183,14 +183,14 @@ class RunHistory:
         return rows
 
     def _time(self, name: str) -> float:
-        """When a file was written, Unix time, s."""
+        """Return when a file was written, as Unix time in s."""
         info = self._run.filesystem.get_file_info(f"{self._run.path}/{name}")
         return float(info.mtime.timestamp()) if info.mtime is not None else 0.0
 
 
 @dataclass
 class Sent:
-    """What one tracker has of one run."""
+    """What one tracker has received of one run."""
 
     id: str
     """Ours; a tracker that lets its users choose ids has it, too."""
@@ -201,7 +201,7 @@ class Sent:
     ended: str | None = None
 
     def new_rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the values of later steps than were sent, a row for each step."""
+        """Return the values not sent yet, one row per step."""
         last = dict(self.last)
         found: dict[int, Row] = {}
         for row in rows:
@@ -222,13 +222,13 @@ def _file(tracker: str) -> str:
 
 
 def read_sent(storage: Storage, tracker: str) -> dict[str, Sent]:
-    """What a tracker has, by the trial's id (empty for the run or the sweep itself)."""
+    """Return what a tracker has received, by trial id (empty for the run or sweep)."""
     name = _file(tracker)
     return storage.read_json(name, dict[str, Sent]) if storage.exists(name) else {}
 
 
 class Delivery:
-    """One tracker of a run or a sweep."""
+    """Sends a run or a sweep to one tracker."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Delivery:
         storage: Storage,
         make_source: Callable[[Storage], Source],
     ) -> None:
-        """`path` has the directories of the user's modules."""
+        """`path` lists the directories of the user's modules."""
         self.name = tracker.tracker
         self.is_over = False
         """Whether the tracker has all, or another process sends the rest."""
@@ -249,12 +249,12 @@ class Delivery:
         self._how: str | None = None
 
     def end(self, how: str) -> None:
-        """The driver has ended; `follow` sends the rest, and returns."""
+        """Note that the driver has ended; `follow` sends the rest and returns."""
         self._how = how
         self._has_ended.set()
 
     def follow(self) -> None:
-        """Send until the driver has ended and everything is sent; the body of a thread."""
+        """Send until the driver has ended and all is sent; the body of a thread."""
         has_warned = False
         while not self.is_over:
             try:
@@ -280,7 +280,7 @@ class Delivery:
                 self._has_ended.wait(_RETRY_S)
 
     def _send_to(self, sink: Sink) -> None:
-        """Send what there is, again and again until the driver has ended."""
+        """Send what is new, repeatedly, until the driver has ended."""
         self._sent = read_sent(self._storage, self.name)
         self._kept: dict[str, dict[str, int]] = {}
         """Of a run that is started, the last steps that its tracker has for certain."""
@@ -361,11 +361,12 @@ def followed(
     again: str,
     has_ended: bool,
 ) -> Iterator[None]:
-    """Send a run or a sweep to its trackers in the block, by a process of its own.
+    """During the block, a separate process sends a run or a sweep to its trackers.
 
-    Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
-    `module` is what the process runs, `again` says what sends what is left; `has_ended`
-    that the run is complete, so that the rest is all there is to do.
+    The block does not wait for it, and ending it takes seconds at most (GRACE_S).
+    `module` is what the process runs; `again` names the command that would send what is
+    left. `has_ended` says that the run is already complete, so there is more time to
+    send the rest.
     """
     if not trackers:
         yield
@@ -426,16 +427,16 @@ def followed(
 
 
 def _listen(stream: IO[bytes]) -> None:
-    """Repeat the log of the process in this one's."""
+    """Repeat the process's log in the log of this process."""
     with stream:
         for line in stream:
             logger.warning("%s", line.decode(errors="replace").rstrip("\n"))
 
 
 def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
-    """Send until the driver has ended and trackers have everything, or its grace is over.
+    """Send until the driver has ended and all is sent, or its grace time is over.
 
-    Ends this process, with exit code 1 where something is left.
+    Ends this process, with exit code 1 if something is left to send.
     """
     os.nice(_NICE)
     for number in (
