@@ -65,7 +65,7 @@ _LIBRARIES = (
 
 
 def failure_of(error: BaseException, rank: int) -> RunFailedError:
-    """Return a worker's exception as plain data, which crosses between processes."""
+    """Convert a worker's exception to plain data, which processes can exchange."""
     if isinstance(error, RunFailedError):
         return error
     if isinstance(error, ConfigError):

@@ -167,7 +167,7 @@ class StorageError(PacelineError):
 
 
 class LeaseError(StorageError):
-    """This process may not write the directory any more: it lost it, or it was deleted."""
+    """This process may no longer write to the directory: its lease is lost or gone."""
 
 
 class CheckpointError(PacelineError):
