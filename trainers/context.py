@@ -24,36 +24,34 @@ class RunContext:
     """
 
     microbatch_ceiling: int | None = None
-    """The largest microbatch that may still fit, where the launcher knows of one that
-    did not.
+    """The largest microbatch that may still fit, if the launcher knows of one that did
+    not.
     """
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest microbatch known to fit and the smallest known not to, where the
+    """The largest microbatch known to fit and the smallest known not to, if the
     launcher knows of other runs.
     """
     source: Storage | None = None
-    """The run whose newest checkpoint this one begins with, while it has none of its
-    own; None: from the start.
+    """The run whose newest checkpoint this one starts from as long as it has none of
+    its own; None: it starts from scratch.
     """
     refuge: Storage | None = None
-    """Where a run without storage keeps its state: when its node is taken away, and
-    begins with it where `source` is the same place; where its `checkpoint` says when,
-    also then and at its end.
-
-    None: it is lost.
+    """Where a run without storage keeps its state when its node is taken away and, if
+    its `checkpoint` says when, also then and at its end. If `source` is the same place,
+    the run starts from there. None: the state is lost.
     """
     take: Take | None = None
-    """Takes the run's records from rank 0 as they are made, at once; None where nobody
-    wants them.
+    """Receives the run's records from rank 0 as they are made, and returns at once;
+    None if nobody wants them.
     """
     draws_line: bool = False
-    """Whether a live line shows them, in place of the log's lines of steps."""
+    """Whether a live line shows them instead of the log's lines of steps."""
 
     watchdog: Any = None
-    """Watches this process meanwhile (trainers/loop/watchdog.py)."""
+    """The watchdog of this process, while there is one (trainers/loop/watchdog.py)."""
     watches: tuple[str, ...] = ()
-    """Metrics that the launcher decides by: where they need an evaluation, a run
-    without one is refused.
+    """Metrics by which the launcher decides: if they need an evaluation, a run without
+    a validation split is refused.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ _DISK_FULL = (
     "the disk is full",
 )
 FIX = "; fix "
-"""What a message has that says itself what to do."""
+"""Part of messages that say themselves what to do."""
 _HIDDEN = "***"
 # A password may hold anything, even an `@` or a `/` that should have been quoted: up to
 # the last `@` of the word.

@@ -60,27 +60,28 @@ _HOST_READS = [
     "__int__",
     "__index__",
 ]
-"""Methods of a tensor that wait for the device and give its values to the host."""
+"""Tensor methods that wait for the device and return values to the host."""
 _PARTS = ["data", "copy", "transform", "forward", "backward", "optimizer", "host"]
-"""Of a step, on one rank."""
+"""The parts of a step, on one rank."""
 _FEWEST_TRACED = 12
 _MOST = 400
-"""Steps that a profile has at least and at most."""
+"""The fewest and the most steps that a profile has."""
 _FASTER_FORMAT = 1.5
-"""How many times the peak of fp32 a GPU's bf16 must have, to be named."""
+"""How many times as fast as fp32 a GPU's peak in bf16 must be for bf16 to be proposed.
+"""
 _VERIFIED = 3
-"""Causes whose changes are tried."""
+"""Number of causes whose changes are tried."""
 _ROUNDS = 4
-"""Turns that the old and the changed configuration have each."""
+"""Number of turns of each of the two configurations."""
 _FEWEST_STEPS = 30
-"""Steps of a turn."""
+"""The fewest steps in a turn."""
 WORTH = 0.05
-"""Share of the time below which nothing is named."""
+"""Share of the time below which a cause is not named."""
 _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
 Shares = dict[str, float]
-"""Seconds, or shares of them, by part."""
+"""Seconds, or shares of the time, by part."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,20 @@ class StepProfile(Answer):
     """The times of profiled steps; means over steps and ranks."""
 
     step_s: float
-    """Of a step as training takes it."""
+    """Time of a step as training takes it."""
     parts: Shares
-    """Seconds by part, of steps that wait for the device at each part."""
+    """Seconds by part, in steps that wait for the device after each part."""
     own_s: list[float]
-    """By rank: a step without adding up gradients, and without waiting for other ranks.
+    """By rank: time of a step without all-reduce and without waiting for other ranks.
     """
     reads: Shares
-    """Seconds of a step in which the task reads values of the device, by `file:line`,
-    on rank 0.
+    """Seconds per step in which the task reads values of the device, by `file:line`, on
+    rank 0.
     """
     accumulation: int
     device: str
     busy_s: float | None = None
-    """Of a step: what the kernels of a GPU run."""
+    """Seconds per step in which GPU kernels run."""
     is_faster_in_bf16: bool = False
 
     def shares(self) -> Shares:
@@ -187,7 +188,8 @@ class PartClock:
         self.is_on = False
         self.seconds = defaultdict[str, float](float)
         self.reads = defaultdict[str, float](float)
-        """Seconds of the task's host reads by place, while it is off."""
+        """Seconds of the task's host reads by place, measured while the clock is off.
+        """
         self._parts = ["host"]
         self._since = time.perf_counter()
 
@@ -236,7 +238,7 @@ class Steps:
         self._plans = self._planned()
 
     def _planned(self) -> Iterator[tuple[list[int], Iterator[Any]]]:
-        """Yield the sizes of each whole step's microbatches, and its epoch's batches."""
+        """Yield each full step's microbatch sizes, with the batches of its epoch."""
         replica = self.replica
         sampler = replica.sampler
         feed = replica.train_feed
@@ -382,8 +384,8 @@ class Cause:
 
     kind: str
     share: float
-    """Of the run's time, that it takes; what a change saves of it only running both
-    says.
+    """The share of the run's time that it takes; what a change saves of it is only
+    known after running both.
     """
     words: str
     changes: Tree = field(default_factory=dict)
@@ -391,7 +393,7 @@ class Cause:
     fix: str = ""
     """What else helps."""
     gain: Gain | None = None
-    """What running both has shown."""
+    """The gain measured by running both."""
 
     def lines(self) -> Iterator[str]:
         """Yield the cause as lines for the user."""
@@ -568,7 +570,7 @@ class Subject:
     directory: Path | None
     config: TrainConfig
     result: RunResult | None = None
-    """None of a run that goes on, or has failed."""
+    """None if the run is still going on, or has failed."""
 
 
 @dataclass(frozen=True)
@@ -652,7 +654,7 @@ def explain(
 
 
 def _measurable(subject: Subject, launcher: str) -> RunSpec:
-    """Return the run with steps that workers can take; raises ConfigError."""
+    """Return the run as workers can measure it; ConfigError if step sizes vary."""
     config = subject.config
     source = subject.location
     if config.changes_batch:
@@ -685,12 +687,12 @@ class CompareJob(Job[Gain]):
 
     answer = Gain
     new: Tree
-    """The changed configuration, as `tree`."""
+    """The changed configuration, like `tree`."""
     steps: int
-    """Of one turn of the old one."""
+    """Steps in one turn of the old configuration."""
     place: str
-    """Directory for what the turns write; who has made the job deletes it, for a worker
-    may be killed.
+    """Directory for what the turns write. Whoever made the job deletes it, since a
+    worker may be killed.
     """
 
     def execute(self, context: RunContext) -> Gain:

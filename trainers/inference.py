@@ -208,7 +208,7 @@ class InferenceResult(Answer):
 
 @dataclass(frozen=True)
 class Inference(Job[InferenceResult]):
-    """One pass over a split: with `out` predictions, else an evaluation."""
+    """One pass over a split, which writes predictions to `out`, or else evaluates."""
 
     answer = InferenceResult
     split: str
@@ -291,7 +291,7 @@ def _pass(
 
 
 def _split_of(task: Task, job: Inference, group: Group) -> Any:
-    """Return the dataset of the job's split, which is the same on every rank."""
+    """Return the dataset of the job's split; ConfigError unless ranks agree on it."""
     dataset = load_split(task, job.split, training=False, device=group.device)
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, job.config.task)
@@ -318,7 +318,7 @@ def _warn_of_other_samples(held_back: Any, dataset: Any) -> None:
 def load_trained(
     task: Task, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, State, nn.Module, PrecisionSpec]:
-    """Return the checkpoint's place and position, the loaded model, and the precision."""
+    """Return the checkpoint's location and position, the loaded model and precision."""
     config = job.config
     archive = Archive(job.storage)
     if group.rank == 0:

@@ -50,7 +50,7 @@ STALE_S = 30.0
 SETTLE_S = 1.0
 _LOOK_S = 1.0
 _TRUSTED_S = 0.5
-"""How long a look at the lease is believed: shorter than SETTLE_S, after which a
+"""How long a check of the lease stays valid: shorter than SETTLE_S, after which a
 newcomer begins to write.
 """
 
@@ -66,7 +66,7 @@ class Holder:
     token: str
     host: str
     machine: str | None
-    """This boot of this machine, and the namespace of its process ids; None where the
+    """This boot of this machine, and the namespace of its process ids; None if the
     system does not tell.
     """
     pid: int

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 Take = Callable[[Record], None]
-"""Takes note of a record of a run."""
+"""Receives one record of a run."""
 Quiet = Annotated[bool, Field(description="only warnings, errors and the result")]
 Json = Annotated[
     bool,
@@ -36,7 +36,7 @@ Json = Annotated[
     ),
 ]
 PACKAGES = ("trainers", "cluster", "tune")
-"""Whose log is shown."""
+"""Packages whose log is shown."""
 _TELL_S = 0.25
 _LAST_S = 5.0
 
@@ -59,7 +59,7 @@ class Output:
     quiet: bool = False
     as_json: bool = False
     descriptor: int = field(default=1, init=False)
-    """Of the command's own standard output."""
+    """File descriptor of the command's own standard output."""
 
     @property
     def is_live(self) -> bool:

@@ -57,7 +57,7 @@ class _Printed(io.TextIOBase):
         self._open = ""
         self._pid = os.getpid()
         self.rich_proxied_file = stream
-        """Where Rich writes itself."""
+        """The stream that Rich itself writes to."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -170,8 +170,8 @@ class Course:
         self._heard = 0.0
         self._start: Record = {}
         self._first: Record | None = None
-        """The first of this launch that counts steps: resuming and compiling lie before
-        it.
+        """The first record of this launch that counts steps; resuming and compiling
+        came before it.
         """
         self._newest: Record = {}
         self._figures: dict[str, float] = {}

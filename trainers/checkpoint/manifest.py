@@ -31,7 +31,7 @@ FORMAT = 2
 
 
 Figures = Mapping[str, float]
-"""Of an evaluation, by name."""
+"""The figures of an evaluation, by name."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Manifest:
     step: Annotated[int, Field(ge=0, lt=10**12)]
     world_size: Annotated[int, Field(ge=1)]
     files: dict[str, FileEntry]
-    """By name."""
+    """The checkpoint's files, by name."""
     metrics: dict[str, FiniteFloat] = field(default_factory=dict)
     """Figures at this very step, when it was evaluated; else empty.
 

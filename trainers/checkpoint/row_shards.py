@@ -45,7 +45,7 @@ FORMATS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names of what can be written."""
+"""The dtypes that can be written, with their names in the file format."""
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
@@ -56,9 +56,9 @@ class Cut:
     """A state split into this rank's rows and the rest."""
 
     rest: State
-    """Everything else: rank 0 writes it."""
+    """Everything else, which rank 0 writes."""
     rows: dict[str, Tensor]
-    """This rank's rows by name, on the tensors' own memory."""
+    """This rank's rows by name; they share the tensors' memory."""
 
     def digest(self) -> str:
         """Return a digest of what must be equal on all ranks.

@@ -51,18 +51,16 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _SHARD_BYTES = 1 << 28
-"""From this size of the model on replicas write a checkpoint together, too: with its
-moments a second of one rank's writing.
-
-Nothing else counts: what an optimizer holds may differ between ranks, and all must
-decide alike.
+"""Model size from which replicas, too, write a checkpoint together: with its moments it
+takes one rank about a second to write. Only the model's size counts: what an optimizer
+holds may differ between ranks, and all must decide alike.
 """
 _LONG_WAIT_S = 1.0
 # a file beside the run's that nobody has written to for so long is a killed process's
 _LONG_DEAD_S = 3600.0
 _HOW = ("fused", "foreach", "capturable")
-"""Options of an optimizer that say how its step is computed: this run's, not the
-checkpoint's.
+"""Options of an optimizer that say how its step is computed; they are this run's, not
+the checkpoint's.
 """
 
 

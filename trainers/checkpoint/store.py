@@ -333,9 +333,11 @@ class Loaded:
     name: str
     state: State
     rank_state: State | None
-    """None when the checkpoint was written by another number of workers."""
+    """None if the checkpoint was written by another number of workers."""
     rows: RowReader | None = None
-    """Of a sharded one, in whose state tensors on the meta device stand for others."""
+    """Reads a sharded checkpoint's rows, for which tensors on the meta device stand in
+    its state.
+    """
 
 
 @dataclass(frozen=True)
@@ -388,7 +390,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self.written_s = 0.0
-        """Time that this rank's thread has been at work."""
+        """Time that this rank's thread has spent writing."""
 
     def save(
         self,

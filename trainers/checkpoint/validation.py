@@ -36,7 +36,7 @@ _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 )
-"""What fused steps read by address: each has its parameter's shape."""
+"""Moments that fused steps read by address: each must have its parameter's shape."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StreamPlace:
     state: Any
     next: list[str]
     trail: str = ""
-    """Of the samples before it."""
+    """Digest of the samples before `row`."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +59,33 @@ class Position:
     step: _Count
     global_batch_size: Annotated[int, Field(ge=1)]
     train_samples: Annotated[int, Field(ge=0)]
-    """0 of a stream, of which nobody knows them."""
+    """0 for a stream, whose length is unknown."""
     train_time_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     metrics: dict[str, float]
-    """Not all finite: an evaluation may have diverged."""
+    """Values may be non-finite: an evaluation may have diverged."""
     evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
     total_steps: _Count = 0
     order: str = ""
-    """Of the samples in its epoch."""
+    """The name of the order of samples in its epoch."""
     samples: str = ""
-    """What tells a few of them from others."""
+    """Digest of a few training samples."""
     held_back: str = ""
-    """The same of validation."""
+    """Digest of a few validation samples."""
     stopping: dict[str, int | float | str | None] = field(default_factory=dict)
-    """Of early stopping; nothing in runs without it."""
+    """The state of early stopping; empty in runs without it."""
     stream: StreamPlace | None = None
-    """Of a stream's own state, where it has an exact one."""
+    """A stream's own state, if it has an exact one."""
     stream_mark: tuple[_Count, str] | None = None
-    """What tells the samples of a stream up to a row from others."""
+    """Digest of a stream's samples up to a row."""
     batch_sizes: list[
         tuple[Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=1)]]
     ] = field(default_factory=list)
-    """Of a batch schedule; nothing where the size does not change."""
+    """The sizes of a batch schedule; empty if the size does not change."""
     reported: list[dict[str, float]] = field(default_factory=list)
-    """Evaluations of a run that keeps nothing else."""
+    """Evaluations of a run that stores nothing else."""
     window: dict[str, tuple[float, _Count]] = field(default_factory=dict)
-    """Sums of losses since the last window of the log, and of how many steps; nothing
-    where it ended here, in its time.
+    """Sums of losses since the last window of the log, each with its number of steps;
+    empty if a regular window ended here.
     """
 
 

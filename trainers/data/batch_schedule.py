@@ -16,11 +16,11 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 Sizes = Sequence[tuple[int | None, int]]
-"""Batch sizes in order, each with the samples of the run until which it holds; the last
-one holds to the end (None).
+"""Batch sizes in order, each with the number of samples of the run until which it
+holds; the last one holds to the end (None).
 """
 ENDLESS = 2**62
-"""Samples of an epoch that is longer than any run."""
+"""Length of an epoch that is longer than any run."""
 
 
 class Place(NamedTuple):
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
     epoch: int
     number: int
-    """Of the step in its epoch, from 0."""
+    """The step's number in its epoch, from 0."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class _Epochs:
 
     epoch: int
     step: int
-    """Steps of the run before them."""
+    """Number of steps of the run before these epochs."""
     sample: int
-    """Samples that the run has trained before them."""
+    """Number of samples that the run has trained before these epochs."""
     stretches: tuple[_Stretch, ...]
 
     @property

@@ -39,7 +39,8 @@ from trainers.errors import ConfigError
 _RESIDENT_SHARE = 0.1
 _END = object()
 _DEEPEST = 6
-"""Objects in objects: a subset, its dataset, its transforms, one of them, its settings.
+"""How deep objects are followed: a subset, its dataset, its transforms, one of them,
+its settings.
 """
 _MOST = 10_000
 _MOST_OF_ONE = 100
@@ -118,9 +119,9 @@ class Feed:
         self._collate = collate
         self._transform = transform
         self.beat: Callable[[], None] = lambda: None
-        """Called for every batch: the loop's sign of life."""
+        """Called for every batch, to show that the loop makes progress."""
         self.most: int | None = None
-        """Samples that an evaluation takes at once, where more ran out of memory."""
+        """Samples that an evaluation takes at once, after more ran out of memory."""
         self._make = functools.partial(self._make_resident, config, sharers)
         self.resident = self._make()
         self._copied = held_by(dataset, collate)

@@ -36,9 +36,10 @@ from trainers.errors import MISSING, ConfigError
 
 _SMALL_BYTES = 2**25
 _FEW = 4
-"""Samples that are read of any other dataset."""
+"""How many samples of any other dataset are read."""
 _SHARE = 0.1
-"""Of validation rows in training: below it they may be equal by chance."""
+"""Share of validation rows found in training, below which they may be equal by chance.
+"""
 _FRAMES = ("pandas", "polars", "pyarrow", "cudf")
 _FIX = "draw from a generator with a seed of its own, which follows from `split` where samples themselves are drawn"
 _WINDOW_BATCHES = 50

@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 
 MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
 _PROOF = 32
-"""Samples that are compared: more than the shards that are commonly interleaved."""
+"""How many samples are compared: more than the shards that are commonly interleaved."""
 _PROOF_PLACES = (1, 14)
-"""Samples after which a state is tried: no chunk of more than one ends at both."""
+"""Numbers of samples after which a state is tried: no chunk of more than one sample
+ends at both.
+"""
 END = object()
-"""What a pass gives in place of a sample when it is over."""
+"""Returned in place of a sample when a pass is over."""
 _EVERY = 1000  # samples from one recorded state to the next
 # samples from one mark of the trail to the next: a digest of each would cost as much as
 # its decoding
@@ -46,9 +48,7 @@ _MARK_EVERY = 32
 _SEED = 0
 
 Mark = tuple[int, str]
-"""How many rows were read, and what tells them from others: a digest over every 32nd of
-them, and all such before.
-"""
+"""A number of rows, and a digest of every 32nd sample among them."""
 _TOLD = 32  # samples that tell one stream from another
 
 
@@ -411,9 +411,7 @@ class Stream(Dataset[Any]):
         self._name = name
         self._begun = False
         self.beat: Callable[[], None] = lambda: None
-        """Called each 1,000 rows in the process that reads, also of those that are
-        dropped.
-        """
+        """Called every 1,000 rows in the process that reads, dropped rows included."""
         self._sent: Mapping[str, Any] | None = None
         # What is received may be a batch ahead of training.
         self._received: deque[Mapping[str, Any]] = deque(maxlen=2)
@@ -437,7 +435,7 @@ class Stream(Dataset[Any]):
         if doubt is not None:
             how = f"reads and drops what was trained, as {doubt}"
         self.words = f"a run that goes on with the stream {name} {how}"
-        """How the place is found again, and why so: for the log."""
+        """How a resumed run finds its place, and why so, for the log."""
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Return a sample for each row; before `begin`, a copy of it.

@@ -39,8 +39,8 @@ SLOWED = {
 (nvml.h).
 """
 _SPARE_SHARE = 0.03
-"""Of the memory that a process may use: for cuBLAS's and NCCL's buffers, and for
-fragments.
+"""Share of the memory that a process may use, left for cuBLAS's and NCCL's buffers and
+for fragmentation.
 """
 _KEPT_BYTES = 2**25 - 2**16
 HOST = torch.device("cpu")
@@ -487,7 +487,7 @@ class EnergyMeter:
     def __init__(self, device: torch.device, gpu: GpuReadings) -> None:
         self._gpu = gpu
         self.source = gpu.name or str(device)
-        """What it counts: two ranks of one source count the same."""
+        """The measured device: ranks with the same source measure the same energy."""
         self._before_j = gpu.energy_j()
 
     def used_j(self) -> float | None:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _RANKS = re.compile(
     "((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID)"
 )
-"""The names by which launchers tell a process its place."""
+"""Variables by which launchers tell a process its rank."""
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 

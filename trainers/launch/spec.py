@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MARK = "config.yaml"
-"""The file that makes a directory a run's."""
+"""The file that marks a directory as a run's."""
 
 
 def task_path(
@@ -252,14 +252,14 @@ class Spec:
     uri: str
     """The run's directory."""
     token: str = field(default="", kw_only=True)
-    """Of the directory's lease, without which nothing is written; empty where nobody
-    holds one.
+    """The token of the directory's lease, without which nothing is written; empty if
+    nobody holds a lease.
     """
     quiet: bool = field(default=False, kw_only=True)
-    """Whether workers log nothing but warnings."""
+    """Whether workers log only warnings."""
     told: Literal["", "line", "json"] = field(default="", kw_only=True)
-    """What becomes of the run's records while it runs: nothing, a live line, or a
-    record each on standard output.
+    """What happens to the run's records while it runs: nothing, a live line, or one
+    JSON record each on standard output.
     """
 
     @functools.cached_property

@@ -113,34 +113,34 @@ class Attempt:
             self.log = RunLog(storage, config.writes_events, is_followed)
         self.began = time.monotonic()
         self.step = 0
-        """Steps done, in earlier attempts as well."""
+        """Number of steps done, earlier attempts included."""
         self.end = parts.total_steps
         """The step after which this attempt ends."""
         self.metrics: dict[str, float] = {}
-        """The newest value of each."""
+        """The newest value of each metric."""
         self.logged_step = 0
         """The last step of the last window of the log."""
         self.evaluated_step = -1
         self.reported: list[dict[str, float]] = []
-        """The evaluations that the launcher was told of, where only checkpoints keep
-        them.
+        """The evaluations reported to the launcher, if they are only kept in
+        checkpoints.
         """
         self.cut_window: Losses = {}
-        """The last window of the log, where it ended before its time, with the run."""
+        """The losses of the log's last window, if the end of the run cut it short."""
         self.weightless = 0
-        """Steps of this attempt from which nothing is learnt, for their samples weigh
-        nothing.
+        """Number of steps in this attempt that learnt nothing, because all their
+        samples have weight zero.
         """
         self.checkpoint: str | None = None
-        """Where the newest one is."""
+        """Where the newest checkpoint is."""
         self.elapsed_s = 0.0
-        """Of this attempt, as the ranks have last agreed on it."""
+        """Age of this attempt, as last agreed by the ranks."""
         self.earlier_time_s = 0.0
         """Training time of the launches before this one."""
         self.pauses = Pauses()
         self.later: deque[tuple[int, Callable[[], None]]] = deque()
-        """What waits for figures of the device, with the step after which it was begun,
-        in order.
+        """Deferred calls that wait for results of the device, in order, each with the
+        step at which it was queued.
         """
 
     @property

@@ -29,8 +29,7 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 STREAM_S = 600.0
-"""Between two checkpoints of a stream, which has no epochs, where nothing was chosen.
-"""
+"""Default time between two checkpoints of a stream, which has no epochs."""
 AGREE_EVERY_STEPS = 10
 """Steps between two agreements of all ranks: the longest that a bad loss or a stop
 waits; on CUDA twice as many.
@@ -58,7 +57,7 @@ class Checkpointing:
             changes = {"checkpoint": self._every}
             self._config = self._config.model_copy(update=changes)
         self._off_course = ""
-        """Why a checkpoint is none of a run as long as this one."""
+        """Why the checkpoint does not belong to a run as long as this one."""
         self._keeper = self._make(storage) if storage else None
 
     def _make(self, storage: Storage) -> Keeper:

@@ -64,10 +64,10 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY = 100
-"""Agreements between two looks at whether ranks still have the same parameters."""
+"""Number of agreements between two checks that ranks still have equal parameters."""
 _TUNED_STEPS = 300
-"""From so many steps on cuDNN's search for the fastest algorithms, about a second, pays
-for itself.
+"""Number of steps from which cuDNN's search for the fastest algorithms, which takes
+about a second, pays off.
 """
 _MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyLinear)"
 _Plan = tuple[list[Tensor], list[int]]
@@ -101,12 +101,12 @@ class Training:
         self.inspection = inspection
         self.acts_after_step = type(attempt.task).after_step is not Task.after_step
         self.batch_size: int | None = None
-        """Of the last step, where there is a schedule."""
+        """Batch size of the last step, if there is a batch schedule."""
         self.lr_scale = 1.0
-        """What `lr_scaling` makes of that size, where there is a schedule."""
+        """Factor of `lr_scaling` at that size, if there is a batch schedule."""
         self.tunes = False
         """Whether cuDNN searches for the fastest algorithms of full steps; an epoch's
-        short one comes too seldom.
+        short step is too rare.
         """
         self.agreements = 0
         # The first steps may take as long as a phase.

@@ -29,13 +29,13 @@ from trainers.storage import Storage
 HUNG_EXIT_CODE = 74
 """Exit code of a worker that its watchdog ended."""
 GRACE_S = 5.0
-"""A rank that hangs soon stops all others: each has this long to save its stacks before
-any exits.
+"""A rank that hangs soon stops all others: each then has this long to save its stacks
+before any of them exits.
 """
 CAUSE_S = 10.0
 CAUSE_OF_NODE_S = 60.0
-"""How long a rank whose collective failed waits for its launcher to see which rank has
-died, and which node.
+"""How long a rank whose collective failed waits for its launcher to see which rank, or
+which node, has died.
 """
 
 _WAITING = ", waiting for other ranks"
@@ -52,7 +52,7 @@ class Watchdog:
         self._context = context
         self._thread_id = threading.get_ident()
         self.spent_s: dict[str, float] = {}
-        """The time of each phase that has ended."""
+        """The time spent in each phase that has ended."""
         self._phase = ("the start", False)
         self.beat()
         self._entered = self._last

@@ -60,14 +60,14 @@ class Totals:
 
     steps: int = 0
     samples: int = 0
-    """Of all ranks."""
+    """Samples of all ranks."""
     own_samples: int = 0
-    """Of this rank."""
+    """Samples of this rank."""
     idle_steps: int = 0
-    """Steps in which this rank had no sample."""
+    """Steps in which this rank had no samples."""
     time_s: float = 0.0
     wait_s: float = 0.0
-    """Until batches were there."""
+    """Time spent waiting for batches."""
 
     def __sub__(self, earlier: Totals) -> Totals:
         between = Totals()
@@ -91,7 +91,8 @@ class StepClock:
         self.train_time_s = 0.0
         self.running = False
         self.counting = True
-        """Whether steps count into the throughput: not those that a profiler slows."""
+        """Whether steps count towards the throughput; not while a profiler slows them.
+        """
         self.first_step_s: float | None = None
         """Time of this launch's first step, which compiles, tunes and allocates."""
         self._times = StepTimes()
@@ -101,7 +102,7 @@ class StepClock:
         self._began: Any = 0.0
         self._ended: deque[tuple[Any, Any, list[int], float, bool]] = deque()
         self.spans = 0
-        """That have ended."""
+        """Number of spans that have ended."""
 
     def start_span(self) -> None:
         """Begin a span."""

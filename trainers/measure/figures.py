@@ -16,15 +16,15 @@ _IDLE_SHARE = 0.1
 _EVIDENCE_S = 1.0  # of training, below which a difference in time is noise
 _HARMFUL = ("hardware", "heat", "heat (hardware)", "power brake")
 STRETCHES = 30
-"""Most stretches of steps that an interval is made from, and the fewest steps that say
-how long a step takes.
+"""The most stretches of steps from which an interval is made, and the fewest steps that
+say how long a step takes.
 """
 _FEWEST = 5  # stretches of which one can be said to be unlike the others
 _OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
 _DISTURBED = 0.1
 _LEAST_S = 0.5
-"""The share of the time, and the time, that outlying stretches have lost from which on
-they say nothing of the training itself: a few milliseconds are any short trial's.
+"""The share of the time, and the time in s, above which outlying stretches count as a
+disturbance: any short trial loses a few milliseconds.
 """
 
 
@@ -35,31 +35,31 @@ class RankFigures(TypedDict):
     host: str
     device: str
     steps: int
-    """Those that the row is about."""
+    """Number of steps that the row covers."""
     train_time_s: float
     samples_per_s: float
-    """Of this rank's own samples."""
+    """Speed in this rank's own samples."""
     samples_per_step: float
     step_time_s: float
     data_wait_share: float
-    """Of the training time, spent until a batch was there."""
+    """Share of the training time spent waiting for batches."""
     idle_share: float
-    """Of the steps: those in which the rank had no sample."""
+    """Share of steps in which the rank had no samples."""
     backward_s: float | None
-    """Loss and backward pass of one microbatch until its last gradient, without waiting
-    for other ranks; DDP only.
+    """Time of loss and backward pass of one microbatch up to its last gradient, without
+    waiting for other ranks; DDP only.
     """
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
     total_bytes: int
     gpu: dict[str, float | list[str]] | None
-    """What NVML says (trainers/devices/device.py)."""
+    """NVML's readings (trainers/devices/device.py)."""
     energy_j: NotRequired[float | None]
-    """Since training began, of the device (trainers/devices/device.py)."""
+    """Energy of the device since training began (trainers/devices/device.py)."""
     energy_of: NotRequired[str]
-    """What that is of: ranks on one GPU, or on one machine's processors, count the
-    same.
+    """The device whose energy that is: ranks on one GPU, or on one machine's
+    processors, report the same energy.
     """
 
 
@@ -179,7 +179,7 @@ class _Stretch:
 
     time_s: float
     own_s: float
-    """Without waiting for data."""
+    """Time without waiting for data."""
     steps: int
     samples: int
 

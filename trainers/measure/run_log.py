@@ -14,7 +14,7 @@ from trainers.storage import Storage, parse_json
 
 _POSITION = ("step", "epoch", "train_time_s")
 SHOW_EVERY_S = 10.0
-"""Between two copies for whoever follows a run."""
+"""Least time between two copies for those who follow a run."""
 
 
 class RunLog:

@@ -25,14 +25,14 @@ from trainers.model.state import left_beside, parameters_of
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("found_inf", "grad_scale")
-"""What a fused step reads of its optimizer."""
+"""Attributes of its optimizer that a fused step reads."""
 _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-"""What torch and torchao give Adam where nothing is said."""
+"""torch's and torchao's defaults for Adam."""
 
 
 ONLY = "train"

@@ -25,7 +25,7 @@ from trainers.model.state import parameters_of
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
-"""Of both sizes of a layer: what the GPU's float8 products take."""
+"""Both sizes of a layer must be multiples of this for the GPU's float8 products."""
 NARROW = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 """Classes of torchao.optim by `optimizer.name`."""
 _AMPERE = (8, 0)
@@ -171,7 +171,8 @@ class PrecisionSpec:
     devices: tuple[str, ...] = ("cpu", "cuda", "mps")
     min_capability: tuple[int, int] = (0, 0)
     channels_last: bool = False
-    """Memory format of 4-D tensors: not in the table, a run chooses it (`with_layout`).
+    """Memory format of 4-D tensors; not in the table, but chosen per run
+    (`with_layout`).
     """
 
     def autocast_context(

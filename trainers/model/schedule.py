@@ -20,7 +20,7 @@ from trainers.model.optimizer import warmup_steps
 
 _CYCLED = ("momentum", "betas")
 _TRIED = 10_000
-"""Steps of a scheduler, some 20 microseconds each."""
+"""The most steps for which a scheduler is tried, at some 20 microseconds each."""
 
 
 class StandIn(Optimizer):
@@ -75,7 +75,7 @@ class Schedule:
             given if isinstance(given, tuple) else (given, "step")
         )
         self.figure = "val_loss"
-        """What one goes by that reduces on a plateau."""
+        """The metric that ReduceLROnPlateau depends on."""
         self._stand_in = stand_in
         self._warmup = warmup_steps(config, total_steps, batches)
         self.by_figure = isinstance(self.scheduler, ReduceLROnPlateau)

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 MAX_BYTES = 1 << 20
-"""What a rank may receive of one step; above this all-reduce moves less (2 / n of it).
+"""The most bytes that a rank may receive in a step; above it all-reduce moves less (2 /
+n of it).
 """
 _BUCKET_BYTES = 25 << 20  # DDP's own
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""torch's own: in training they normalise by the batch, and read no buffer."""
+"""torch's own layers, which in training normalise by the batch, and read no buffer."""
 _BROADCAST_BYTES = 250 << 20  # DDP's own
 _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
 ANOTHER_WAY = "the loss goes by another way than the model that forward() was given"

@@ -26,7 +26,7 @@ from trainers.on_ray.internals import cluster_config, kuberay_config
 logger = logging.getLogger(__name__)
 
 Resources = dict[str, float]
-"""Amounts by name, as Ray has them."""
+"""Amounts by name, as in Ray."""
 BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` leaves the file on the head, with the resources of every type filled
 in.

@@ -64,17 +64,16 @@ from trainers.on_ray.internals import (
 logger = logging.getLogger(__name__)
 
 _NEEDED = ("gcs_server", "raylet")
-"""Processes without which an embedded cluster is gone."""
+"""Processes without which an embedded cluster cannot go on."""
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _RAYS_PATIENCE_S = 60.0
 _PATIENCE_SHARE = 0.75
 _BEAT_S = 5.0
-"""Between two signs of life, and two looks at those of others."""
+"""Time between two signs of life of an actor, and between two checks of them."""
 _LOOKS = 12
-"""How many times in a row, a beat apart, the driver hears nothing new before it kills:
-a machine that sleeps, or a driver that was stopped itself, hears nothing and counts
-nothing.
+"""How many checks in a row must find nothing new before the driver kills an actor.
+While a machine sleeps, or the driver itself is stopped, nothing is checked or counted.
 """
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 (a name)
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
@@ -82,11 +81,11 @@ _GIVEN_UP = (
     "Ray's GCS has given up the node of this process, whose raylet does not answer"
 )
 _DASHBOARD_AFTER_S = 15.0
-"""Its dozen processes would take the processors from a run that starts."""
+"""Started sooner, its dozen processes would take the processors from a starting run."""
 _before_end = contextlib.ExitStack()
-"""What has to be over before an embedded cluster ends."""
+"""What must be closed before an embedded cluster ends."""
 _put_back = contextlib.ExitStack()
-"""What an embedded cluster has changed in this process, put back when it ends."""
+"""Restores what an embedded cluster has changed in this process, when it ends."""
 
 
 def connect(show_workers: bool = True, metadata: dict[str, str] | None = None) -> None:

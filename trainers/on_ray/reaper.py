@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 3.0
-"""Ray's other processes end by themselves within this."""
+"""Time within which Ray's other processes end by themselves."""
 
 
 def start(session: str, directory: Path | None = None) -> None:

@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _AGAIN = "the same command goes on from the newest checkpoint"
 _NEWEST = "newest_report.json"
-"""The metrics that a training function has reported last."""
+"""File with the metrics that a training function last reported."""
 _ANSWER_S = 10.0  # within which Ray's coordinator answers
 _GONE_S = 15.0  # within which a node that is taken away is gone
 

@@ -42,7 +42,7 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 PREEMPTION_POLL_S = 2.0
-"""Seconds between two looks for a drained node; each is a small collective of Ray's
+"""Seconds between two checks for a drained node; each is a small collective of Ray's
 own.
 """
 REPORT_EVERY_S = 20.0
@@ -57,8 +57,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "data_wait_share": ("run", "rank"),
     "gpu_memory_bytes": ("run", "rank"),
 }
-"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends
-it.
+"""The figures of a run that are exported to Prometheus, and their tags; those without
+the tag `rank` are sent by rank 0.
 """
 _LEAVE_S = 10.0
 

@@ -46,17 +46,19 @@ from trainers.step.train_step import TrainStep
 logger = logging.getLogger(__name__)
 
 STEPS = 3
-"""Of a pass: what counts steps, or draws outside torch, shows in the second."""
+"""Number of steps in a pass; a step counter, or a draw outside torch, shows in the
+second.
+"""
 _SPREADS = 3.0  # times what plain steps differ by from each other
 CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP).
 """
 PROVED_BEFORE = (1, 10, 100, 1000)
-"""Replays of a graph after which it is proved again, besides at its start."""
+"""Numbers of replays after which a graph is verified again, besides at its start."""
 LEAST_GAIN = 1.03
-"""By which captured steps must be faster."""
+"""Factor by which captured steps must be faster."""
 _HOST_SHARE = 0.5
-"""Of a step: where the host has issued it sooner, the device is what takes long."""
+"""Share of a step: if the host issues it in less, the device is what takes the time."""
 _REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
 _MOST_SHAPES = 64  # that are counted: more of them never come back
 # One of a device: cuBLAS keeps a workspace for each that it sees.
@@ -68,10 +70,9 @@ class Pass:
     """The state after a few trial steps, which were then undone."""
 
     state: dict[str, Tensor]
-    """By name, in host memory."""
+    """Tensors by name, copied to host memory."""
     changed: str | None
-    """An attribute of the task, the model or the optimizer that the steps have changed.
-    """
+    """An attribute of the task, the model or the optimizer that the steps changed."""
     step_s: float
 
 
@@ -195,7 +196,7 @@ class _Graph:
     gradients: list[Tensor | None]
     replay: Callable[[], None]
     replays: int = 0
-    """That have trained."""
+    """Number of replays that have trained."""
 
 
 class GraphedStep(TrainStep):
@@ -241,8 +242,8 @@ class GraphedStep(TrainStep):
         self._given_up = False
         self._graph: _Graph | None = None
         self._has_gradients = False
-        """Whether the parameters have the graph's own, as after a step that is none
-        they have not.
+        """Whether the parameters' gradients are the graph's; after a step that was not
+        replayed they are not.
         """
         self._seen: Counter[Hashable] = Counter()
         self._last: tuple[list[int], Hashable] = (

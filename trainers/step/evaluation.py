@@ -35,11 +35,13 @@ from trainers.task import weight_of
 logger = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
-"""The number of a batch, and where in it a part of it starts."""
+"""The number of a batch, and where a part of it starts."""
 _LOSS, _WEIGHT = 0, 1  # beside the names of metrics
 _TOLERANCE = 1e-3
 _NARROW_TOLERANCE = 0.05
-"""Of figures, as shares: in float32, and where products are rounded to fewer bits."""
+"""Relative tolerances of figures: in float32, and where products are rounded to fewer
+bits.
+"""
 _ROUNDING = 1e-6  # of figures near zero
 _FEW = 64
 # torchmetrics' names; exact for whole numbers
@@ -185,9 +187,9 @@ class _Piece(NamedTuple):
 
     batch: int
     start: int
-    """Of the part, within the batch."""
+    """Where the part starts within the batch."""
     rows: Tensor
-    """int64 [samples]."""
+    """Rows of the dataset, int64 [samples]."""
 
     def seed(self, seeds: tuple[int, ...]) -> int:
         """Return the piece's seed; a batch's first piece has the batch's seed."""
@@ -211,15 +213,15 @@ class _Measured:
 
     def __init__(self, forward: ForwardPass) -> None:
         self.sums = dict[tuple[int, str | int], Tensor]()
-        """By the batch's number and a name: the loss times its weight, the weight, and
-        the sums of its metrics.
+        """By batch number and name: the loss times its weight, the weight, and the sums
+        of the metrics.
         """
         self.samples = Counter[str]()
-        """By the metric's name: those of the batches that have it."""
+        """By metric name: the number of samples in the batches that have it."""
         self.has_loss: set[bool] = set()
         self.states = MetricStates()
         self.done = 0
-        """Pieces of the last `take`."""
+        """Number of pieces done in the last `take`."""
         self.forward = forward
         self._exact = torch.float32 if forward.device.type == "mps" else torch.float64
 

@@ -26,7 +26,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 PEAKS = Path(__file__).with_name("peaks.csv")
-"""Dense peaks by data sheet."""
+"""Dense peaks from data sheets."""
 # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 _LIKE_SAMPLES = 8
 

@@ -54,7 +54,7 @@ class ForwardPass:
     compiled_loss: Callable[[Any, Batch], Any] | None = field(
         default=None, kw_only=True
     )
-    """The task's loss() as `compile` has it; None: as it is."""
+    """The task's compiled loss(); None if it is not compiled."""
 
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
         """Return the task's outputs and its scalar loss, which may be None.

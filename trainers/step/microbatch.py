@@ -47,7 +47,8 @@ from trainers.task import Task, weight_of
 logger = logging.getLogger(__name__)
 
 SAMPLES = 64
-"""Among which those are chosen that are looked at; of a TensorDataset among all."""
+"""Number of samples among which those to check are chosen; for a TensorDataset all are.
+"""
 _AT_ONCE = 8
 _MOST_LEAVES = 3
 _MOST_NUMBERS = 2**22  # of a leaf that samples are told apart by
@@ -62,11 +63,15 @@ _DRAWS = 4  # of what is random
 _ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
 _REFUSED = "cannot be trained: "
 _FEW = 8
-"""Samples of the pass from which the memory of a whole microbatch is forecast."""
+"""Number of samples in the pass from which a whole microbatch's memory is forecast."""
 _MARGIN = 2
-"""How many times the forecast must fit into what is free, to need no probe."""
+"""How many times the forecast must fit into the free memory to make a probe
+unnecessary.
+"""
 _STATE_COPIES = 4
-"""Of the parameters beside them: gradients, DDP's buckets and two moments."""
+"""Memory besides the parameters, in multiples of theirs: gradients, DDP's buckets and
+two moments.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,13 @@ class Probe:
     """Takes trial steps of a given size to see whether they fit, then undoes them."""
 
     forward: ForwardPass
-    """Of the bare module, before DDP has put its hooks into it."""
+    """The forward pass of the bare module, before DDP adds its hooks."""
     optimizer: Optimizer
-    """A fresh one."""
+    """The optimizer, before its first step."""
     dataset: Dataset[Any]
     group: Group
     phases: Sequence[PhasePass] = ()
-    """Of a step that has some: each is taken."""
+    """The phases of a step, if it has any; all of them are run."""
 
     @property
     def passes(self) -> Sequence[ForwardPass]:
@@ -240,9 +245,9 @@ class _Search:
     bounds: tuple[int | None, int | None]
     tell: Callable[[int, bool], None]
     too_large: str = ""
-    """Why a larger one did not fit."""
+    """Why a larger size did not fit."""
     kind: type[BaseException] = torch.OutOfMemoryError
-    """Of memory that it did not fit into."""
+    """The out-of-memory error to raise."""
 
     def fits(self, size: int) -> bool:
         """Return whether a size fits on every rank; raise if none smaller is left."""

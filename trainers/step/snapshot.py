@@ -32,9 +32,9 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 20
-"""Of a tensor or array that is copied without being asked for."""
+"""The largest tensor or array that is copied without being passed to `keep`."""
 _TOTAL_BYTES = 1 << 24
-"""Of all of them."""
+"""The most bytes that all of these copies may take."""
 _MANY = 1000  # items: what is in a longer list or dict is data, not state
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
@@ -291,7 +291,7 @@ _KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
     (FunctionType, Snapshot._take_function),
     (type, Snapshot._take_class),
 ]
-"""What is done with each kind of object."""
+"""How each kind of object is recorded."""
 
 
 def _items(container: Any) -> dict[Any, Any]:

@@ -51,12 +51,10 @@ from trainers.task import Task, weight_of
 logger = logging.getLogger(__name__)
 
 Losses = dict[str, tuple[float, int]]
-"""By the name under which each is logged: the sum of a loss over steps, and how many
-they are.
-"""
+"""By the name that is logged: the sum of a loss over steps, and the number of steps."""
 WEIGHTLESS = "weightless"
-"""Among them: of how many steps the samples weigh nothing, and the loss is the mean of
-nothing.
+"""The key among them for the number of steps whose samples all have weight zero, so
+that the loss is the mean of nothing.
 """
 
 
@@ -89,23 +87,23 @@ class TrainStep:
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=exact, device=device)
         self.weightless = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps whose samples all weigh nothing, since they were last taken: their loss
-        is the mean of nothing.
+        """Number of steps, since the last `take_losses`, whose samples all have weight
+        zero: their loss is the mean of nothing.
         """
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self.capture = ""
-        """What became of capturing it as a CUDA graph, in words."""
+        """What became of capturing the step as a CUDA graph, in words."""
         self.strayed = False
-        """Whether the last step took others beside it, which were thrown away."""
+        """Whether throw-away steps were run along with the last step."""
         self.number = 0
-        """Of the next step, from 0: counted by steps of phases, which are not all
-        alike.
+        """Number of the next step, from 0; only steps of phases count it, because they
+        differ.
         """
         self.copies_gradients = False
-        """Whether the model's next pass overwrites the gradients of this one, as CUDA
-        graphs do: they are copied.
+        """Whether gradients are copied because the model's next pass would overwrite
+        them, as CUDA graphs do.
         """
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
@@ -459,15 +457,16 @@ class Trained:
     """A bare model, neither compiled nor wrapped, and what is trained with it."""
 
     forward: ForwardPass
-    """Of the bare module: its state_dict has no wrapper's prefix."""
+    """The forward pass of the bare module, whose state_dict has no wrapper's prefix."""
     optimizer: Optimizer
     ema: MovingAverage | None
     as_made: AsMade
-    """What of the model may be switched, as model() has made it."""
+    """What model() made, to find out what has been switched since."""
     beside: dict[str, Tensor]
-    """What the task trains beside the model, by the names of its attributes."""
+    """The task's tensors outside the model that are trained with it, by attribute name.
+    """
     frozen: dict[str, str] | None
-    """Digests of the parameters that checkpoints leave out; None where they have them
+    """Digests of the parameters that checkpoints leave out; None if checkpoints contain
     all.
     """
 
@@ -486,27 +485,26 @@ class Replica(Trained):
     sampler: StepSampler
     train_feed: Feed
     val_feed: Feed | None
-    """None where the task has no validation split."""
+    """None if the task has no validation split."""
     total_steps: int
     microbatch_size: int
     accumulation: int
     ceiling: Ceiling
-    """Told of a microbatch that runs out of memory."""
+    """Records a microbatch that runs out of memory."""
     schedule: Schedule | None
-    """A scheduler of torch's; None where the learning rate is a function of the step.
-    """
+    """A torch scheduler; None if the learning rate is a function of the step."""
     flops_per_sample: float | None
     samples: str
-    """What tells a few training samples from others."""
+    """Digest of a few training samples."""
     held_back: str
-    """The same of validation."""
+    """Digest of a few validation samples."""
     even: bool
-    """Whether forward is a collective, FSDP's or one of the task's: every rank takes as
-    many microbatches.
+    """Whether forward is a collective, by FSDP or by the task: then every rank runs
+    equally many microbatches.
     """
     warnings: list[str]
-    """What was found before the first step that makes figures doubtful; the same on
-    every rank.
+    """Findings before the first step that make figures doubtful; the same on every
+    rank.
     """
 
     @property
@@ -548,7 +546,7 @@ class PhasePass(ForwardPass):
     phase: str
     optimizer: Optimizer
     others: tuple[nn.Parameter, ...]
-    """What the optimizers of other phases hold."""
+    """Parameters of the other phases' optimizers."""
 
     @property
     def said(self) -> str:
@@ -716,9 +714,10 @@ class _Phase(TrainStep):
         self.scaler = whole.scaler
         self._found_inf = whole._found_inf
         self.steps = 0
-        """Since the loss was last taken."""
+        """Number of steps since the loss was last taken."""
         self._looks = self.group.rank == 0
-        """Whether the next step looks for parameters that have no part in it."""
+        """Whether the next step looks for parameters that the loss does not depend on.
+        """
 
     def _update(self) -> None:
         self.steps += 1

@@ -49,7 +49,7 @@ from trainers.tracking.sinks import (
 logger = logging.getLogger(__name__)
 
 KILLED = "killed"
-"""How a run has ended whose driver could not say it."""
+"""The end of a run whose driver was killed, and so could not report it."""
 _OF_RESULT = (
     "epochs",
     "train_time_s",
@@ -62,16 +62,16 @@ _OF_RESULT = (
 LOOK_EVERY_S = 5.0
 _RETRY_S = 20.0
 _SHARE = 20
-"""A pause is so many times as long as the sending before it: no more than 5 % of a core
-goes to one tracker.
+"""A pause lasts this many times as long as the sending before it, so one tracker uses
+no more than 5 % of a core.
 """
 GRACE_S = 10.0
 """How long trackers may take for the rest, after the driver's end."""
 _REST_S = 120.0
-"""The same, where the run had ended before and its driver is there for nothing else."""
+"""The same if the run had ended before, and its driver has nothing else to do."""
 _LATE_S = 5.0  # what the process itself may take besides
 _NICE = 10
-"""So much the process that sends steps back for the run."""
+"""Niceness of the sending process, so that the run has priority."""
 _CODE = str(Path(__file__).parents[2])
 
 
@@ -85,13 +85,13 @@ class History:
     params: Params
     tags: dict[str, str]
     rows: Sequence[Row] = ()
-    """In the order of the log; some may have been there before."""
+    """In the order of the log; some may have been returned before."""
     key: str = ""
-    """Of a trial its id."""
+    """The id of a trial, else empty."""
     artifacts: dict[str, bytes] = field(default_factory=dict)
     """Content by file name, once the run has ended."""
     ended: str | None = None
-    """How it has ended."""
+    """How it has ended, or None."""
 
 
 class Source(Protocol):
@@ -122,7 +122,7 @@ class RunHistory:
     def __init__(self, run: Storage) -> None:
         self._run = run
         self._read: dict[str, tuple[str, float]] = {}
-        """By directory the last file that was read, and when it was written."""
+        """By directory: the last file that was read, and when it was written."""
 
     def poll(self, ended: str | None) -> list[History]:
         """Poll as in `Source`; empty until a worker has written its environment."""
@@ -193,11 +193,11 @@ class Sent:
     """What one tracker has received of one run."""
 
     id: str
-    """Ours; a tracker that lets its users choose ids has it, too."""
+    """Our own id; a tracker that lets users choose ids uses it, too."""
     run: str | None = None
     """The tracker's own name of the run."""
     last: dict[str, int] = field(default_factory=dict)
-    """For each metric the last step."""
+    """The last step sent of each metric."""
     ended: str | None = None
 
     def new_rows(self, rows: Sequence[Row]) -> list[Row]:
@@ -240,7 +240,9 @@ class Delivery:
         """`path` lists the directories of the user's modules."""
         self.name = tracker.tracker
         self.is_over = False
-        """Whether the tracker has all, or another process sends the rest."""
+        """Whether the tracker has received everything, or another process sends the
+        rest.
+        """
         self._tracker = tracker
         self._path = path
         self._storage = storage
@@ -283,7 +285,8 @@ class Delivery:
         """Send what is new, repeatedly, until the driver has ended."""
         self._sent = read_sent(self._storage, self.name)
         self._kept: dict[str, dict[str, int]] = {}
-        """Of a run that is started, the last steps that its tracker has for certain."""
+        """For each started run, the last steps that its tracker has certainly stored.
+        """
         source = self._make_source(self._storage)
         while True:
             is_last = self._has_ended.is_set()

@@ -64,7 +64,7 @@ class TrackedRun:
     tags: Tags
     """Versions, hardware, git commit, and where the run is."""
     parent: str | None = None
-    """Of a trial, what `start` of its sweep returned."""
+    """For a trial, what `start` returned for its sweep."""
 
 
 class Sink(ABC):
@@ -78,8 +78,8 @@ class Sink(ABC):
     """
 
     keeps_at_end: ClassVar[bool] = False
-    """Whether what `log` took is safe only when `end` has returned: a client of that kind
-    is given it again where its process died before.
+    """Whether what `log` sent is only stored once `end` has returned. Then it is sent
+    again if the process died before.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
