@@ -1,8 +1,8 @@
 """The command line of `python -m trainers | tune | cluster`, and its reference of keys.
 
 A command is a function: its docstring says what it does, and its parameters are the
-options. A mistake is said before torch and Ray are imported: one sentence on standard
-error, and exit code 2.
+options. Mistakes are reported before torch and Ray are imported: one sentence on
+standard error, and exit code 2.
 """
 
 import atexit

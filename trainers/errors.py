@@ -1,8 +1,9 @@
-"""Every way that a run can end, what Paceline does about each, and how it is said.
+"""Every way that a run can end, what Paceline does about each, and its error messages.
 
 A status is what `result.json`, `results.parquet` and the terminal show. Its policy says
 how many restarts a run gets by default when it ends that way, and what to tell the
-user. What is shown or saved of foreign text has no secrets and no control characters.
+user. Secrets and control characters are removed from foreign text before it is shown or
+saved.
 
 Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN,
 AWS_SECRET_ACCESS_KEY, ...).

@@ -1,4 +1,4 @@
-"""A live region of the terminal, below all that is printed; the line of a run.
+"""A live region at the bottom of the terminal, below other output; a run's live line.
 
 The cursor stays visible, so that no end of the process, however sudden, can leave it
 hidden.

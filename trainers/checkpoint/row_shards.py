@@ -1,15 +1,16 @@
-"""Tensors of which each rank writes its rows.
+"""Tensors of which each rank writes its own rows.
 
-They are cut out of a state before a checkpoint, and put back after one.
+The rows are cut out of a state before a checkpoint is written, and put back after it
+was read.
 
-A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which
-ones a file holds follows from its rank and from how many ranks there were. In the
-state, a tensor on the meta device stands for each that was cut: it has its shape and
-format, and its place there is its name in the files.
+A rank's rows are those that torch.chunk would give it, as FSDP2 shards parameters, so
+the rows in a file follow from its rank and the number of ranks. In the state, a
+placeholder on the meta device replaces each tensor that was cut: it has the tensor's
+shape and format, and its path in the state is the tensor's name in the files.
 
-The files are in the safetensors format: a header in JSON, then the bytes. The library
-of that name writes from and reads into memory of its own, whole files at a time; here
-tensors of any size go straight from their memory to storage, and any range of a file
+The files are in the safetensors format: a header in JSON, then the bytes. The
+safetensors library would copy whole files through memory of its own; here tensors of
+any size are written straight from their memory, and any range of a file is read
 straight into a tensor's.
 """
 

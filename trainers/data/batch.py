@@ -1,7 +1,7 @@
-"""Batches: any nesting of tensors, what it holds, and how a dataset gives one.
+"""Batches: nested tensors, how to go through them, and how to read them from a dataset.
 
-A dataset gives a whole batch at once by torch's `__getitems__(indices)` or by being a
-TensorDataset; any other is asked for a sample at a time.
+A dataset that has torch's `__getitems__(indices)`, or is a TensorDataset, is asked for
+a whole batch at once; any other for one sample at a time.
 """
 
 import copy

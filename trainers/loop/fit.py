@@ -2,7 +2,7 @@
 
 build     device, seed, data, model, optimizer; the microbatch that fits (build.py)
 train     from the newest complete checkpoint on (`Training`)
-again     both, with a smaller microbatch, where training runs out of memory
+again     both, with a smaller microbatch, if training runs out of memory
 """
 
 import contextlib
@@ -81,12 +81,12 @@ class Training:
     Until the last step (of this launcher's part of the run), or until asked to stop:
 
     - set the learning rate, run one step (trainers/step/train_step.py), count it;
-    - every ten steps, and before anything is kept, agree with all ranks on stop,
+    - every ten steps, and before anything is saved, agree with all ranks on stop,
       divergence and checkpoint time (checkpointing.py);
-    - every `log_every_steps`, whatever else is due, log those steps' mean loss;
+    - every `log_every_steps`, whatever else is due, log the mean loss of those steps;
     - when due, evaluate (monitor.py), checkpoint (checkpointing.py) and report.
 
-    Then evaluate and checkpoint the end, and write `result.json` (monitor.py).
+    Then evaluate and checkpoint the last step, and write `result.json` (monitor.py).
     """
 
     def __init__(

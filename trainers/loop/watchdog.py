@@ -200,10 +200,10 @@ def _waits_for_others(frame: traceback.FrameSummary) -> bool:
 
 @contextlib.contextmanager
 def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
-    """Watch this process during the block, unless its context is already watched.
+    """Watch this process during the block, unless `context` already has a watchdog.
 
     A rank that fails because a collective broke waits before it leaves, so that any
-    launcher sees the rank that failed or died first.
+    launcher first sees the rank that failed or died before it.
     """
     if context.watchdog is not None:
         yield context.watchdog

@@ -1,7 +1,7 @@
 """Profile some steps of a run, watch its compiler, report what filled its GPU.
 
-Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would
-complain of the missing GPU.
+Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: otherwise the profiler
+would complain that there is no GPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What trainers and cluster use of Ray beyond its public API (Ray).
 
-The only other such file is tune/ray_internals.py; a test holds that. Names that every
-Ray of our range has are imported at the top: a Ray without them fails at once and by
-name, and not in the middle of a run. `make ray-contract` tries both ends of the range.
-What a run can do without is looked up in a function, which says what follows. Ray Train
-and the autoscaler are imported in functions: the watchers of a node need neither.
+The only other such file is tune/ray_internals.py; a test checks that. Names that every
+supported version of Ray has are imported at the top, so a version without them fails at
+once and names what is missing, not in the middle of a run. `make ray-contract` tests
+the oldest and the newest supported version. What a run can do without is looked up in a
+function, which says what happens without it. Ray Train and the autoscaler are imported
+in functions: a node's watchers need neither.
 """
 
 import contextlib

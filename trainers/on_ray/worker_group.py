@@ -1,7 +1,7 @@
-"""A worker group of Ray Train: its ranks' contexts, GPUs, metrics and process group (Ray).
+"""A Ray Train worker group: its ranks' contexts, GPUs, metrics, process group (Ray).
 
-And whether it starts again after a failure, which Ray's controller asks. No torch is
-imported where that runs.
+It also decides, for Ray's controller, whether the group restarts after a failure. The
+controller's process does not import torch.
 """
 
 import logging

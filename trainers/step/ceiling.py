@@ -1,10 +1,10 @@
 """Remember which microbatch ran out of memory in mid-training.
 
-It is kept with the run, and read by its next start.
+It is stored with the run, and read at its next start.
 
-The probe tries the worst case that the task names, so a step may still need more:
-longer sequences, another process on the device, fragmentation. The next start takes
-half of what failed. Does not import torch: a sweep's actor reads it.
+The probe tries the task's worst-case batch, yet a step may need more memory: for longer
+sequences, another process on the device, or fragmentation. The next start uses half of
+the size that failed. Does not import torch: a sweep's actor reads it.
 """
 
 import json

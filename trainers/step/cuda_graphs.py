@@ -1,21 +1,22 @@
-"""Capture whole steps as CUDA graphs, and replay them for every step of the same shapes.
+"""Capture whole steps as CUDA graphs, and replay them for steps of the same shapes.
 
 A replay launches forward, backward, checks and optimizer in one call, so a small model
 does not wait for the host.
 
-- The first steps of a shape run as they are, in the stream that captures. They are
-  warm-up and training at once, so neither weights nor optimizer nor random state have
-  to be put back.
+- The first steps of a shape run normally, on the capture stream. They are warm-up and
+  training at once, so neither weights nor optimizer nor random state are restored.
 - The next one is captured, which computes nothing, and replayed.
-- Steps of the same shapes are copied into the graph's own batches and replayed.
-- All others (an epoch's last, shorter step) run as they are, with the same code.
+- Batches of later steps with the same shapes are copied into the graph's own batches,
+  and the graph is replayed.
+- All other steps (such as an epoch's last, shorter one) run normally, with the same
+  code.
 
-Random numbers go on from where the generator is, in a replay too. The task's Python
-code runs only in steps that are captured or run as they are: a schedule in forward(), a
-counter, an `if` stand still in replays. So a graph is proved by throw-away steps: when
-it is captured, and before its 2nd, 11th, 101st and 1,001st replay. A few replays and
-the same steps as they are begin from the same state, and must end in the same. What
-differs ends capturing for good.
+Replays continue the sequence of random numbers. The task's Python code only runs in
+steps that are captured or run normally: a schedule in forward(), a counter or an `if`
+does not advance in replays. So a graph is verified by throw-away steps, when it is
+captured and before its 2nd, 11th, 101st and 1,001st replay: a few replays and the same
+steps run normally start from the same state, and must end in the same state. Any
+difference ends capturing for good.
 """
 
 import functools

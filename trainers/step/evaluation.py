@@ -1,10 +1,11 @@
 """Evaluate exactly: the same figures for any number of workers, to the last sample.
 
-Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a
-table, which is added over ranks (to zeros, so exactly) and then summed without
-rounding. Of a torchmetrics.Metric (the package is not imported) the states are taken
-after every batch and reduced once, at the end, as torchmetrics reduces over ranks: as
-if every batch had been a rank, in the order of batches.
+Batches are fixed, and each is given whole to one rank. A batch's float64 sums fill its
+own row of a table; the tables are added over ranks (exactly, because all other ranks
+have zeros there), and the rows are then summed without rounding. For a
+torchmetrics.Metric (the package is not imported), the states are stored after every
+batch and reduced once, at the end, as torchmetrics reduces over ranks: as if every
+batch were a rank, in the order of batches.
 """
 
 import contextlib

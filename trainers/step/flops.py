@@ -1,8 +1,8 @@
 """Count what one sample costs in FLOPs, and look up the peak of the GPU.
 
-Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of
-all workers together, as data sheets have it (peaks.csv, with the source of each row). A
-device without one has no utilisation: nothing is guessed.
+Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs per second divided by the
+total peak of all workers, taken from data sheets (peaks.csv, with the source of each
+row). A device without a row has no utilisation: nothing is guessed.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision.
 
-Where torch complains about mixed devices, the tensors that are elsewhere are named.
+If torch complains about mixed devices, the error names the tensors that are elsewhere.
 """
 
 import contextlib

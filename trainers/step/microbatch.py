@@ -1,12 +1,12 @@
 """Choose the microbatch: what size fits, and whether the loss may be split at all.
 
-Whether one fits is forecast from a few samples where memory is ample, else probed
-locally, without a collective inside; then agreed by all ranks. Under DDP a rank that
-runs out of memory leaves the others waiting in all-reduce. So a size is tried on the
-bare module first: worst-case batch, forward, backward and optimizer step, everything
-put back after.
+Whether a size fits is forecast from a few samples if memory is ample. Otherwise each
+rank probes it locally, without collectives, and then all ranks agree: under DDP a rank
+that ran out of memory would leave the others waiting in all-reduce. The probe uses the
+bare module: worst-case batch, forward, backward and optimizer step, after which
+everything is restored.
 
-Only a loss that is a weighted mean adds up over microbatches.
+Only a loss that is a weighted mean may be accumulated over microbatches.
 """
 
 import functools

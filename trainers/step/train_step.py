@@ -1,7 +1,7 @@
 """Take one optimizer step: the exact global mean over microbatches, and an update.
 
-Or steps of several phases, each with its own loss and optimizer, as adversarial
-training and gradient penalties have them. A Replica is what one worker trains with.
+A step may also have several phases, each with its own loss and optimizer, for
+adversarial training or gradient penalties. A Replica is what one worker trains with.
 """
 
 import contextlib
@@ -151,7 +151,7 @@ class TrainStep:
 
     @property
     def sums(self) -> list[Tensor]:
-        """The device tensors that accumulate over steps."""
+        """The device tensors that a step adds to."""
         return [self.loss_sum, self._bad_loss, self._found_inf]
 
     def __call__(

@@ -1,13 +1,13 @@
 """Send what a run left on storage to its trackers, each step at least once.
 
 A run has the same id in every resume. `tracking/<tracker>.json` in the run's directory
-keeps, for the run (of a sweep for each trial too), the id and what was sent. Storage is
-the queue: what a tracker has not got is sent later, by this process or the next.
+stores the id and what was sent, for the run and, in a sweep, for each trial. Storage is
+the queue: what a tracker has not received is sent later, by this process or the next.
 
 `python -m trainers.tracking.delivery` is the process that sends a run while it trains.
-Its arguments are what to send; standard input says how the driver has ended: an end
-without a word, that it was killed. Its standard output is the log, a sentence in each
-line; what clients print there is nobody's.
+Its arguments say what to send. The driver writes to its standard input how it has
+ended; if the input ends without that, the driver was killed. Its standard output is the
+log, one sentence per line; what trackers' clients print is discarded.
 """
 
 from __future__ import annotations
