@@ -1,6 +1,6 @@
-"""Turn exceptions and ends of processes into a run's status and a cause in words.
+"""Map exceptions and exit codes to a run's status and its cause in words.
 
-Needs neither torch nor Ray to be imported: theirs are known by name and by their words.
+Imports neither torch nor Ray: their errors are recognised by class name and message.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _LIBRARIES = (
 
 
 def failure_of(error: BaseException, rank: int) -> RunFailedError:
-    """Return a worker's exception as plain data, which crosses between processes."""
+    """Convert a worker's exception to plain data, which processes can exchange."""
     if isinstance(error, RunFailedError):
         return error
     if isinstance(error, ConfigError):
@@ -85,9 +85,10 @@ def failure_of(error: BaseException, rank: int) -> RunFailedError:
 def death_of(
     rank: int, code: int, pid: int | None = None, ended: bool = False
 ) -> RunFailedError:
-    """A rank whose process left this exit code (negative: a signal) and no exception.
+    """Describe the death of a rank by its exit code (negative: a signal).
 
-    `ended`: maybe the launcher ended it, after another rank had failed.
+    It is for a rank that left no exception. `ended` means that the launcher may have
+    ended it after another rank had failed.
     """
     how = ended_by(code)
     if ended:
@@ -106,7 +107,7 @@ def death_of(
 
 
 def ended_by(code: int) -> str:
-    """Return how a process ended by its exit code, of which negative ones are signals."""
+    """Describe how a process ended; a negative exit code is a signal."""
     if code >= 0:
         return f"with exit code {code}"
     try:
@@ -116,7 +117,7 @@ def ended_by(code: int) -> str:
 
 
 def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
-    """Return the innermost frame (file, line) outside of libraries, if there is one."""
+    """Return the innermost frame (file, line) outside libraries, else the innermost."""
     own = [
         frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)
     ]
@@ -132,7 +133,7 @@ def classify(error: BaseException) -> Status:
 
 
 def broke_with_others(error: BaseException) -> bool:
-    """Whether a collective failed, as happens when another rank fails or dies."""
+    """Whether a collective failed, as happens if another rank fails or dies."""
     names = {cls.__name__ for cls in type(error).__mro__}
     if _status(error) == "out_of_memory":  # NCCL's own buffers did not fit
         return False
@@ -200,9 +201,9 @@ _SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, o
 def _loader_died(
     pids: str, by_signal: str | None, otherwise: str | None
 ) -> tuple[Status, str]:
-    """Return the status and the cause when a DataLoader's worker died.
+    """Return the status and the cause of a DataLoader worker's death.
 
-    `by_signal` is the signal's name as the C library has it.
+    `by_signal` is the C library's name of the signal.
     """
     worker = f"DataLoader worker (pid {pids})"
     if by_signal is None:
@@ -219,7 +220,7 @@ def _loader_died(
 
 
 def _unwrap(where: str, trace: str) -> str | None:
-    """Return the exception whose traceback torch sent as text from another process."""
+    """Describe an exception whose traceback torch sent as text from another process."""
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return None
@@ -232,7 +233,7 @@ def _unwrap(where: str, trace: str) -> str | None:
 def raised_at(error: BaseException, below: int = 0) -> str:
     """Return file and line of the user's code in which an exception was raised.
 
-    It is the innermost of the frames but the outermost so many; empty without one.
+    The `below` outermost frames are ignored; empty if no frame is left.
     """
     frames = traceback.extract_tb(error.__traceback__)[below:]
     if not frames:
@@ -242,9 +243,9 @@ def raised_at(error: BaseException, below: int = 0) -> str:
 
 
 def count_kernel_kills() -> int:
-    """Return how many processes the kernel has killed for memory since the boot.
+    """Return how many processes the kernel has killed for lack of memory since boot.
 
-    0 where it does not say.
+    0 if it does not say.
     """
     counts = ""
     with contextlib.suppress(OSError):  # a sandbox without it
@@ -257,7 +258,7 @@ _kills_before = count_kernel_kills()
 
 
 def forget_kernel_kills() -> None:
-    """From now on only later ones count as what ended a process of this run."""
+    """Ignore the kernel's kills so far when looking for the cause of a death."""
     global _kills_before
     _kills_before = count_kernel_kills()
 

@@ -1,8 +1,8 @@
 """The command line of `python -m trainers | tune | cluster`, and its reference of keys.
 
 A command is a function: its docstring says what it does, and its parameters are the
-options. A mistake is said before torch and Ray are imported: one sentence on standard
-error, and exit code 2.
+options. Mistakes are reported before torch and Ray are imported: one sentence on
+standard error, and exit code 2.
 """
 
 import atexit
@@ -43,7 +43,7 @@ _SOURCE = "command line"
 class _Options(Settings):
     """A command's options, whose descriptions are in their types.
 
-    Pydantic would look for them in the source, through every module there is.
+    Otherwise Pydantic would search the source for descriptions, in every module.
     """
 
     model_config = ConfigDict(use_attribute_docstrings=False)
@@ -52,12 +52,13 @@ class _Options(Settings):
 class Command:
     """A function as a command: its parameters are the options.
 
-    The parameter before `*` is given without its name; `overrides` are keys of `config`.
+    A parameter before `*` is a positional argument; `overrides` receives keys of
+    `config`.
 
-    A bool is a flag, a tuple may be repeated, a field's title is shown as its value.
-    `--name value` and `--name=value` are the same, and so are hyphens and underscores
-    in a name. Values are YAML 1.2, except where text is wanted. A command that runs
-    something takes an `output`, and has its options.
+    A bool is a flag, a tuple may be repeated, and a field's title is shown as its
+    value. `--name value` and `--name=value` are equivalent, and so are hyphens and
+    underscores in a name. Values are YAML 1.2, unless the type is text. A command that
+    runs something has a parameter `output`, and thus the options of Output.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Command:
         }
 
     def parse(self, args: Sequence[str]) -> Tree:
-        """Return what was typed as the function's parameters; raises ConfigError."""
+        """Convert arguments to the function's parameters; raises ConfigError."""
         given: Tree = {}
         overrides: Tree = {}
         rest = deque(args)
@@ -122,7 +123,7 @@ class Command:
         return values
 
     def _is(self, name: str, kind: type) -> bool:
-        """Whether a parameter has this type, or a union with it."""
+        """Whether a parameter has this type, or a union that contains it."""
         annotation = self.fields[name].annotation
         return kind in (annotation, get_origin(annotation), *get_args(annotation))
 
@@ -144,7 +145,7 @@ class Command:
     def _key(self, typed: str) -> str:
         """Return an unknown option as a dotted key of the configuration.
 
-        Names in a mapping of the user's own stay as they are.
+        Names within a mapping of the user's own are not changed.
         """
         parts = typed.removeprefix("--").split(".")
         keys: list[str] = []
@@ -166,7 +167,7 @@ class Command:
         return ".".join(parts)
 
     def _as_typed(self, error: ConfigError) -> ConfigError:
-        """Return an error about a parameter as one about the option or argument."""
+        """Convert an error about a parameter to one about the option or argument."""
         name = error.field.partition("[")[0]
         shown = self._shown(name)
         call = f"{self.call} " if name == self.argument else ""
@@ -182,7 +183,7 @@ class Command:
         return f"{_option(name)} {value}"
 
     def help(self) -> str:
-        """Return how the command is typed, what it does, and what its options mean."""
+        """Return the command's usage, description and options."""
         usage = ["usage:", self.call]
         options = []
         for name, field in self.fields.items():
@@ -209,7 +210,7 @@ def _mistake(typed: str, rule: str, fix: str) -> ConfigError:
 
 
 def _next(rest: deque[str], typed: str) -> str:
-    """Take the value of an option."""
+    """Take an option's value from the remaining arguments."""
     if not rest or rest[0].startswith("--"):
         raise _mistake(typed, "needs a value", f"write `{typed} VALUE`")
     return rest.popleft()
@@ -224,21 +225,21 @@ class _Door:
     config: type[Settings] | None
 
     def command(self, name: str) -> Command:
-        """Make a command; only when asked for, since its model takes 10 ms."""
+        """Make a command; only on demand, since its model takes 10 ms."""
         call = f"{self.call} {name}".rstrip()
         return Command(call, self.functions[name], self.config)
 
     def named(self, args: Sequence[str]) -> str:
-        """Return the name of the command that is typed; empty for the unnamed one."""
+        """Return the name of the command in `args`; empty for the unnamed one."""
         return args[0] if args and args[0] in self.functions else ""
 
     def tells(self, args: Sequence[str]) -> bool:
-        """Return whether what is typed tells by an Output, as a mistake does."""
+        """Return whether the command reports through an Output, as mistakes do."""
         function = self.functions.get(self.named(args))
         return function is None or "output" in inspect.signature(function).parameters
 
     def help(self, doc: str, args: Sequence[str]) -> str:
-        """Return the help of the command that is typed, or of all."""
+        """Return the help of the command in `args`, or of all commands."""
         about, _, end = doc.strip().rpartition("\n\n")
         name = self.named(args)
         if name:
@@ -254,7 +255,7 @@ class _Door:
         return "\n\n".join(parts)
 
     def start(self, args: Sequence[str], output: Output) -> int:
-        """Do what is typed; raises ConfigError where it cannot be understood."""
+        """Run the command in `args`; ConfigError if it cannot be understood."""
         _require_directory()
         name = self.named(args)
         names = [known for known in self.functions if known]
@@ -280,11 +281,11 @@ def run(
     config: type[Settings] | None = None,
     advise: bool = False,
 ) -> int:
-    """Run the command that is named first, or the unnamed one; return its exit code.
+    """Run the command named first, or the unnamed one; return its exit code.
 
-    `doc` is the docstring of the module that `call` starts; its last paragraph says the
-    exit codes. `config` is the configuration of commands with `overrides`. `advise`:
-    failures of the one without a name end in a policy's advice.
+    `doc` is the docstring of the module that `call` starts; its last paragraph lists
+    the exit codes. `config` is the configuration of commands with `overrides`. With
+    `advise`, failures of the unnamed command end with advice from the status's policy.
     """
     sys.excepthook = lambda *raised: print(
         redact("".join(traceback.format_exception(*raised))), file=sys.stderr
@@ -329,7 +330,7 @@ def run(
 
 
 def _is_mistyped(word: str, names: Sequence[str]) -> bool:
-    """Whether a word is almost the name of a command, and can hardly be a file's."""
+    """Whether a word resembles a command's name and is unlikely to name a file."""
     is_bare = word.replace("-", "").replace("_", "").isalpha()
     near = nearest(word, names, cutoff=0.7) if is_bare else None
     return near is not None and not Path(word).exists()
@@ -338,8 +339,8 @@ def _is_mistyped(word: str, names: Sequence[str]) -> bool:
 def leave(code: int) -> NoReturn:
     """End the process.
 
-    Threads and exit handlers come to their end; torch's modules are not torn down,
-    which takes a second.
+    Waits for threads and runs exit handlers, but does not tear down torch's modules,
+    which would take a second.
     """
     threading._shutdown()  # type: ignore[attr-defined] # (what Python itself calls first)
     atexit._run_exitfuncs()
@@ -350,7 +351,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _require_directory() -> None:
-    """Raise ConfigError where the working directory was deleted."""
+    """Raise ConfigError if the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -361,9 +362,9 @@ def _require_directory() -> None:
 
 
 def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:
-    """Print sentences on standard error, a line each.
+    """Print sentences to standard error, one per line.
 
-    Once for all of torchrun's workers, or by `every_rank`.
+    Under torchrun only rank 0 prints them, unless `every_rank` is set.
     """
     if every_rank or os.environ.get("RANK", "0") == "0":
         for line in redact(sentences).splitlines():
@@ -371,7 +372,7 @@ def complain(sentences: str, level: str = "error", every_rank: bool = False) -> 
 
 
 def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, default, description) of every key of a model, depth first."""
+    """Yield (dotted key, default, description) of every key of a model, depth first."""
     for name, field in keys_of(model).items():
         dotted = prefix + name
         below = child_model(model, name)
@@ -390,7 +391,7 @@ def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str,
 
 
 def reference(model: type[Settings]) -> str:
-    """All keys as text for a terminal."""
+    """Return a list of all keys as text for a terminal."""
     lines = []
     for key, default, description in entries(model):
         lines.append(f"{key} ({default})")

@@ -1,6 +1,6 @@
 """RunContext: all that the loop knows of its launcher.
 
-Launchers override what they have to say or want to hear.
+Launchers override the methods for what they want to say or hear.
 """
 
 from typing import Any
@@ -13,47 +13,45 @@ from trainers.storage import Storage
 class RunContext:
     """One worker of one run.
 
-    The process group, where there is one, stands before the loop starts.
+    The process group, if there is one, is complete before the loop starts.
 
     `launcher` is for the log: local, spawn, torchrun, ray or lane. `storage` is the
     run's directory; None for a run that keeps nothing (a trial). `local_rank` and
-    `local_world_size` are those of this host; `device_index` says which of the GPUs
-    that this process sees is its own (default: `local_rank`). `elapsed_s` is the loop's
-    age, equal on all
-    ranks: it may decide how often a launcher is asked or told.
+    `local_world_size` are those on this host; `device_index` is the index of this
+    worker's GPU among those that its process sees (default: `local_rank`). `elapsed_s`
+    is the age of the loop, equal on all ranks, so that it may decide how often a
+    launcher is asked or told.
     """
 
     microbatch_ceiling: int | None = None
-    """The largest microbatch that may still fit, where the launcher knows of one that
-    did not.
+    """The largest microbatch that may still fit, if the launcher knows of one that did
+    not.
     """
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest microbatch known to fit and the smallest known not to, where the
+    """The largest microbatch known to fit and the smallest known not to, if the
     launcher knows of other runs.
     """
     source: Storage | None = None
-    """The run whose newest checkpoint this one begins with, while it has none of its
-    own; None: from the start.
+    """The run whose newest checkpoint this one starts from as long as it has none of
+    its own; None: it starts from scratch.
     """
     refuge: Storage | None = None
-    """Where a run without storage keeps its state: when its node is taken away, and
-    begins with it where `source` is the same place; where its `checkpoint` says when,
-    also then and at its end.
-
-    None: it is lost.
+    """Where a run without storage keeps its state when its node is taken away and, if
+    its `checkpoint` says when, also then and at its end. If `source` is the same place,
+    the run starts from there. None: the state is lost.
     """
     take: Take | None = None
-    """Takes the run's records from rank 0 as they are made, at once; None where nobody
-    wants them.
+    """Receives the run's records from rank 0 as they are made, and returns at once;
+    None if nobody wants them.
     """
     draws_line: bool = False
-    """Whether a live line shows them, in place of the log's lines of steps."""
+    """Whether a live line shows them instead of the log's lines of steps."""
 
     watchdog: Any = None
-    """Watches this process meanwhile (trainers/loop/watchdog.py)."""
+    """The watchdog of this process, while there is one (trainers/loop/watchdog.py)."""
     watches: tuple[str, ...] = ()
-    """Metrics that the launcher decides by: where they need an evaluation, a run
-    without one is refused.
+    """Metrics by which the launcher decides: if they need an evaluation, a run without
+    a validation split is refused.
     """
 
     def __init__(
@@ -75,23 +73,23 @@ class RunContext:
         self.device_index = local_rank if device_index is None else device_index
 
     def enter(self, phase: str) -> None:
-        """Note that another phase of the loop begins, where this process is watched."""
+        """Note that another phase of the loop begins, if this process is watched."""
         if self.watchdog is not None:
             self.watchdog.enter(phase)
 
     def report(
         self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float
     ) -> None:
-        """Take note of an evaluation or a checkpoint.
+        """Receive an evaluation or a checkpoint.
 
         Every rank calls it, equally often.
         """
 
     def observe(self, figures: dict[str, float]) -> None:
-        """Take note of this worker's newest figures. Cheap; each rank for itself."""
+        """Receive this worker's newest figures; must be cheap, and is no collective."""
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether this worker was asked to stop; the loop asks the other ranks itself."""
+        """Whether this worker was asked to stop; the loop agrees with other ranks."""
         return False
 
     def preempted(self, elapsed_s: float) -> bool:
@@ -102,18 +100,18 @@ class RunContext:
         return False
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Take note of whether a microbatch size fits: by a probe, or by a step."""
+        """Receive whether a microbatch size fits, as seen in a probe or a step."""
 
     def too_large(self, microbatch_size: int) -> None:
-        """Take note that this rank ran out of memory in mid-training.
+        """Learn that this rank ran out of memory during training.
 
-        A group of several starts again with a smaller microbatch.
+        A group of several ranks is restarted with a smaller microbatch.
         """
 
     @property
     def is_heard(self) -> bool:
-        """Whether another process prints what `hung` and a failed loop say."""
+        """Whether another process prints the failures of this one, hangs included."""
         return False
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """Take note that this rank hangs: its process ends after this call."""
+        """Learn that this rank hangs; its process ends after this call."""

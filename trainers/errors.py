@@ -1,8 +1,9 @@
-"""Every way that a run can end, what Paceline does about each, and how it is said.
+"""Every way that a run can end, what Paceline does about each, and its error messages.
 
 A status is what `result.json`, `results.parquet` and the terminal show. Its policy says
 how many restarts a run gets by default when it ends that way, and what to tell the
-user. What is shown or saved of foreign text has no secrets and no control characters.
+user. Secrets and control characters are removed from foreign text before it is shown or
+saved.
 
 Environment read: the values of all variables that are named as secrets (RAY_AUTH_TOKEN,
 AWS_SECRET_ACCESS_KEY, ...).
@@ -41,7 +42,7 @@ _DISK_FULL = (
     "the disk is full",
 )
 FIX = "; fix "
-"""What a message has that says itself what to do."""
+"""Part of messages that say themselves what to do."""
 _HIDDEN = "***"
 # A password may hold anything, even an `@` or a `/` that should have been quoted: up to
 # the last `@` of the word.
@@ -69,7 +70,7 @@ _MOST_NAMED = 4  # how many parameters a sentence names
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows a status: default restarts (-1: no limit), and advice to the user."""
+    """What follows from a status: default restarts (-1: no limit), and advice."""
 
     restarts: int
     advice: str
@@ -109,7 +110,7 @@ class PacelineError(Exception):
 
     @property
     def advice(self) -> str:
-        """What the user can do about it; empty where the sentence says it."""
+        """What the user can do about it; empty if the message already says it."""
         if disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
         if self.status == "error" or FIX in str(self):
@@ -118,10 +119,10 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError, ValueError):
-    """A value of the user's that cannot be used: field, value, rule and fix.
+    """A user's value that cannot be used: field, value, rule and fix.
 
-    `rule` is a predicate ("must be at least 1"); `value` is MISSING where there is none
-    to show.
+    `rule` is a predicate ("must be at least 1"); `value` is MISSING if there is none to
+    show.
     """
 
     exit_code = 2
@@ -145,12 +146,12 @@ class ConfigError(PacelineError, ValueError):
         )
 
     def at(self, source: str) -> ConfigError:
-        """The same error, said to come from `source`."""
+        """Return the same error with `source` as its origin."""
         return ConfigError(self.field, self.value, self.rule, self.fix, source)
 
 
 class ConfigErrors(ConfigError):  # noqa: N818 (several of them)
-    """More than one of them at once, a line each."""
+    """Several ConfigErrors at once, one per line."""
 
     def __init__(self, errors: list[ConfigError]) -> None:
         first = errors[0]
@@ -167,11 +168,11 @@ class StorageError(PacelineError):
 
 
 class LeaseError(StorageError):
-    """This process may not write the directory any more: it lost it, or it was deleted."""
+    """This process may no longer write to the directory: its lease is lost or gone."""
 
 
 class CheckpointError(PacelineError):
-    """Data from storage is incomplete, damaged, or of another program or run."""
+    """Data from storage is incomplete, damaged, or from another program or run."""
 
 
 class ClusterError(PacelineError):
@@ -179,7 +180,7 @@ class ClusterError(PacelineError):
 
 
 class DeviceMismatchError(PacelineError):
-    """Tensors of one computation lie on different devices; the message names them."""
+    """Tensors of one computation are on different devices; the message names them."""
 
 
 class DivergedError(PacelineError):
@@ -189,7 +190,7 @@ class DivergedError(PacelineError):
 
 
 class PreemptedError(PacelineError):
-    """A node is about to be taken away; a checkpoint is written, the group may leave."""
+    """A node is about to be taken away; a checkpoint is written, the group may end."""
 
     status: Status = "preempted"
 
@@ -211,11 +212,11 @@ class TooLargeError(PacelineError):
 
 
 class RunFailedError(PacelineError):
-    """A run that ended: status, message, and when (Unix time) it failed.
+    """A run that failed: status, message, and when (Unix time).
 
-    `smaller`: the next start takes a smaller microbatch, so it is worth more than a
-    retry. `follows`: it looks like the consequence of what befell another rank (a
-    collective that broke, a wait that did not end).
+    `smaller` means that the next start uses a smaller microbatch, so a restart is not a
+    mere retry. `follows` means that the failure looks like a consequence of another
+    rank's (a broken collective, an endless wait).
     """
 
     def __init__(
@@ -239,12 +240,12 @@ class RunFailedError(PacelineError):
 
     @staticmethod
     def first(errors: Sequence[RunFailedError]) -> RunFailedError:
-        """Return the cause among the failures of several ranks; others follow from it.
+        """Return the root cause among the failures of several ranks.
 
-        A rank that ran out of memory and knows a smaller microbatch explains whatever
-        the others met; else a rank that died or hangs by itself, else what a rank
-        raised by itself, else what follows from another rank. A hang names where every
-        rank was.
+        A rank that ran out of memory and can use a smaller microbatch explains all
+        others; next come ranks that died or hung by themselves, then what a rank raised
+        by itself, then what follows from another rank. For a hang, the message says
+        where every rank was.
         """
         cause = min(errors, key=lambda error: (error._distance, error.when))
         if cause.status != "hung":
@@ -259,7 +260,7 @@ class RunFailedError(PacelineError):
 
     @property
     def _distance(self) -> int:
-        """How far from the cause such a failure is, among those of other ranks."""
+        """How far this kind of failure is likely to be from the root cause."""
         if self.smaller:
             return 0
         if self.follows:
@@ -290,7 +291,7 @@ MISSING = _Missing.MISSING
 
 
 def show(value: Any) -> str:
-    """A value as a user would have written it, cut to 160 characters."""
+    """Return a value as a user would write it, cut to 160 characters."""
     text = f'"{value}"' if isinstance(value, str) else str(value)
     if isinstance(value, bool) or value is None:
         text = json.dumps(value)
@@ -310,7 +311,7 @@ def printable(text: str) -> str:
 
 
 def counted(number: float, noun: str, form: str = "") -> str:
-    """Return a count in words: "1 epoch", "2.5 epochs"; `form` formats the number."""
+    """Return a number with its noun: "1 epoch", "2.5 epochs"; `form` formats it."""
     shown = f"{number:{form}}"
     return f"{shown} {noun}{'s' * (shown != '1')}"
 
@@ -323,7 +324,7 @@ def did_you_mean(
 ) -> str:
     """Return the fix for an unknown name: the nearest known one, else `otherwise`.
 
-    A known name that it begins with is near, too (max of maximize).
+    A known name that `name` begins with also counts as near (max for maximize).
     """
     names = list(known)
     typed = _plain(str(name))
@@ -334,9 +335,9 @@ def did_you_mean(
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that `name` is almost; None where none is near enough.
+    """Return the known name that is most similar to `name`; None if none is.
 
-    Capitals, and `-` in place of `_`, are no difference.
+    Upper and lower case, and `-` and `_`, are treated as equal.
     """
     by_plain = {_plain(word): word for word in known}
     near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=cutoff)
@@ -362,7 +363,7 @@ def _lines(error: BaseException) -> list[str]:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it came from."""
+    """Yield an exception and the exceptions that caused it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -372,7 +373,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether an exception comes from a disk, or a quota, without space."""
+    """Whether an exception was caused by a full disk or an exceeded quota."""
     return any(
         getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         or any(words in str(link) for words in _DISK_FULL)
@@ -381,7 +382,7 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """Return the first few names for a sentence."""
+    """Return the first few names, as text for a message."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(f"`{name}`" for name in names[:_MOST_NAMED]) + more
 
@@ -399,12 +400,12 @@ def redact(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with control characters as Python would write them in a string."""
+    """Return `text` with control characters escaped as in Python strings."""
     return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def holds_secret(uri: str) -> bool:
-    """Return whether a URI has a password, or a parameter that is named as a secret."""
+    """Return whether a URI has a password, or a parameter named like a secret."""
     try:
         parts = urlsplit(uri)
     except ValueError:  # no URI at all, which whoever opens it says

@@ -1,8 +1,8 @@
 """Explain a run: where its time goes, and which lines of its configuration change that.
 
-Workers take some steps and time them by their parts; from these and the run's own
-records follow the causes; and what a change gives, both running side by side says. All
-those steps are thrown away.
+Workers take some steps and time the parts of a step. Causes are inferred from these
+times and the run's own records. What a change would gain is measured by running both
+configurations side by side. All these steps are thrown away.
 """
 
 from __future__ import annotations
@@ -60,52 +60,53 @@ _HOST_READS = [
     "__int__",
     "__index__",
 ]
-"""Methods of a tensor that wait for the device and give its values to the host."""
+"""Tensor methods that wait for the device and return values to the host."""
 _PARTS = ["data", "copy", "transform", "forward", "backward", "optimizer", "host"]
-"""Of a step, on one rank."""
+"""The parts of a step, on one rank."""
 _FEWEST_TRACED = 12
 _MOST = 400
-"""Steps that a profile has at least and at most."""
+"""The fewest and the most steps that a profile has."""
 _FASTER_FORMAT = 1.5
-"""How many times the peak of fp32 a GPU's bf16 must have, to be named."""
+"""How many times as fast as fp32 a GPU's peak in bf16 must be for bf16 to be proposed.
+"""
 _VERIFIED = 3
-"""Causes whose changes are tried."""
+"""Number of causes whose changes are tried."""
 _ROUNDS = 4
-"""Turns that the old and the changed configuration have each."""
+"""Number of turns of each of the two configurations."""
 _FEWEST_STEPS = 30
-"""Steps of a turn."""
+"""The fewest steps in a turn."""
 WORTH = 0.05
-"""Share of the time below which nothing is named."""
+"""Share of the time below which a cause is not named."""
 _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
 Shares = dict[str, float]
-"""Seconds, or shares of them, by part."""
+"""Seconds, or shares of the time, by part."""
 
 
 @dataclass(frozen=True)
 class StepProfile(Answer):
-    """What steps have taken; means over steps and ranks."""
+    """The times of profiled steps; means over steps and ranks."""
 
     step_s: float
-    """Of a step as training takes it."""
+    """Time of a step as training takes it."""
     parts: Shares
-    """Seconds by part, of steps that wait for the device at each part."""
+    """Seconds by part, in steps that wait for the device after each part."""
     own_s: list[float]
-    """By rank: a step without adding up gradients, and without waiting for other ranks.
+    """By rank: time of a step without all-reduce and without waiting for other ranks.
     """
     reads: Shares
-    """Seconds of a step in which the task reads values of the device, by `file:line`,
-    on rank 0.
+    """Seconds per step in which the task reads values of the device, by `file:line`, on
+    rank 0.
     """
     accumulation: int
     device: str
     busy_s: float | None = None
-    """Of a step: what the kernels of a GPU run."""
+    """Seconds per step in which GPU kernels run."""
     is_faster_in_bf16: bool = False
 
     def shares(self) -> Shares:
-        """Share of a step by part; they add up to 1."""
+        """Return the share of a step by part; they add up to 1."""
         total = sum(self.parts.values())
         return {
             name: seconds / total for name, seconds in self.parts.items() if seconds > 0
@@ -132,7 +133,7 @@ class ProfileJob(Job[StepProfile]):
 
 
 def profile_steps(replica: Replica, seconds: float) -> StepProfile:
-    """Take steps of a replica for about `seconds`. Every rank must call it."""
+    """Time a replica's steps for about `seconds`. Every rank must call it."""
     group = replica.group
     device = replica.device
     model = replica.step.forward.model
@@ -176,10 +177,10 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
 
 
 class PartClock:
-    """Seconds by part, of steps in which it is on.
+    """Measures seconds by part of a step, while it is on.
 
-    All time belongs to one part at a time, so that the parts add up to the step. Where
-    the device is asynchronous each change of part waits for it.
+    At any time exactly one part is charged, so the parts add up to the step. If the
+    device is asynchronous, each change of part waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,18 +188,19 @@ class PartClock:
         self.is_on = False
         self.seconds = defaultdict[str, float](float)
         self.reads = defaultdict[str, float](float)
-        """Seconds of the task's host reads by place, while it is off."""
+        """Seconds of the task's host reads by place, measured while the clock is off.
+        """
         self._parts = ["host"]
         self._since = time.perf_counter()
 
     def start(self) -> None:
-        """Measure from now on."""
+        """Begin to measure."""
         synchronize(self.device)
         self.is_on = True
         self._since = time.perf_counter()
 
     def charge(self) -> None:
-        """Charge the time since the last change to the part at hand."""
+        """Charge the time since the last change to the current part."""
         if self.is_on:
             synchronize(self.device)
             now = time.perf_counter()
@@ -207,7 +209,7 @@ class PartClock:
 
     @contextlib.contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Charge a block to a part, except for the blocks inside it."""
+        """Charge a block to a part, except for nested blocks of other parts."""
         self.charge()
         self._parts.append(part)
         try:
@@ -217,7 +219,7 @@ class PartClock:
             self._parts.pop()
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, charged to a part."""
+        """Return a wrapper of the function that charges its calls to a part."""
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -228,7 +230,7 @@ class PartClock:
 
 
 class Steps:
-    """Takes steps of a replica as training does, without what is due between them."""
+    """Takes a replica's steps as training does, but nothing in between them."""
 
     def __init__(self, replica: Replica, clock: PartClock) -> None:
         self.replica = replica
@@ -236,7 +238,7 @@ class Steps:
         self._plans = self._planned()
 
     def _planned(self) -> Iterator[tuple[list[int], Iterator[Any]]]:
-        """Yield the sizes of each whole step's microbatches, and its epoch's batches."""
+        """Yield each full step's microbatch sizes, with the batches of its epoch."""
         replica = self.replica
         sampler = replica.sampler
         feed = replica.train_feed
@@ -263,7 +265,7 @@ class Steps:
             yield batch
 
     def take(self) -> None:
-        """Take one step; an asynchronous device is not waited for."""
+        """Take one step without waiting for an asynchronous device."""
         sizes, batches = next(self._plans)
         size = self.replica.sampler.step_size(0)
         fetched = self._fetched(batches)
@@ -271,7 +273,10 @@ class Steps:
             self.replica.step(fetched, sizes, size, idle=not any(sizes))
 
     def warm(self, seconds: float) -> int:
-        """Take the first steps; return how many, alike on all ranks, take `seconds`."""
+        """Take the first steps; return how many steps take about `seconds`.
+
+        The number is the same on all ranks.
+        """
         self.time_s(WARMUP_STEPS)
         each_s = self.time_s(2)
         self.clock.reads.clear()
@@ -279,7 +284,7 @@ class Steps:
         return self.replica.group.first(min(_MOST, count))
 
     def time_s(self, count: int) -> float:
-        """Return the mean time of some steps."""
+        """Return the mean time of `count` steps."""
         synchronize(self.clock.device)
         began = time.perf_counter()
         for _ in range(count):
@@ -288,7 +293,7 @@ class Steps:
         return (time.perf_counter() - began) / count
 
     def parts_s(self, count: int) -> Shares:
-        """Return the mean seconds of each part of some steps."""
+        """Return the mean seconds of each part over `count` steps."""
         self.clock.start()
         for _ in range(count):
             self.take()
@@ -298,7 +303,7 @@ class Steps:
 
 
 def _busy_s(steps: Steps) -> float:
-    """Return the time of a step in which kernels run."""
+    """Return the time per step during which GPU kernels run."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         steps.time_s(_FEWEST_TRACED)
     busy_us: float = sum(
@@ -309,9 +314,9 @@ def _busy_s(steps: Steps) -> float:
 
 @contextlib.contextmanager
 def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
-    """Tell the clock of the parts of steps and the task's host reads, for a block.
+    """Within the block, time the parts of steps and the task's reads of the device.
 
-    What is timed is patched for the block, and never in training.
+    The timed functions are patched for the block only, and never in training.
     """
     feed = replica.train_feed
     timed: list[tuple[Any, str, str]] = [
@@ -332,7 +337,7 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
 
 
 def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tensor method that tells the clock the time of the task's calls."""
+    """Wrap a tensor method to time the task's calls of it."""
 
     def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
@@ -351,7 +356,7 @@ def _timed_read(clock: PartClock, method: Callable[..., Any]) -> Callable[..., A
 
 @dataclass(frozen=True)
 class Gain(Answer):
-    """Share of a sample's time in steps that a change saves, with its 95 % interval."""
+    """The share of the time per sample that a change saves, with its 95 % interval."""
 
     value: float
     low: float
@@ -359,7 +364,7 @@ class Gain(Answer):
 
     @staticmethod
     def of(rounds: Sequence[tuple[float, float]]) -> Gain:
-        """By the samples a second of both in each round, the changed one second."""
+        """Compute the gain from (old, new) pairs of samples per second."""
         logs = [math.log(old / new) for old, new in rounds]
         mean = statistics.fmean(logs)
         error = statistics.stdev(logs) / math.sqrt(len(logs))
@@ -375,12 +380,12 @@ class Gain(Answer):
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that takes time, and what may change it."""
+    """Something that takes time, and what may reduce it."""
 
     kind: str
     share: float
-    """Of the run's time, that it takes; what a change saves of it only running both
-    says.
+    """The share of the run's time that it takes; what a change saves of it is only
+    known after running both.
     """
     words: str
     changes: Tree = field(default_factory=dict)
@@ -388,10 +393,10 @@ class Cause:
     fix: str = ""
     """What else helps."""
     gain: Gain | None = None
-    """What running both has shown."""
+    """The gain measured by running both."""
 
     def lines(self) -> Iterator[str]:
-        """As the user reads it."""
+        """Yield the cause as lines for the user."""
         yield f"{self.kind}, {self.share:.0%} of the time: {self.words}"
         for name, value in self.changes.items():
             yield f"    {dump_yaml({name: value}).strip()}"
@@ -404,9 +409,9 @@ class Cause:
 def run_shares(result: RunResult | None, profile: StepProfile | None) -> Shares:
     """Return the shares of the last launch's time, which add up to 1.
 
-    Steps are split by the profile, or without one by what the run measured itself.
+    Steps are divided by the profile, or without one by what the run itself measured.
 
-    Without a result those of the profile alone.
+    Without a result, only the profile's shares are returned.
     """
     inside = profile.shares() if profile is not None else {}
     if result is None:
@@ -432,7 +437,7 @@ def run_shares(result: RunResult | None, profile: StepProfile | None) -> Shares:
 def name_causes(
     config: TrainConfig, result: RunResult | None, profile: StepProfile | None
 ) -> list[Cause]:
-    """Return what takes more than 5 % of the run's time, the largest first."""
+    """Return the causes that take more than 5 % of the run's time, largest first."""
     shares = run_shares(result, profile)
     found = list(_of_records(result, shares)) if result is not None else []
     if profile is not None:
@@ -449,12 +454,12 @@ def name_causes(
 
 
 def _training_s(result: RunResult) -> float:
-    """Seconds in steps of the last launch."""
+    """Return the seconds that the last launch spent in steps."""
     return result.train_time_s - result.earlier_time_s
 
 
 def _compiling_s(result: RunResult) -> float:
-    """Seconds that the steps of a compiled run took beyond as many usual ones."""
+    """Return by how many seconds compilation prolonged a run's steps."""
     if result.compile is None or result.throughput is None or result.earlier_time_s:
         return 0.0
     return max(0.0, _training_s(result) - result.steps * result.throughput.step_time_s)
@@ -549,15 +554,15 @@ def _of_records(result: RunResult, shares: Shares) -> Iterator[Cause]:
 
 
 class Workers(Protocol):
-    """Have workers do a job, and return its result; PacelineError."""
+    """Lets workers do a job, and returns its result; raises PacelineError."""
 
     def __call__(self, job: Job[R]) -> R:
-        """Do it."""
+        """Do the job."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be explained."""
+    """The run that is to be explained."""
 
     location: str
     """A run's URI, or a YAML file, which has no records."""
@@ -565,7 +570,7 @@ class Subject:
     directory: Path | None
     config: TrainConfig
     result: RunResult | None = None
-    """None of a run that goes on, or has failed."""
+    """None if the run is still going on, or has failed."""
 
 
 @dataclass(frozen=True)
@@ -618,9 +623,9 @@ def explain(
 ) -> Explanation:
     """Explain a run.
 
-    With `profile` workers of `launcher` take steps of it for about `seconds`, which are
-    thrown away; with `verify` the changed configurations run beside the old one.
-    Nothing is written to the run.
+    With `profile`, workers started by `launcher` take steps of it for about `seconds`,
+    which are thrown away. With `verify`, the changed configurations run beside the old
+    one. Nothing is written to the run.
     """
     result = subject.result
     notes = []
@@ -649,7 +654,7 @@ def explain(
 
 
 def _measurable(subject: Subject, launcher: str) -> RunSpec:
-    """Return the run with steps that workers can take; raises ConfigError."""
+    """Return the run as workers can measure it; ConfigError if step sizes vary."""
     config = subject.config
     source = subject.location
     if config.changes_batch:
@@ -664,7 +669,7 @@ def _measurable(subject: Subject, launcher: str) -> RunSpec:
 
 
 def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Cause:
-    """Return the cause with what its change gives."""
+    """Return the cause with the measured gain of its change."""
     try:
         new = override(TrainConfig, spec.tree, cause.changes)
         build(TrainConfig, new, spec.source)
@@ -678,16 +683,16 @@ def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Caus
 
 @dataclass(frozen=True)
 class CompareJob(Job[Gain]):
-    """Trains with both configurations in turn, from the start each time."""
+    """Trains with both configurations in turn, from scratch each time."""
 
     answer = Gain
     new: Tree
-    """The changed configuration, as `tree`."""
+    """The changed configuration, like `tree`."""
     steps: int
-    """Of one turn of the old one."""
+    """Steps in one turn of the old configuration."""
     place: str
-    """Directory for what the turns write; who has made the job deletes it, for a worker
-    may be killed.
+    """Directory for what the turns write. Whoever made the job deletes it, since a
+    worker may be killed.
     """
 
     def execute(self, context: RunContext) -> Gain:

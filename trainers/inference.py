@@ -1,8 +1,8 @@
 """Use what was trained: open a run on storage, evaluate, predict, export.
 
-It takes one worker in this process, or `--scaling.num_workers N` of them. Everything
-else is as the run was trained, so that the figures of its own evaluation come out again
-to the last bit on the same hardware.
+It uses one worker in this process, or `--scaling.num_workers N` of them. Everything
+else is as the run was trained, so on the same hardware the figures of its own
+evaluation are reproduced to the last bit.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SavedCheckpoint:
 def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheckpoint:
     """Read a run's checkpoint `newest`, `best` or `step-123`.
 
-    Raises ConfigError when there is none, CheckpointError when it holds more than
+    Raises ConfigError if there is none, and CheckpointError if it contains more than
     tensors and plain data.
     """
     trained_as = read_mapping(run, MARK)  # `config` may have another precision
@@ -117,9 +117,9 @@ def read_checkpoint(run: Storage, config: TrainConfig, which: str) -> SavedCheck
 def read_trained(archive: Archive, name: str) -> State:
     """Return a checkpoint's state, with the whole tensors of model and task.
 
-    CheckpointError when it is none.
+    Other tensors may be on the meta device: only continued training needs them.
 
-    Others may be on the meta device: nobody needs them who does not train on.
+    Raises CheckpointError if it is not a valid checkpoint.
     """
     state, rows = archive.read_state(name)
     try:
@@ -166,7 +166,7 @@ def export(location: str, out: str, which: str = "newest") -> str:
 
 
 def _own(name: str, value: object) -> Tensor:
-    """Return a contiguous copy of the tensor, as the format wants it."""
+    """Return a contiguous copy of a tensor, as safetensors needs it."""
     if not isinstance(value, Tensor):
         words = f"the model cannot be written as safetensors: {name} is no tensor"
         raise CheckpointError(words)
@@ -175,7 +175,7 @@ def _own(name: str, value: object) -> Tensor:
 
 @dataclass(frozen=True)
 class InferenceResult(Answer):
-    """The outcome of one pass over a split."""
+    """The result of one pass over a split."""
 
     checkpoint: str
     """Where it is."""
@@ -208,7 +208,7 @@ class InferenceResult(Answer):
 
 @dataclass(frozen=True)
 class Inference(Job[InferenceResult]):
-    """One pass over a split: with `out` predictions, else an evaluation."""
+    """One pass over a split, which writes predictions to `out`, or else evaluates."""
 
     answer = InferenceResult
     split: str
@@ -223,9 +223,9 @@ class Inference(Job[InferenceResult]):
 
 
 def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
-    """Build, load and run on this worker.
+    """Build the model, load the checkpoint and run the pass on this worker.
 
-    Every rank must call it; the result is rank-equal but for the time.
+    Every rank must call it; the results are equal on all ranks, except for the time.
     """
     config = job.config
     device = resolve_device(config.device, context.device_index)
@@ -291,7 +291,7 @@ def _pass(
 
 
 def _split_of(task: Task, job: Inference, group: Group) -> Any:
-    """Return the dataset of the job's split, which is the same on every rank."""
+    """Return the dataset of the job's split; ConfigError unless ranks agree on it."""
     dataset = load_split(task, job.split, training=False, device=group.device)
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, job.config.task)
@@ -308,7 +308,7 @@ def _split_of(task: Task, job: Inference, group: Group) -> Any:
 
 
 def _warn_of_other_samples(held_back: Any, dataset: Any) -> None:
-    """Warn where validation had other samples in training."""
+    """Warn if the validation split had other samples in training."""
     if held_back and held_back != tell_samples(dataset):
         words = "dataset('val') gives other samples than in training, which may have trained on these"
         fix = "let it follow from a seed, and sort what a set or a directory lists"
@@ -318,7 +318,7 @@ def _warn_of_other_samples(held_back: Any, dataset: Any) -> None:
 def load_trained(
     task: Task, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, State, nn.Module, PrecisionSpec]:
-    """Return the checkpoint's place and position, the loaded model, and the precision."""
+    """Return the checkpoint's location and position, the loaded model and precision."""
     config = job.config
     archive = Archive(job.storage)
     if group.rank == 0:
@@ -358,11 +358,11 @@ def load_trained(
 
 
 def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
-    """Return the run at `location` as this machine can execute it.
+    """Return the run at `location` with settings that this machine can execute.
 
-    One worker here, unless `overrides` say otherwise.
+    It has one local worker, unless `overrides` say otherwise.
 
-    `world_size` is torchrun's. Raises ConfigError.
+    `world_size` is given by torchrun. Raises ConfigError.
     """
     run, config = open_run(location)
     source = run.locate(MARK)
@@ -390,7 +390,7 @@ def run_spec(location: str, overrides: Tree, world_size: int | None) -> RunSpec:
 
 
 def check_out(out: str) -> None:
-    """Raise ConfigError when no file can be written there."""
+    """Raise ConfigError if no file can be written there."""
     target = Storage(out)
     rule = "is a directory"
     try:
@@ -414,9 +414,9 @@ def predict(
 
     `about` becomes the file's metadata.
 
-    Batches are dealt whole, in windows, and rank 0 writes each window as it comes: the
-    file is the same, byte for byte, for any number of ranks. Every rank must call it.
-    Raises ConfigError for what is no column, StorageError.
+    Each rank gets whole batches, in windows, and rank 0 writes each window as it comes:
+    the file is the same, byte for byte, for any number of ranks. Every rank must call
+    it. Raises ConfigError for a value that cannot be a column, and StorageError.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = torch.arange(length).split(microbatch_size)
@@ -475,7 +475,7 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
 def _write(
     records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, str]
 ) -> None:
-    """Write all records, in row groups whose size depends on nothing but the batches."""
+    """Write all records in row groups whose sizes depend only on the batches."""
     first = next(records)
     schema = first.schema.with_metadata(about)
     with (

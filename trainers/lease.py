@@ -1,19 +1,20 @@
-"""Leases: one start at a time writes a directory, on disks and object stores.
+"""Leases: only one start at a time writes to a directory, on disks and object stores.
 
 `lease.json` names the holder: a token, the process, and a count that a thread of the
-holder raises every five seconds. A start that finds one
+holder raises every five seconds. If a new start finds a lease
 
-    of a process of this machine that has ended    takes it over at once of a process of
-    this machine that lives        is refused of any other, or that cannot be read
-    is refused when the count moves within 30 s, else takes it over
+- of a process on this machine that has ended, it takes the lease over at once;
+- of a process on this machine that is alive, it is refused;
+- of any other process, or one that cannot be read, it is refused if the count changes
+  within 30 s, and otherwise takes the lease over.
 
-No clock is compared with another. On a local directory two starts never both make a new
-lease (O_EXCL). Elsewhere, as pyarrow has no conditional put, and in a takeover, a lease
-is written and read again a second later: the last writer has it. Should a process that
-was held up have written since, then the fence decides: every write and deletion of the
-run, in whatever process, reads the lease first, and raises LeaseError where it is
-another's or gone. So whoever has lost it writes for at most half a second more, and
-ends a file that it had begun.
+Clocks of different machines are never compared. On a local directory two starts never
+both create a lease (O_EXCL). Elsewhere, since pyarrow has no conditional put, and in a
+takeover, the lease is written and read again a second later: the last writer has it. If
+a delayed process has written since, the fence decides: before every write or deletion
+in the run's directory, any of its processes reads the lease, and raises LeaseError if
+it is gone or belongs to another start. So a process that has lost the lease starts no
+write after half a second, and only finishes a file that it had begun.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STALE_S = 30.0
 SETTLE_S = 1.0
 _LOOK_S = 1.0
 _TRUSTED_S = 0.5
-"""How long a look at the lease is believed: shorter than SETTLE_S, after which a
+"""How long a check of the lease stays valid: shorter than SETTLE_S, after which a
 newcomer begins to write.
 """
 
@@ -60,12 +61,12 @@ class InUseError(ConfigError):
 
 @dataclass(frozen=True)
 class Holder:
-    """What stands in `lease.json`."""
+    """The content of `lease.json`."""
 
     token: str
     host: str
     machine: str | None
-    """This boot of this machine, and the namespace of its process ids; None where the
+    """This boot of this machine, and the namespace of its process ids; None if the
     system does not tell.
     """
     pid: int
@@ -90,7 +91,7 @@ class Holder:
 
     @staticmethod
     def read(data: bytes) -> Holder | None:
-        """Return what `lease.json` says; None when it is damaged or incomplete."""
+        """Parse `lease.json`; None if it is damaged or incomplete."""
         try:
             found = Holder(**json.loads(data))
             return found if isinstance(found.pid, int) and found.pid > 0 else None
@@ -98,17 +99,17 @@ class Holder:
             return None
 
     def write(self) -> bytes:
-        """Return it as `lease.json` has it."""
+        """Return the content of `lease.json`."""
         return json.dumps(asdict(self)).encode()
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process that this one would see."""
+        """Whether the holder is on this machine, where its process can be checked."""
         return self.machine is not None and self.machine == _machine()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process, which must be one of this machine, has not ended."""
+        """Whether the holder's process, which must be on this machine, is running."""
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
@@ -135,7 +136,7 @@ def _machine() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process started; None: it ended, "": it cannot be read."""
+    """Return when a process started; None if it ended, "" if that cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -145,11 +146,12 @@ def _started(pid: int) -> str | None:
 
 
 class Fence:
-    """Raises LeaseError where a directory's lease is not `token`'s any more.
+    """Raises LeaseError if `token` no longer holds a directory's lease.
 
-    Plain data, for every process of a run.
+    It is plain data, for every process of a run.
 
-    `mark` is the file that makes the directory what it is: without it, it was deleted.
+    `mark` is the file that identifies the directory's kind: if it is missing, the
+    directory was deleted.
     """
 
     def __init__(self, storage: Storage, mark: str, token: str) -> None:
@@ -162,7 +164,7 @@ class Fence:
         return (Fence, (self._storage, self._mark, self._token))
 
     def __call__(self) -> None:
-        """Look at the lease, unless that was done within the last half second."""
+        """Check the lease, unless it was checked within the last half second."""
         now = time.monotonic()
         if now - self._looked < _TRUSTED_S:
             return
@@ -173,15 +175,15 @@ class Fence:
 
 
 def fenced(storage: Storage, mark: str, token: str) -> Storage:
-    """Return a directory that is written only while `token` holds its lease.
+    """Return a Storage that only writes while `token` holds the directory's lease.
 
-    An empty token has no lease.
+    An empty token means that there is no lease to check.
     """
     return Storage(storage.uri, Fence(storage, mark, token)) if token else storage
 
 
 def check_token(storage: Storage, token: str) -> None:
-    """Raise LeaseError where the lease of a directory is not `token`'s."""
+    """Raise LeaseError unless `token` holds the lease of the directory."""
     data = _read(storage)
     if data is None:
         raise _gone(storage, LEASE)
@@ -200,7 +202,7 @@ def _gone(storage: Storage, name: str) -> LeaseError:
 
 
 def _read(storage: Storage) -> bytes | None:
-    """Return the content of the lease; None when there is none, empty if it is no file."""
+    """Return the content of the lease; None if there is none, empty if not a file."""
     try:
         return storage.read(LEASE)
     except CheckpointError:
@@ -213,14 +215,14 @@ def _read(storage: Storage) -> bytes | None:
 
 @contextlib.contextmanager
 def held(storage: Storage, mark: str) -> Iterator[str]:
-    """Hold the lease of a directory in the block, and give its token.
+    """Hold the lease of a directory during the block, and yield its token.
 
     Only for the main thread.
 
-    Raises ConfigError at the start, where another process has it or nothing can be
-    written, and LeaseError at the end, where it was lost, which SIGTERM to this process
-    tells the block. Where nobody else heeds SIGTERM and SIGHUP, they end the block as
-    Ctrl-C does.
+    Raises ConfigError at the start if another process holds the lease or the directory
+    is not writable, and LeaseError at the end if the lease was lost. When the lease is
+    lost, this process receives SIGTERM. If SIGTERM and SIGHUP have no handlers, they
+    end the block as Ctrl-C does.
     """
     unheeded = [
         number
@@ -250,7 +252,7 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
 
 
 class _Lease:
-    """The lease of a directory, from the claim to the release."""
+    """A directory's lease, from claim to release."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -263,7 +265,7 @@ class _Lease:
         self._thread.start()
 
     def _claim(self) -> bool:
-        """Write the lease where that may be; return whether it is ours."""
+        """Write the lease if that is allowed; return whether it is ours."""
         found = _read(self._storage)
         data = self._holder.write()
         if found is not None and not self._may_take(found):
@@ -275,7 +277,7 @@ class _Lease:
         return _read(self._storage) == data
 
     def _create(self, data: bytes) -> bool:
-        """Make the file, and return whether it was not there."""
+        """Create the lease file; return False if it already exists."""
         try:
             new = os.open(
                 Path(self._storage.path, LEASE),
@@ -293,9 +295,9 @@ class _Lease:
         return True
 
     def _may_take(self, found: bytes) -> bool:
-        """Return whether the holder is gone; ConfigError where it is alive.
+        """Return whether the holder is gone; ConfigError if it is alive.
 
-        False: the lease has changed.
+        Returns False if the lease has changed meanwhile.
         """
         holder = Holder.read(found)
         who = holder or "a start that left no readable lease"
@@ -327,7 +329,7 @@ class _Lease:
         return InUseError("name", self._storage.name, rule, fix)
 
     def _beat(self) -> None:
-        """Renew the lease until it is released or lost; the body of its thread."""
+        """Renew the lease until it is released or lost; the body of a thread."""
         while not self._over.wait(BEAT_S):
             try:
                 check_token(self._storage, self.token)
@@ -341,7 +343,7 @@ class _Lease:
                 logger.warning("the lease could not be renewed: %s", error)
 
     def explain(self, error: BaseException) -> None:
-        """Raise LeaseError where the lease is lost: `error` followed from it."""
+        """Raise LeaseError if the lease is lost, since that caused `error`."""
         try:
             check_token(self._storage, self.token)
         except LeaseError as lost:
@@ -350,7 +352,7 @@ class _Lease:
             pass  # storage that cannot be read tells nothing
 
     def release(self) -> None:
-        """Give the lease back, where it is still ours."""
+        """Delete the lease, if it is still ours."""
         self._over.set()
         self._thread.join()
         with contextlib.suppress(StorageError):

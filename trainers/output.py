@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 Take = Callable[[Record], None]
-"""Takes note of a record of a run."""
+"""Receives one record of a run."""
 Quiet = Annotated[bool, Field(description="only warnings, errors and the result")]
 Json = Annotated[
     bool,
@@ -36,7 +36,7 @@ Json = Annotated[
     ),
 ]
 PACKAGES = ("trainers", "cluster", "tune")
-"""Whose log is shown."""
+"""Packages whose log is shown."""
 _TELL_S = 0.25
 _LAST_S = 5.0
 
@@ -49,16 +49,17 @@ def on_terminal() -> bool:
 
 @dataclass
 class Output:
-    """What the user wants to be told.
+    """How a command reports to its user.
 
-    In its block, with `as_json`, file descriptor 1 is standard error, for all that this
-    process and those that it starts print, and records go to what it was.
+    Within its block, with `as_json`, file descriptor 1 is redirected to standard error,
+    for all output of this process and its children; records are written to the original
+    standard output.
     """
 
     quiet: bool = False
     as_json: bool = False
     descriptor: int = field(default=1, init=False)
-    """Of the command's own standard output."""
+    """File descriptor of the command's own standard output."""
 
     @property
     def is_live(self) -> bool:
@@ -73,7 +74,7 @@ class Output:
         return self
 
     def wanting(self, typed: Output) -> Output:
-        """Take over what the command's options say (`--json=true`)."""
+        """Adopt the command's parsed options (such as `--json=true`)."""
         self.quiet = typed.quiet
         if typed.as_json and not self.as_json:
             self.as_json = True
@@ -88,7 +89,7 @@ class Output:
             self.descriptor = 1
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """Write a record where they are wanted; a closed pipe does not end a run."""
+        """Write a record, with `--json`; a closed pipe does not end a run."""
         if not self.as_json or os.environ.get("RANK", "0") != "0":
             return
         data = json.dumps(as_data(record)).encode() + b"\n"
@@ -103,7 +104,7 @@ class Output:
             )
 
     def records(self, records: Iterable[Record]) -> None:
-        """Write several."""
+        """Write several records."""
         for record in records:
             self.record(record)
 
@@ -123,7 +124,7 @@ class Output:
         return exit_code
 
     def result(self, text: str, line: str, record: Mapping[str, Any]) -> None:
-        """Tell how it ended: as text, as a line with `--quiet`, or as a record."""
+        """Report the result: as text, as a line with `--quiet`, or as a record."""
         if self.as_json:
             self.record({"record": "result", **record})
         elif os.environ.get("RANK", "0") == "0":
@@ -131,7 +132,7 @@ class Output:
 
 
 def as_data(value: Any) -> Any:
-    """Return plain data as strict JSON has it, without secrets; null for NaN."""
+    """Convert to data for strict JSON, without secrets, and with null for NaN."""
     if isinstance(value, Mapping):
         return {redact(str(key)): as_data(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -144,7 +145,7 @@ def as_data(value: Any) -> Any:
 
 
 class Sender:
-    """Sends records from a thread, four times a second: whoever makes them never waits."""
+    """Sends records from a thread, four times a second, so that callers never wait."""
 
     def __init__(self, send: Callable[[list[Record]], None]) -> None:
         self._send = send
@@ -154,11 +155,11 @@ class Sender:
         self._thread.start()
 
     def __call__(self, record: Record) -> None:
-        """Take note of a record."""
+        """Queue a record."""
         self._waiting.append(record)
 
     def close(self) -> None:
-        """Send what is left, unless nobody takes it."""
+        """Send what is left, for at most five seconds."""
         self._over.set()
         self._thread.join(_LAST_S)
 
@@ -181,7 +182,7 @@ def _forget(records: list[Record]) -> None:
 
 @contextlib.contextmanager
 def sending(send: Callable[[list[Record]], None]) -> Iterator[Sender]:
-    """A Sender for a block."""
+    """Yield a Sender, and close it after the block."""
     sender = Sender(send)
     try:
         yield sender

@@ -85,11 +85,11 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
 def run_training(
     spec: RunSpec, fresh: bool, is_command: bool = False, output: Output | None = None
 ) -> RunResult:
-    """Train by the launcher of the configuration, or as a worker of torchrun's.
+    """Train with the configured launcher, or as a worker of torchrun.
 
-    `is_command`: the process is there for nothing else. Otherwise its Ray connection,
-    its log and its garbage collection stay as they are. `output` is what the command's
-    user wants to be told.
+    `is_command` says that the process has no other purpose; otherwise its Ray
+    connection, its logging and its garbage collection are left as they were. `output`
+    is how the command reports to its user.
     """
     output = output or Output()
     is_torchrun = torchrun_world_size() is not None
@@ -140,7 +140,7 @@ S = TypeVar("S", bound=Spec)
 
 
 def _held(spec: S, token: str, output: Output, is_command: bool) -> S:
-    """Return the run as it is launched: with its lease, and what is told of it."""
+    """Return the spec to launch, with its lease's token and what to report."""
     told: Literal["", "line", "json"] = ""
     if is_command and output.is_live:
         told = "line"
@@ -151,7 +151,7 @@ def _held(spec: S, token: str, output: Output, is_command: bool) -> S:
 
 @contextlib.contextmanager
 def _telling(spec: Spec, output: Output, rank: int) -> Iterator[Take | None]:
-    """What takes a run's records in a block, as the spec has it."""
+    """Yield what takes the run's records, as the spec asks for; else None."""
     if spec.told == "" or rank > 0:
         yield None
     elif spec.told == "json":
@@ -172,7 +172,7 @@ def train_function(
 ) -> FunctionRun:
     """Train with a user's own function, on Ray.
 
-    `is_command` and `output` are those of `run_training`.
+    `is_command` and `output` are as in `run_training`.
     """
     output = output or Output()
     if torchrun_world_size() is not None:
@@ -202,7 +202,7 @@ def train_function(
 
 
 def do_on_cluster(job: Job[R]) -> R:
-    """Have workers of the cluster do what keeps nothing."""
+    """Have the cluster's workers do a job that stores nothing."""
     from trainers.on_ray.cluster import leaving
     from trainers.on_ray.trainer import run_job
 
@@ -217,7 +217,7 @@ def launch(
     is_command: bool = True,
     take: Take | None = None,
 ) -> R:
-    """Run a job on all of its workers; `take` is given the records of a run."""
+    """Run a job on all of its workers; `take` receives the run's records."""
     from trainers.launch import local
 
     starts: dict[str, Any] = {

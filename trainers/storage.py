@@ -58,11 +58,11 @@ _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
 
 def storage_uri(storage_path: str | None) -> str:
-    """The absolute path or URI of `storage_path`, or of its default.
+    """Return the absolute path or URI of `storage_path`, or of its default.
 
-    Raises ConfigError for a relative path inside a Ray job: it would lie in the job's
-    package directory, on one node only, and be deleted with it; and for what only a
-    shell would read.
+    Raises ConfigError for a relative path inside a Ray job, which would be in the job's
+    package directory, on one node only, and be deleted with it. Raises it too for
+    syntax that only a shell would expand.
     """
     path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
     if found := re.search(r"\$(\w+|\{[^}]*\}?)", path):
@@ -107,7 +107,7 @@ def _file_mode() -> int:
 
 
 def retrying(action: Callable[P, T]) -> Callable[P, T]:
-    """Try `action` up to four times; a full disk or a missing file is final at once."""
+    """Try `action` up to four times, but not after a full disk or a missing file."""
 
     @functools.wraps(action)
     def tried(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -130,11 +130,12 @@ def retrying(action: Callable[P, T]) -> Callable[P, T]:
 class Storage:
     """Files below one directory.
 
-    Writes are whole or absent: aside and renamed, or one object put.
+    A write is complete or absent: a file is written under another name and renamed, an
+    object is put at once.
     """
 
     def __init__(self, uri: str, guard: Callable[[], None] | None = None) -> None:
-        """Open nothing yet; `guard` is called before each write and deletion."""
+        """Opens nothing yet; `guard` is called before each write and deletion."""
         if holds_secret(uri):
             rule = "must hold no key or password: where files are is printed, and saved with a run"
             fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
@@ -183,7 +184,7 @@ class Storage:
 
     @property
     def filesystem(self) -> Any:
-        """The pyarrow.fs.FileSystem."""
+        """The pyarrow.fs.FileSystem that contains the directory."""
         return self._resolved[0]
 
     @property
@@ -193,11 +194,11 @@ class Storage:
 
     @property
     def is_local(self) -> bool:
-        """Whether this is a directory of this machine (or one mounted on it)."""
+        """Whether this is a directory on this machine (or mounted on it)."""
         return "://" not in self.uri or self.uri[:7].lower() == "file://"
 
     def child(self, *names: str) -> Storage:
-        """The directory below this one."""
+        """Return a directory below this one."""
         place = "/".join([self._place.rstrip("/"), *names])
         return Storage(place + self._options, self._guard)
 
@@ -213,7 +214,7 @@ class Storage:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Storage]:
-        """Give a directory beside this one for a block, and delete it at the end."""
+        """Yield the path of a directory beside this one; delete it after the block."""
         place = self.parent.child(f"{self.name}-{uuid.uuid4().hex}")
         try:
             yield place
@@ -221,12 +222,12 @@ class Storage:
             place.delete("")
 
     def locate(self, name: str) -> str:
-        """Where a user finds the file `name`."""
+        """Return the location of the file `name`, as shown to users."""
         return f"{self._place.rstrip('/')}/{name}{self._options}"
 
     @contextlib.contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
-        """Give a binary stream; the file appears when the block ends without an error."""
+        """Yield a binary stream; the file only appears if the block succeeds."""
         target = f"{self.path}/{name}"
         aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
         if self._guard is not None:
@@ -267,21 +268,21 @@ class Storage:
 
     @retrying
     def write(self, name: str, data: bytes) -> None:
-        """Write one file whole, with retries where another try may help."""
+        """Write one whole file; retry if that may help."""
         with self.writer(name) as stream:
             stream.write(data)
 
     @retrying
     def copy(self, file: Path, name: str) -> None:
-        """Write the content of a local file, in pieces."""
+        """Copy a local file's content to `name`, in chunks."""
         with file.open("rb") as source, self.writer(name) as target:
             shutil.copyfileobj(source, target)
 
     @contextlib.contextmanager
     def reader(self, name: str, most_bytes: int = _MOST_BYTES) -> Iterator[BinaryIO]:
-        """A seekable binary stream of an existing file.
+        """Yield a seekable binary stream of an existing file.
 
-        Raises CheckpointError, before anything is read, where it is no regular file (a
+        Raises CheckpointError, before anything is read, if it is not a regular file (a
         FIFO would block, a device never end) or is larger than `most_bytes`.
         """
         path = f"{self.path}/{name}"
@@ -297,12 +298,12 @@ class Storage:
 
     @retrying
     def read(self, name: str, most_bytes: int = _MOST_BYTES) -> bytes:
-        """Return the whole file; StorageError when it is not there."""
+        """Return the content of a file; StorageError if it does not exist."""
         with self.reader(name, most_bytes) as stream:
             return stream.read()
 
     def read_json(self, name: str, kind: type[T], finite: bool = True) -> T:
-        """Return what a JSON file holds, as `kind`; CheckpointError if damaged."""
+        """Return a JSON file's content as `kind`; CheckpointError if damaged."""
         data = self.read(name, _MOST_JSON_BYTES)
         try:
             return parse_json(data, kind, finite)
@@ -311,19 +312,19 @@ class Storage:
 
     @retrying
     def info(self, name: str = "") -> Any:
-        """The pyarrow.fs.FileInfo of a file or directory, which need not be there."""
+        """Return the pyarrow.fs.FileInfo of a path, which need not exist."""
         with _explained(f"look for {self.locate(name)}"):
             return self._info(name)
 
     def exists(self, name: str = "") -> bool:
-        """Whether the file or directory is there."""
+        """Whether the file or directory exists."""
         return str(self.info(name).type.name) != "NotFound"
 
     @retrying
     def names(self, directory: str = "") -> list[str]:
-        """Names directly below a directory, sorted; none when it is not there.
+        """Return the sorted names directly below a directory; none if it is missing.
 
-        Files still aside are left out.
+        Temporary files of writers are left out.
         """
         from pyarrow import fs
 
@@ -334,10 +335,9 @@ class Storage:
         return sorted(name for name in names if not name.endswith(".tmp"))
 
     def clear_aside(self, directory: str = "", idle_s: float = 0.0) -> None:
-        """Delete what killed writers left aside in a directory, untouched for `idle_s`.
+        """Delete killed writers' temporary files that were unchanged for `idle_s`.
 
-        0 only where no process can be writing: the files of a live writer look the
-        same.
+        Use 0 only if no process can be writing: a live writer's files look the same.
         """
         if not self.is_local:
             return
@@ -349,7 +349,7 @@ class Storage:
 
     @retrying
     def delete(self, name: str) -> None:
-        """Delete a file, or a directory with all below it, where it is there."""
+        """Delete a file, or a directory with all its content, if it exists."""
         if self._guard is not None:
             self._guard()
         path = f"{self.path}/{name}".rstrip("/")
@@ -365,7 +365,7 @@ class Storage:
                 self.filesystem.delete_file(path)
 
     def prove_writable(self) -> None:
-        """Write, read and delete a marker; ConfigError says what is wrong."""
+        """Write, read and delete a test file; ConfigError says what is wrong."""
         name = f".writable.{uuid.uuid4().hex[:8]}.tmp"
         try:
             self.write(name, b"paceline")
@@ -381,7 +381,7 @@ class Storage:
 
 
 def _with_single_puts(uri: str) -> str:
-    """Return the URI with which pyarrow writes a small object of S3 in one request."""
+    """Return the URI with an option to write a small S3 object in one request."""
     if not uri.startswith("s3://") or f"{_SINGLE_PUTS}=" in uri:
         return uri
     joint = "&" if "?" in uri else "?"
@@ -397,9 +397,9 @@ def _explained(action: str) -> Iterator[None]:
 
 
 def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
-    """What JSON holds, as `kind`; `finite`: neither NaN nor an infinity.
+    """Parse JSON as `kind`; with `finite`, reject NaN and infinities.
 
-    Raises CheckpointError. A dataclass takes no keys but its own.
+    Raises CheckpointError. A dataclass must have no unknown keys.
     """
     number = _finite if finite else float
     try:
@@ -426,7 +426,7 @@ def _check_depth(tree: Any) -> None:
 
 
 def levels(tree: Any) -> Iterator[list[Any]]:
-    """Yield the values of nested data, level by level."""
+    """Yield the values of nested data, one list per level of nesting."""
     values = [tree]
     while values:
         yield values
@@ -440,7 +440,7 @@ def levels(tree: Any) -> Iterator[list[Any]]:
 
 
 def validated(value: Any, kind: type[T]) -> T:
-    """Return plain data as `kind`; CheckpointError names the first wrong part."""
+    """Convert plain data to `kind`; CheckpointError names the first invalid part."""
     try:
         found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
     except ValidationError as error:

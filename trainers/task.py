@@ -1,6 +1,6 @@
 """Task: what a user writes.
 
-A model, its data and its loss; everything else has a default.
+It has a model, its data and its loss; everything else has a default.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -221,10 +221,10 @@ class Task:
 
 
 def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
-    """Return what the loss of a batch made of `samples` samples is a mean over.
+    """Return the weight of a batch made of `samples` samples.
 
-    Samples are counted as they were dealt out, for not every batch shows it (packed
-    sequences, graphs, lists of images), unless the task says something else.
+    That is the number of samples dealt out, because not every batch shows it (packed
+    sequences, graphs, lists of images), unless the task defines weight().
     """
     if type(task).weight is Task.weight:
         return torch.tensor(float(samples))
@@ -247,12 +247,12 @@ def _missing(task: Task, method: str) -> TypeError:
 
 
 def load_split(task: Task, split: str, training: bool, device: torch.device) -> Any:
-    """Return the dataset of a split, or its stream as one; None where there is none.
+    """Return the dataset of a split, with a stream made into one; None without any.
 
     Raises ConfigError.
 
-    What the task draws at random for it, there or on `device`, is the same in every
-    process and run.
+    Random numbers that the task draws for it, on the host or on `device`, are the same
+    in every process and run.
     """
 
     def stream() -> Any:
@@ -300,7 +300,7 @@ def load_split(task: Task, split: str, training: bool, device: torch.device) -> 
 
 
 def _refuse_splits(field: str, found: Any) -> None:
-    """Raise ConfigError for a mapping of splits, as `load_dataset` gives it."""
+    """Raise ConfigError for a mapping of splits, such as `load_dataset` returns."""
     if isinstance(found, Mapping) and 0 not in found:
         rule = (
             f"has no sample 0, but {', '.join(map(str, list(found)[:5])) or 'nothing'}"
@@ -319,7 +319,7 @@ def task_feed(
     sharers: int,
     seed: int,
 ) -> Feed:
-    """Return a feed of `dataset` that collates and transforms as the task does.
+    """Return a feed of `dataset` that uses the task's collate and transform.
 
     `sharers` is as in Feed.
     """

@@ -1,4 +1,4 @@
-"""A live region of the terminal, below all that is printed; the line of a run.
+"""A live region at the bottom of the terminal, below other output; a run's live line.
 
 The cursor stays visible, so that no end of the process, however sudden, can leave it
 hidden.
@@ -41,14 +41,14 @@ class TerminalConsole(Console):
         )
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave it as it is."""
+        """Leave the cursor as it is."""
         return False
 
 
 class _Printed(io.TextIOBase):
-    """A standard stream's stand-in that gives on whole lines.
+    """Replaces a standard stream, and passes on whole lines.
 
-    Of a line that is drawn over, as a progress bar, its last state.
+    Of a line that is redrawn, such as a progress bar, it passes on the last state.
     """
 
     def __init__(self, stream: TextIO, give: Callable[[str], None]) -> None:
@@ -57,7 +57,7 @@ class _Printed(io.TextIOBase):
         self._open = ""
         self._pid = os.getpid()
         self.rich_proxied_file = stream
-        """Where Rich writes itself."""
+        """The stream that Rich itself writes to."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -76,7 +76,7 @@ class _Printed(io.TextIOBase):
             self.finish()
 
     def finish(self) -> None:
-        """Give on a line that was not ended."""
+        """Pass on a last line that has no newline."""
         if self._open:
             self._tell(_last_state(self._open))
             self._open = ""
@@ -102,9 +102,9 @@ def _last_state(line: str) -> str:
 
 
 def beside(stream: TextIO) -> Callable[[str], None]:
-    """Return how to print beside a live line that another process draws.
+    """Return a function that prints past a live line drawn by another process.
 
-    Over it: that process draws it again below.
+    It overwrites the live line, which the other process redraws below.
     """
 
     def give(lines: str) -> None:
@@ -116,7 +116,7 @@ def beside(stream: TextIO) -> Callable[[str], None]:
 
 @contextlib.contextmanager
 def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
-    """Give on what Python prints to the terminal, and our log, line by line."""
+    """Pass on what Python prints to the terminal, and our log, line by line."""
     names = ["stdout"]
     if sys.stderr is not None and sys.stderr.isatty():
         names.append("stderr")
@@ -143,7 +143,7 @@ def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
 def live(
     console: Console, draw: Callable[[], RenderableType] | None = None
 ) -> Iterator[Live]:
-    """Show a region for a block, gone at its end; `draw` is asked four times a second."""
+    """Show a live region during the block; `draw` is called four times a second."""
     region = Live(
         console=console,
         get_renderable=draw,
@@ -162,7 +162,7 @@ def live(
 
 
 class Course:
-    """Where a run is, by its records so far."""
+    """A run's progress, according to its records so far."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -170,14 +170,14 @@ class Course:
         self._heard = 0.0
         self._start: Record = {}
         self._first: Record | None = None
-        """The first of this launch that counts steps: resuming and compiling lie before
-        it.
+        """The first record of this launch that counts steps; resuming and compiling
+        came before it.
         """
         self._newest: Record = {}
         self._figures: dict[str, float] = {}
 
     def take(self, record: Record) -> None:
-        """Take note of a record."""
+        """Update the progress with a record."""
         self._newest = record
         self._heard = time.monotonic()
         if record["record"] == "report":
@@ -200,7 +200,7 @@ class Course:
         }
 
     def left_s(self) -> float | None:
-        """Return the seconds until the run is over, pauses included, or None."""
+        """Estimate the seconds left in the run, pauses included; None if unknown."""
         end = self._start.get("total_steps")
         first = self._first
         newest = self._newest
@@ -215,7 +215,7 @@ class Course:
         return max(0.0, left_s - (time.monotonic() - self._heard))
 
     def line(self) -> Text:
-        """The line as it is now; a narrow terminal cuts its end off."""
+        """Return the current line; a narrow terminal cuts off its end."""
         newest = self._newest
         end = self._start.get("total_steps")
         figures = dict(self._figures)
@@ -241,7 +241,7 @@ class Course:
 
 
 def clock(time_s: float) -> str:
-    """Hours, minutes and seconds, as a clock has them."""
+    """Format a duration as hours:minutes:seconds."""
     minutes, seconds = divmod(round(time_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
@@ -249,7 +249,7 @@ def clock(time_s: float) -> str:
 
 @contextlib.contextmanager
 def live_line(name: str) -> Iterator[Take]:
-    """Show a run's line in a block, by the records that are given."""
+    """Show a run's live line in the block; yield what takes its records."""
     course = Course(name)
     with live(TerminalConsole(), course.line):
         yield course.take

@@ -4,7 +4,7 @@ from importlib import metadata
 
 
 def package_versions(*names: str) -> dict[str, str]:
-    """Return the version of each installed distribution in `names`; imports none.
+    """Return the version of each installed distribution in `names`.
 
     Imports none of them.
     """

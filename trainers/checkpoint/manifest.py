@@ -1,6 +1,6 @@
 """A checkpoint's manifest, and which checkpoints of a run are kept.
 
-The manifest is written last: it makes a checkpoint whole.
+The manifest is written last: a checkpoint with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 2
 
 
 Figures = Mapping[str, float]
-"""Of an evaluation, by name."""
+"""The figures of an evaluation, by name."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What stands in `manifest.json`."""
+    """The content of `manifest.json`."""
 
     step: Annotated[int, Field(ge=0, lt=10**12)]
     world_size: Annotated[int, Field(ge=1)]
     files: dict[str, FileEntry]
-    """By name."""
+    """The checkpoint's files, by name."""
     metrics: dict[str, FiniteFloat] = field(default_factory=dict)
     """Figures at this very step, when it was evaluated; else empty.
 
@@ -61,7 +61,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """As `manifest.json` has it."""
+        """Return the content of `manifest.json`."""
         written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         finite = {
             name: value for name, value in self.metrics.items() if math.isfinite(value)
@@ -106,7 +106,7 @@ class Manifest:
         return shard_file(0) in self.files
 
     def require_run(self, config: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless a run of this `config` wrote it.
+        """Raise CheckpointError unless a run with this `config` wrote the checkpoint.
 
         The error names the key that differs.
         """
@@ -122,11 +122,11 @@ class Manifest:
 
 
 def seal(tree: Tree) -> bytes:
-    """Return a manifest's content as it is written.
+    """Return a manifest as it is written to storage.
 
     Its last key is the SHA-256 of the same text without that key.
 
-    There is one text for each content, so that any other byte in it shows.
+    Each content has exactly one text, so any changed byte is detected.
     """
     digest = hashlib.sha256(json.dumps(tree, indent=2).encode()).hexdigest()
     return json.dumps({**tree, "seal": digest}, indent=2).encode()
@@ -143,7 +143,7 @@ def shard_file(rank: int) -> str:
 
 
 def folder_name(step: int) -> str:
-    """Name of a checkpoint: sorted as text, checkpoints are sorted by step."""
+    """Return a checkpoint's name; names sorted as text are in the order of steps."""
     return f"step-{step:012d}"
 
 
@@ -158,12 +158,12 @@ class Best:
 
     @staticmethod
     def of(config: CheckpointConfig) -> Best | None:
-        """As the configuration has it; None when it names no metric."""
+        """Return what `checkpoint.best` configures; None if it names no metric."""
         return Best._by(config.best, config.best_mode, "checkpoint.best")
 
     @staticmethod
     def to_go_on(config: EarlyStoppingConfig) -> Best | None:
-        """What has to improve, or the run ends; None where it never ends early."""
+        """Return what early stopping watches; None if a run never ends early."""
         return Best._by(config.metric, config.mode, "early_stopping.metric")
 
     @staticmethod
@@ -173,11 +173,11 @@ class Best:
         return Best(metric, (mode or direction_of(metric)) == "min", key)
 
     def improves(self, figures: Figures, before: float | None) -> bool:
-        """Return whether an evaluation is strictly better than the best value `before`.
+        """Return whether an evaluation is strictly better than the value `before`.
 
         NaN never is.
 
-        Raises ConfigError when the task does not report this metric.
+        Raises ConfigError if the task does not report this metric.
         """
         check_metric(self.key, self.metric, figures)
         value = figures[self.metric]
@@ -188,7 +188,7 @@ class Best:
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Return the checkpoints whose step was evaluated, best first.
 
-        Of equal ones the earliest comes first.
+        Among equal ones the earliest comes first.
         """
         values = {
             name: found.metrics[self.metric]
@@ -206,10 +206,10 @@ def surplus(
     keep: int,
     best: str | None,
 ) -> list[str]:
-    """Which of the checkpoints `names` are deleted once `newest` is complete.
+    """Return which checkpoints in `names` to delete once `newest` is complete.
 
-    The last `keep` complete ones stay, and the `best`. What lies after `newest` can
-    only be a damaged part of the run that is being done again.
+    The last `keep` complete ones and the `best` are kept. Anything after `newest` can
+    only be a damaged leftover of steps that the run is repeating.
     """
     stay = {*sorted(name for name in complete if name <= newest)[-keep:], newest, best}
     return sorted(set(names) - stay)

@@ -1,15 +1,16 @@
-"""Tensors of which each rank writes its rows.
+"""Tensors of which each rank writes its own rows.
 
-They are cut out of a state before a checkpoint, and put back after one.
+The rows are cut out of a state before a checkpoint is written, and put back after it
+was read.
 
-A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which
-ones a file holds follows from its rank and from how many ranks there were. In the
-state, a tensor on the meta device stands for each that was cut: it has its shape and
-format, and its place there is its name in the files.
+A rank's rows are those that torch.chunk would give it, as FSDP2 shards parameters, so
+the rows in a file follow from its rank and the number of ranks. In the state, a
+placeholder on the meta device replaces each tensor that was cut: it has the tensor's
+shape and format, and its path in the state is the tensor's name in the files.
 
-The files are in the safetensors format: a header in JSON, then the bytes. The library
-of that name writes from and reads into memory of its own, whole files at a time; here
-tensors of any size go straight from their memory to storage, and any range of a file
+The files are in the safetensors format: a header in JSON, then the bytes. The
+safetensors library would copy whole files through memory of its own; here tensors of
+any size are written straight from their memory, and any range of a file is read
 straight into a tensor's.
 """
 
@@ -45,7 +46,7 @@ FORMATS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names of what can be written."""
+"""The dtypes that can be written, with their names in the file format."""
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
@@ -53,15 +54,18 @@ _LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
 
 @dataclass(frozen=True)
 class Cut:
-    """A state in two."""
+    """A state split into this rank's rows and the rest."""
 
     rest: State
-    """Everything else: rank 0 writes it."""
+    """Everything else, which rank 0 writes."""
     rows: dict[str, Tensor]
-    """This rank's rows by name, on the tensors' own memory."""
+    """This rank's rows by name; they share the tensors' memory."""
 
     def digest(self) -> str:
-        """What must be equal on all ranks: names, formats and the shapes of rows."""
+        """Return a digest of what must be equal on all ranks.
+
+        It covers names, formats and the shapes of rows.
+        """
         lines = [
             f"{name} {rows.dtype} {tuple(rows.shape[1:])}\n"
             for name, rows in self.rows.items()
@@ -72,13 +76,13 @@ class Cut:
 def cut_rows(
     state: State, group: Group, replicated: Collection[str] | None = None
 ) -> Cut:
-    """Cut a run's state, which stays as it is.
+    """Split a run's state, which itself is not changed.
 
-    Every rank must have one of the same structure.
+    Every rank must have a state of the same structure.
 
-    Sharded tensors are cut, and with `replicated`, names of the model's parameters,
-    also those that all ranks have
-    alike: parameters, their averages and the optimizer's tensors.
+    Sharded tensors are split. With `replicated`, names of the model's parameters, so
+    are large tensors that are equal on all ranks: parameters, their averages and the
+    optimizer's tensors.
     """
     cut: dict[str, Tensor] = {}
     stand_ins: dict[Place, Tensor] = {}  # tensors that are tied stay one
@@ -107,7 +111,7 @@ class _Entry:
 
 
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors of any device, with no more than one copied at a time."""
+    """Write tensors from any device, copying only one at a time to host memory."""
     header: State = {}
     end = 0
     for name, tensor in tensors.items():
@@ -127,9 +131,9 @@ def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None
 
 
 class TensorFile:
-    """A file of tensors whose parts are read.
+    """Reads parts of the tensors in a file.
 
-    Raises CheckpointError where it is none.
+    Raises CheckpointError if it is not a file of tensors.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -140,9 +144,9 @@ class TensorFile:
         self._base = 8 + size
 
     def read_rows(self, name: str, first: int, of: int, into: Tensor) -> None:
-        """Fill `into` with rows of the tensor `name`, from its row `first` on.
+        """Fill `into` with rows of the tensor `name`, beginning at its row `first`.
 
-        The file has `of` rows like them, in the same format.
+        In the file, the tensor must have `of` rows of the same shape and format.
         """
         entry = self._entries.get(name)
         wanted = [of, *into.shape[1:]]
@@ -167,19 +171,19 @@ class TensorFile:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor in host memory."""
+    """Return the memory of a contiguous tensor that is in host memory."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class RowReader:
-    """Reads the rows of one checkpoint back, each rank what it needs of any file."""
+    """Reads back a checkpoint's rows; each rank reads what it needs from any file."""
 
     def __init__(
         self, storage: Storage, name: str, manifest: Manifest, state: Any
     ) -> None:
-        """`state`: what the checkpoint has beside its rows.
+        """`state` is what the checkpoint holds besides the rows.
 
-        Raises CheckpointError where that is no such state.
+        Raises CheckpointError if its placeholders cannot belong to files of rows.
         """
         self._storage = storage
         self._name = name
@@ -212,13 +216,13 @@ class RowReader:
         place: Callable[[Tensor, Tensor], Tensor] | None = None,
         into: Any = None,
     ) -> Any:
-        """Return a part of the state with its tensors in host memory.
+        """Replace the placeholders in a part of the state by tensors in host memory.
 
-        Of each there are the rows of one rank of so many.
+        Each gets the rows that belong to rank `rank` of `world_size`.
 
-        `place` makes what stands in the state of these rows and the tensor on the meta
-        device. A tensor of `into`, nested alike, gets its rows itself, where it has
-        that shape and format, and stands there: no more than one is in memory twice.
+        `place` makes the final tensor from these rows and the placeholder on the meta
+        device. Rows are instead copied into the tensor at the same place in `into` if
+        it has their shape and format. So at most one tensor is in memory twice.
         """
         taken: dict[int, Any] = {}
         targets = dict(tensors_in(into, "state"))
@@ -246,7 +250,7 @@ class RowReader:
         files: dict[int, TensorFile],
         streams: contextlib.ExitStack,
     ) -> Tensor:
-        """Read rows of a tensor from the files that have them; open each file once."""
+        """Read a tensor's rows from the files that contain them, opening each once."""
         count = stand_in.shape[0]
         name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
@@ -279,7 +283,7 @@ class RowReader:
 
 
 def _takes(target: Tensor, rows: Tensor) -> bool:
-    """Copy rows into a tensor of their shape and format; whether it is one."""
+    """Copy rows into a tensor if shape and format match; return whether they do."""
     is_like = target.shape == rows.shape and target.dtype == rows.dtype
     if is_like:
         target.copy_(rows)
@@ -295,7 +299,7 @@ def _share(count: int, rank: int, world_size: int) -> range:
 def _own_rows(
     tensor: Tensor, path: Place, group: Group, replicated: Collection[str] | None
 ) -> Tensor | None:
-    """What this rank writes of a tensor; None of one that stays with the rest."""
+    """Return the rows of a tensor that this rank writes; None if it is not split."""
     if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
         return None
     own = _share(tensor.shape[0], group.rank, group.world_size)

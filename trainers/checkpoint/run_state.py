@@ -1,8 +1,8 @@
-"""The training state of a run: when it is written, and how it is taken back.
+"""The training state of a run: when it is written, and how it is restored.
 
-It is the same under every strategy and for any number of workers: under the bare
-module's names, by rows where each rank writes its own
-(trainers/checkpoint/row_shards.py), and then read by rows or whole as the run needs it.
+It does not depend on strategy or number of workers: it uses the bare module's names, is
+split by rows if each rank writes its own (trainers/checkpoint/row_shards.py), and is
+then read by rows or whole, as the run needs it.
 """
 
 import logging
@@ -51,18 +51,16 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _SHARD_BYTES = 1 << 28
-"""From this size of the model on replicas write a checkpoint together, too: with its
-moments a second of one rank's writing.
-
-Nothing else counts: what an optimizer holds may differ between ranks, and all must
-decide alike.
+"""Model size from which replicas, too, write a checkpoint together: with its moments it
+takes one rank about a second to write. Only the model's size counts: what an optimizer
+holds may differ between ranks, and all must decide alike.
 """
 _LONG_WAIT_S = 1.0
 # a file beside the run's that nobody has written to for so long is a killed process's
 _LONG_DEAD_S = 3600.0
 _HOW = ("fused", "foreach", "capturable")
-"""Options of an optimizer that say how its step is computed: this run's, not the
-checkpoint's.
+"""Options of an optimizer that say how its step is computed; they are this run's, not
+the checkpoint's.
 """
 
 
@@ -71,7 +69,7 @@ class Keeper:
 
     Every rank must call every method but `due` equally often.
 
-    `told` is called with the place of each checkpoint once it is complete, on every
+    `told` is called with the location of each checkpoint once it is complete, on every
     rank in the same step.
     """
 
@@ -110,9 +108,10 @@ class Keeper:
     def keep(self, position: State, figures: Figures, at_once: bool) -> None:
         """Begin a checkpoint at `position`.
 
-        With `at_once`, and without `checkpoint.async`, also complete it.
+        With `at_once`, or without `checkpoint.async`, also complete it.
 
-        `figures` are those of an evaluation at this very step. Raises StorageError.
+        `figures` are those of an evaluation at this very step, if any. Raises
+        StorageError.
         """
         self.settle()
         self._warn_of_left()
@@ -134,16 +133,16 @@ class Keeper:
         self._kept_at = time.monotonic()
 
     def advance(self) -> None:
-        """Take the checkpoint on its way, if there is one, one phase on.
+        """Advance the checkpoint being written, if there is one, by one phase.
 
-        To be called when no rank is `busy` with it.
+        Call it when no rank is `busy` with it.
         """
         where = self.checkpoints.advance() if self.checkpoints.pending else None
         if where is not None:
             self.told(where)
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is on its way."""
+        """Wait until the checkpoint being written is complete."""
         began = time.monotonic()
         where = self.checkpoints.finish()
         waited_s = time.monotonic() - began
@@ -158,13 +157,13 @@ class Keeper:
     def resume(
         self, source: Storage | None, check: Callable[[State], None]
     ) -> State | None:
-        """Take back the newest complete checkpoint that fits; return its position.
+        """Restore the newest complete checkpoint that fits; return its position.
 
-        None when there is none.
+        Returns None if there is none.
 
-        A run without one begins with that of the run `source`, another one, which must
-        have one: else CheckpointError. `check` raises CheckpointError for a position
-        that cannot be gone back to.
+        A run without a checkpoint of its own starts from the newest one of the run in
+        `source`, if given; CheckpointError if that has none. `check` raises
+        CheckpointError for a position that this run cannot resume from.
         """
 
         def check_position(loaded: Loaded) -> None:
@@ -191,7 +190,7 @@ class Keeper:
         return position
 
     def _state(self, position: State) -> State:
-        """Everything but random state."""
+        """Return the whole state, except random state."""
         parts = self.parts
         state = {
             "model": parts.model.state_dict(),
@@ -217,13 +216,13 @@ class Keeper:
         return state
 
     def _optional(self) -> list[tuple[str, Any]]:
-        """The parts that not every run has."""
+        """Return the parts of the state that not every run has, by name."""
         return [("ema", self.parts.ema), ("schedule", self.parts.schedule)]
 
     def _cut(self, state: State) -> Cut:
         """Split the state into what rank 0 writes and this rank's rows.
 
-        Either all ranks write rows, or none.
+        Either all ranks write rows, or none does.
         """
         parts = self.parts
         group = self.parts.group
@@ -242,9 +241,9 @@ class Keeper:
         return cut
 
     def _sums_left(self) -> dict[str, str]:
-        """Return, on rank 0, checksums of what the task holds and no checkpoint has.
+        """Return, on rank 0, checksums of the task's tensors that no checkpoint has.
 
-        None where its own state_dict() may have it.
+        Empty if the task has its own state_dict(), which may contain them.
         """
         if (
             self.parts.group.rank != 0
@@ -254,9 +253,9 @@ class Keeper:
         return sums_of(left_beside(self.task, self.parts.model, self.parts.beside))
 
     def _warn_of_left(self) -> None:
-        """Warn once of what training has changed in the task and no checkpoint has.
+        """Warn once if training changes tensors of the task that no checkpoint has.
 
-        An example is a teacher's average.
+        An example is a teacher's moving average.
         """
         now = self._sums_left()
         names = []
@@ -270,7 +269,7 @@ class Keeper:
             self._left = {}
 
     def _require_frozen(self) -> None:
-        """Raise ConfigError where a parameter that is left out changes all the same."""
+        """Raise ConfigError if a parameter that checkpoints leave out has changed."""
         for name, (parameter, version) in self._frozen.items():
             if parameter.requires_grad or parameter._version != version:
                 rule = f"leaves out `{name}`, which model() has frozen, and which changes all the same"
@@ -278,9 +277,10 @@ class Keeper:
                 raise ConfigError("checkpoint.parameters", "trained", rule, fix)
 
     def _check(self, loaded: Loaded) -> None:
-        """Raise CheckpointError for a checkpoint that does not fit.
+        """Raise CheckpointError for a checkpoint that does not fit this run.
 
-        ConfigError where it was trained on other steps.
+        Raises ConfigError if its batch sizes, its number of samples or their order
+        differ.
         """
         parts = self.parts
         config = self.config
@@ -317,9 +317,9 @@ class Keeper:
                 raise ConfigError(name, now, rule, fix)
 
     def _apply(self, loaded: Loaded) -> None:
-        """Take back a loaded checkpoint.
+        """Restore a loaded checkpoint.
 
-        Raises CheckpointError when the model or the task does not take it.
+        Raises CheckpointError if the model or the task rejects it.
         """
         try:
             self._take(loaded)
@@ -375,7 +375,7 @@ class Keeper:
 
 
 def _size(tree: Any) -> int:
-    """Bytes of the tensors of nested data."""
+    """Return the bytes of all tensors in nested data."""
     return sum(tensor.nbytes for _, tensor in tensors_in(tree, "state"))
 
 
@@ -383,10 +383,10 @@ def match_layout(optimizer: Optimizer) -> None:
     """Give each moment the memory format of its parameter.
 
     A checkpoint may come from a run with another format (`channels_last`), and fused
-    steps walk both in the order in which they lie in memory.
+    steps go through both in memory order.
 
-    Narrow moments, which are tensors of torchao's own kinds, have an order of their
-    own.
+    Narrow moments, which are torchao's own kinds of tensors, are left alone: they have
+    a layout of their own.
     """
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
@@ -400,10 +400,10 @@ def match_layout(optimizer: Optimizer) -> None:
 
 
 def _optimizer_state(optimizer: Optimizer, saved: State) -> State:
-    """Return the saved state as this run's optimizer takes it.
+    """Convert the saved state for this run's optimizer.
 
-    What has a parameter's shape is cut as the parameter is. How a step is computed is
-    this run's choice.
+    Tensors of a parameter's shape are sharded like the parameter. Options of how a step
+    is computed are this run's own.
     """
     groups = []
     state = {}

@@ -3,14 +3,14 @@
 checkpoints/step-000000000123/
         state.pt                   model, optimizer, scaler, task, position
         rank-00000.pt              random state of each rank
-        shard-00000.safetensors    each rank's rows of a sharded or large model, of which
-                                   `state.pt` then has no more than the shapes
+        shard-00000.safetensors    each rank's rows of a sharded or large model; then
+                                   `state.pt` only has the shapes of these tensors
         manifest.json              names, sizes and SHA-256 of the files above, metrics,
                                    versions, config, and a seal over its own text
 
-A checkpoint without its manifest, or with a file that does not match it, is not used;
-nor is another run's, or one that does not fit the model. The next older one is, and
-where there are some and none can be used, that is an error.
+A checkpoint is not used if it has no manifest, if a file does not match its manifest,
+if it belongs to another run, or if it does not fit the model. The next older one is
+used instead; it is an error if there are checkpoints and none can be used.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ _Buffers = dict[Place, Tensor]
 
 
 class _Hashing(io.RawIOBase):
-    """A stream that counts and hashes what passes through it on its way to storage."""
+    """A stream that counts and hashes the bytes written through it to storage."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -83,11 +83,11 @@ class _Hashing(io.RawIOBase):
 class Archive:
     """The directory `checkpoints` of a run, as one process sees it.
 
-    Nothing here unpickles code, and nothing is a collective. Methods raise StorageError
-    when storage fails for good.
+    No method unpickles code or is a collective. Methods raise StorageError if storage
+    keeps failing.
 
-    With `config`, the run's own, a checkpoint of another run is none: CheckpointError
-    says which key differs.
+    With this run's `config`, reading a checkpoint of another run raises
+    CheckpointError, which names the key that differs.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Archive:
         self._config = config
 
     def names(self) -> list[str]:
-        """All checkpoints, whole or not, oldest first."""
+        """Return the names of all checkpoints, complete or not, oldest first."""
         return [
             name
             for name in self.storage.names()
@@ -109,21 +109,21 @@ class Archive:
         ]
 
     def is_complete(self, name: str) -> bool:
-        """Whether it was written to its end; it may have been damaged since."""
+        """Whether it was written completely; it may have been damaged since."""
         return self.storage.exists(f"{name}/manifest.json")
 
     def begin(self, name: str) -> None:
-        """Delete the manifest: a checkpoint that changes must not look complete."""
+        """Delete the manifest, so that a changing checkpoint never looks complete."""
         self.storage.delete(f"{name}/manifest.json")
 
     def write(self, name: str, file: str, state: State) -> FileEntry:
-        """Write one file of a checkpoint; its entry in the manifest."""
+        """Write one file of a checkpoint; return its entry for the manifest."""
         # To a stream, not to a path: there torch would hold the GIL through the whole
         # write.
         return self._write(name, file, lambda stream: torch.save(state, stream))
 
     def write_rows(self, name: str, file: str, rows: Mapping[str, Tensor]) -> FileEntry:
-        """Write one rank's rows; their file's entry in the manifest."""
+        """Write one rank's rows; return their file's entry for the manifest."""
         return self._write(name, file, lambda stream: write_tensors(stream, rows))
 
     @retrying
@@ -144,7 +144,7 @@ class Archive:
         return FileEntry(hashing.size, hashing.sha256.hexdigest())
 
     def seal(self, manifest: Manifest, keep: int) -> None:
-        """Write the manifest, which makes the checkpoint whole; delete surplus ones."""
+        """Write the manifest, which completes the checkpoint; delete surplus ones."""
         name = folder_name(manifest.step)
         for file in manifest.files:
             if not self.storage.exists(f"{name}/{file}"):
@@ -180,27 +180,27 @@ class Archive:
         return found
 
     def newest(self) -> str | None:
-        """The newest complete checkpoint; damaged ones are named in the log."""
+        """Return the newest complete checkpoint; damaged ones are logged."""
         return self._first_whole(self.names()[::-1])
 
     def best_name(self) -> str | None:
         """Return the complete checkpoint with the best evaluation.
 
-        Damaged ones are named in the log.
+        Damaged ones are logged.
         """
         return self._first_whole(self._ranked(self.names()))
 
     def best_value(self) -> float | None:
-        """The figure of that evaluation."""
+        """Return the best metric's value in the checkpoint `best_name`."""
         name = self.best_name()
         if self.best and name:
             return self.manifest(name).metrics[self.best.metric]
         return None
 
     def choose(self, which: str) -> str:
-        """Return the checkpoint that a user means by `newest`, `best` or `step-123`.
+        """Return the checkpoint that `newest`, `best` or `step-123` stands for.
 
-        Raises CheckpointError when there is none.
+        Raises CheckpointError if there is none.
         """
         if which in ("newest", "best"):
             if which == "best" and self.best is None:
@@ -235,9 +235,9 @@ class Archive:
         return name
 
     def read_state(self, name: str) -> tuple[State, RowReader | None]:
-        """Return what rank 0 wrote, and what reads the rows of all ranks.
+        """Return what rank 0 wrote, and a reader for the rows of all ranks.
 
-        The second is None where no rank wrote rows.
+        The reader is None if no rank wrote rows.
 
         Raises CheckpointError as `read` does.
         """
@@ -251,7 +251,7 @@ class Archive:
     def read(self, name: str, file: str) -> State:
         """Return the content of one file, on the CPU.
 
-        Raises CheckpointError when it is more than tensors and plain data.
+        Raises CheckpointError if it contains more than tensors and plain data.
         """
         where = self.storage.locate(f"{name}/{file}")
         cause: Exception | None = None
@@ -290,7 +290,7 @@ class Archive:
         return None
 
     def leave_out(self, name: str, problem: str) -> None:
-        """Say that a checkpoint is not used, and why."""
+        """Log that a checkpoint is not used, and why."""
         logger.warning(
             "checkpoint %s is left out: %s", self.storage.locate(name), problem
         )
@@ -305,9 +305,9 @@ class Archive:
         return self.best.ranked(manifests)
 
     def verify(self, name: str, rank: int = 0, world_size: int = 1) -> None:
-        """Raise CheckpointError unless the files are as the manifest says.
+        """Raise CheckpointError unless the files match the manifest.
 
-        With `world_size`, only a rank's share of the files is read.
+        With `world_size`, only this rank's share of the files is read.
         """
         manifest = self.manifest(name)
         # Of as many ranks as have written, each has the files that it wrote.
@@ -333,9 +333,11 @@ class Loaded:
     name: str
     state: State
     rank_state: State | None
-    """None when the checkpoint was written by another number of workers."""
+    """None if the checkpoint was written by another number of workers."""
     rows: RowReader | None = None
-    """Of a sharded one, in whose state tensors on the meta device stand for others."""
+    """Reads a sharded checkpoint's rows, for which tensors on the meta device stand in
+    its state.
+    """
 
 
 @dataclass(frozen=True)
@@ -352,20 +354,20 @@ class Checkpoints:
 
     Every rank must call `save`, `start`, `advance`, `finish` and `load` equally often.
 
-    One is written at once (`save`), or while training goes on (`start`, then `advance`
-    whenever no rank is busy):
+    A checkpoint is written at once (`save`), or while training goes on (`start`, then
+    `advance` whenever no rank is busy):
 
     1. The loop copies the state to host memory.
     2. Its thread on each rank writes and hashes its files.
     3. The loop gathers names, sizes and checksums, or what went wrong.
     4. Its thread on rank 0 writes the manifest, then deletes older checkpoints.
-    5. The loop knows that it is complete, or raises StorageError on every rank.
+    5. The loop learns that it is complete, or raises StorageError on every rank.
 
-    Threads never call a collective: on the process group of DDP's own it would mix with
-    them. The loop agrees every ten steps anyway, so nothing polls storage, and an error
-    is met by all ranks in the same step.
+    Threads never call a collective: on DDP's own process group it would mix with DDP's
+    collectives. The loop agrees every ten steps anyway, so nothing polls storage, and
+    all ranks meet an error in the same step.
 
-    `config` is the resolved TrainConfig; it is kept with each of them.
+    `config` is the resolved TrainConfig; it is stored with each checkpoint.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self.written_s = 0.0
-        """Time that this rank's thread has been at work."""
+        """Time that this rank's thread has spent writing."""
 
     def save(
         self,
@@ -398,11 +400,11 @@ class Checkpoints:
         metrics: Figures | None = None,
         rows: Mapping[str, Tensor] | None = None,
     ) -> str:
-        """Write one checkpoint, then delete older ones, and return where it is.
+        """Write a checkpoint, then delete older ones; return its location.
 
-        `metrics` are the figures of an evaluation at this very step; `rows` this
-        rank's, where all ranks have some. Raises StorageError, on every rank, when any
-        rank could not write.
+        `metrics` are the figures of an evaluation at this very step; `rows` are this
+        rank's, if all ranks write rows. Raises StorageError, on every rank, if any rank
+        could not write.
         """
         assert self._pending is None
         self._remember(metrics or {})
@@ -421,10 +423,9 @@ class Checkpoints:
     ) -> None:
         """Copy the state to host memory, and write it while training goes on.
 
-        There must be none on its way.
+        No other checkpoint may be pending.
 
-        `rank_state` is not copied. `first` is called, by the thread, before anything is
-        written.
+        `rank_state` is not copied. The thread calls `first` before it writes anything.
         """
         assert self._pending is None
         self._remember(metrics or {})
@@ -448,21 +449,22 @@ class Checkpoints:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint is on its way: equal on all ranks."""
+        """Whether a checkpoint is being written; equal on all ranks."""
         return self._pending is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work.
+        """Whether this rank's thread is working.
 
-        While no rank's is, `advance` waits for nothing.
+        If no rank's thread is, `advance` does not have to wait.
         """
         return self._pending is not None and not self._pending.job.done()
 
     def advance(self) -> str | None:
-        """Take the checkpoint on its way one phase on; return its place after the last.
+        """Advance the pending checkpoint by one phase.
 
-        Raises StorageError, on every rank, when any rank could not write.
+        Returns its location after the last phase, else None. Raises StorageError, on
+        every rank, if any rank could not write.
         """
         pending = self._pending
         self._pending = None
@@ -476,18 +478,17 @@ class Checkpoints:
         return None
 
     def finish(self) -> str | None:
-        """Wait until the checkpoint on its way is complete; where it is."""
+        """Wait until the pending checkpoint is complete; return its location."""
         where = None
         while self._pending is not None:
             where = self.advance()
         return where
 
     def abandon(self) -> None:
-        """Wait for this rank's thread and end it, after an exception.
+        """After an exception, wait for this rank's thread and end it.
 
-        The other ranks may not have met it.
-
-        A single rank completes the checkpoint on its way.
+        The other ranks may not have met the exception, so nothing is agreed with them.
+        With a single rank, the pending checkpoint is completed.
         """
         try:
             if self.group.world_size == 1:
@@ -503,19 +504,18 @@ class Checkpoints:
 
         Always False without `best`.
 
-        Raises ConfigError when the task does not report that metric.
+        Raises ConfigError if the task does not report that metric.
         """
         return self.best is not None and self.best.improves(figures, self._best_value)
 
     def load(self, *uses: Callable[[Loaded], None]) -> Loaded | None:
-        """Return the newest complete checkpoint that `uses` take on every rank.
+        """Return the newest complete checkpoint that all `uses` accept on every rank.
 
-        One that any of them refuses with a CheckpointError is not taken.
+        A use rejects a checkpoint by a CheckpointError; rejected ones are logged.
 
-        Others are named in the log. None when none was ever completed; CheckpointError,
-        on every rank, when there are some and none can be used: to begin anew, and then
-        to delete them, is not for us to decide. `improves` compares with the best from
-        here on.
+        Returns None if none was ever completed. Raises CheckpointError, on every rank,
+        if there are some but none can be used: starting over would delete them, which
+        is the user's decision. From here on `improves` compares with the best one.
         """
         archive = self.archive
         is_first = self.group.rank == 0
@@ -540,7 +540,7 @@ class Checkpoints:
         return None
 
     def _found(self) -> dict[str, bool]:
-        """The newest first, each with whether it is complete; rank 0 looks for all."""
+        """Return, on rank 0, all names, newest first, and whether each is complete."""
         if self.group.rank > 0:
             return {}
         archive = self.archive
@@ -563,7 +563,7 @@ class Checkpoints:
         return Loaded(name, state, own, rows)
 
     def _agreed(self, action: Callable[..., T], *args: Any) -> T:
-        """Do what all ranks must be able to do: StorageError on all if one is not."""
+        """Run an action on all ranks; StorageError on all of them if any fails."""
         problem = None
         try:
             done = action(*args)
@@ -575,7 +575,7 @@ class Checkpoints:
         return done
 
     def locate(self, step: int) -> str:
-        """Where the checkpoint of a step is."""
+        """Return the location of the checkpoint of a step."""
         return self.archive.storage.locate(folder_name(step))
 
     def _remember(self, metrics: Figures) -> None:
@@ -594,7 +594,8 @@ class Checkpoints:
     ) -> tuple[_Entries, str | None]:
         """Write this rank's files.
 
-        An error is an answer too: the other ranks wait for one.
+        Returns an error's message instead of raising it: the other ranks wait for an
+        answer.
         """
         name = folder_name(step)
         entries: _Entries = {}
@@ -621,7 +622,7 @@ class Checkpoints:
         return files
 
     def _seal(self, step: int, files: _Entries, metrics: Figures) -> str | None:
-        """Write the manifest, by rank 0; what went wrong."""
+        """Write the manifest on rank 0; return what went wrong, if anything."""
         if self.group.rank != 0:
             return None
         versions = {
@@ -652,13 +653,13 @@ def _message(error: Exception) -> str:
 
 
 class HostCopy:
-    """Copies nested states to host memory, one after another into the same buffers.
+    """Copies nested states to host memory, reusing the same buffers each time.
 
     Fresh pages cost far more than the copy itself (200 MB on a CPU: 470 ms against 14).
 
-    Buffers are pinned for what comes from CUDA.
+    Buffers for tensors on CUDA are pinned.
 
-    What `take` returns is overwritten by the next `take`.
+    The next `take` overwrites what `take` returned.
     """
 
     def __init__(self) -> None:
@@ -669,7 +670,7 @@ class HostCopy:
 
         Waits for the device once.
 
-        Tied tensors stay tied.
+        Tensors that share memory do so in the copy, too.
         """
         used: _Buffers = {}
         seen: _Buffers = {}

@@ -1,11 +1,9 @@
-"""Check a state that was read back before any of it is applied.
+"""Check the types, shapes and ranges of a loaded state before any of it is applied.
 
-The checks are of types, shapes and ranges.
-
-Checksums say that a checkpoint is as it was written; this, that what was written fits.
-torch itself checks a model's names and shapes when it takes them, but no optimizer's:
-fused steps read moments by address, and one of another shape than its parameter's would
-crash the process.
+Checksums prove that a checkpoint is what was written; these checks, that what was
+written fits. torch itself checks a model's names and shapes when it loads them, but not
+an optimizer's: fused steps read moments by address, and a moment of another shape than
+its parameter would crash the process.
 """
 
 import copy
@@ -38,12 +36,12 @@ _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _MOMENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
 )
-"""What fused steps read by address: each has its parameter's shape."""
+"""Moments that fused steps read by address: each must have its parameter's shape."""
 
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """A state that a stream gave of itself, as trainers/data/stream.py goes on from it."""
+    """A stream's own state, from which trainers/data/stream.py can resume."""
 
     row: _Count
     passes: _Count
@@ -51,7 +49,7 @@ class StreamPlace:
     state: Any
     next: list[str]
     trail: str = ""
-    """Of the samples before it."""
+    """Digest of the samples before `row`."""
 
 
 @dataclass(frozen=True)
@@ -61,43 +59,43 @@ class Position:
     step: _Count
     global_batch_size: Annotated[int, Field(ge=1)]
     train_samples: Annotated[int, Field(ge=0)]
-    """0 of a stream, of which nobody knows them."""
+    """0 for a stream, whose length is unknown."""
     train_time_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     metrics: dict[str, float]
-    """Not all finite: an evaluation may have diverged."""
+    """Values may be non-finite: an evaluation may have diverged."""
     evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
     total_steps: _Count = 0
     order: str = ""
-    """Of the samples in its epoch."""
+    """The name of the order of samples in its epoch."""
     samples: str = ""
-    """What tells a few of them from others."""
+    """Digest of a few training samples."""
     held_back: str = ""
-    """The same of validation."""
+    """Digest of a few validation samples."""
     stopping: dict[str, int | float | str | None] = field(default_factory=dict)
-    """Of early stopping; nothing in runs without it."""
+    """The state of early stopping; empty in runs without it."""
     stream: StreamPlace | None = None
-    """Of a stream's own state, where it has an exact one."""
+    """A stream's own state, if it has an exact one."""
     stream_mark: tuple[_Count, str] | None = None
-    """What tells the samples of a stream up to a row from others."""
+    """Digest of a stream's samples up to a row."""
     batch_sizes: list[
         tuple[Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=1)]]
     ] = field(default_factory=list)
-    """Of a batch schedule; nothing where the size does not change."""
+    """The sizes of a batch schedule; empty if the size does not change."""
     reported: list[dict[str, float]] = field(default_factory=list)
-    """Evaluations of a run that keeps nothing else."""
+    """Evaluations of a run that stores nothing else."""
     window: dict[str, tuple[float, _Count]] = field(default_factory=dict)
-    """Sums of losses since the last window of the log, and of how many steps; nothing
-    where it ended here, in its time.
+    """Sums of losses since the last window of the log, each with its number of steps;
+    empty if a regular window ended here.
     """
 
 
 def check_state(state: State, name: str, has_rows: bool = False) -> Position:
-    """Return the position in the state of checkpoint `name`.
+    """Check the state of checkpoint `name`, and return its position.
 
-    Raises CheckpointError when it is no state of a run.
+    Raises CheckpointError if it is not the state of a run.
 
-    The task's own part is left to the task. `has_rows`: tensors on the meta device
-    stand for those in other files.
+    The task's own part is left to the task. With `has_rows`, tensors on the meta device
+    stand for tensors in other files.
     """
     if wrong := sorted(_SECTIONS ^ (set(map(str, state)) - _OPTIONAL)):
         raise CheckpointError(
@@ -114,9 +112,9 @@ def check_state(state: State, name: str, has_rows: bool = False) -> Position:
 
 
 def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
-    """Raise CheckpointError unless nested data has nothing but dense host tensors.
+    """Raise CheckpointError if a tensor in nested data is not dense and on the host.
 
-    With `has_rows`, tensors on the meta device may stand in it, too.
+    With `has_rows`, tensors on the meta device are accepted too.
     """
     for _, tensor in tensors_in(tree, what):
         here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
@@ -128,7 +126,7 @@ def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
 def tensors_in(tree: Any, what: str) -> Iterator[tuple[Place, Tensor]]:
     """Yield the tensors of nested data with their places in it, in order.
 
-    Raises CheckpointError where it is endless.
+    Raises CheckpointError if the nesting is too deep or too large.
     """
     waiting: list[tuple[Place, Any]] = [((), tree)]
     parts = 0
@@ -180,9 +178,9 @@ def map_tree(
 
 
 def check_dtypes(saved: State, now: State) -> None:
-    """Raise CheckpointError where a model's tensor changed its kind of number.
+    """Raise CheckpointError if a model's tensor changed its kind of number.
 
-    Another width is none: a model may be evaluated in another precision than it was
+    Another width is accepted: a model may be evaluated in another precision than it was
     trained in.
     """
     for name, ours in now.items():
@@ -196,7 +194,7 @@ def check_dtypes(saved: State, now: State) -> None:
 
 
 def check_optimizer(saved: State, optimizer: Optimizer) -> None:
-    """Raise CheckpointError unless `saved` is a state of this optimizer."""
+    """Raise CheckpointError unless `saved` is a valid state for this optimizer."""
     groups: Any = saved.get("param_groups")
     state: Any = saved.get("state")
     count = len(optimizer.param_groups)
@@ -253,7 +251,7 @@ def _is_torchs(optimizer: Optimizer) -> bool:
 
 
 def _check_moments(entries: State, parameter: Tensor, number: int) -> None:
-    """Raise CheckpointError where a fused step would read beyond what is there."""
+    """Raise CheckpointError for moments that a fused step would read out of bounds."""
     where = f"it does not fit this optimizer: parameter {number}"
     if "step" in entries and _number(entries["step"]) is None:
         raise CheckpointError(f"{where} has the step {_shown(entries['step'])}")
@@ -270,9 +268,9 @@ def _check_moments(entries: State, parameter: Tensor, number: int) -> None:
 
 
 def check_scaler(saved: State, now: State) -> None:
-    """Raise CheckpointError unless `saved` is a state of this loss scaler.
+    """Raise CheckpointError unless `saved` is a valid state for this loss scaler.
 
-    `now` is the state that it has.
+    `now` is the scaler's present state.
     """
     for name in saved.keys() | now.keys():
         theirs = saved.get(name)
@@ -286,9 +284,9 @@ def check_scaler(saved: State, now: State) -> None:
 
 
 def check_rng_state(saved: State, device: torch.device) -> None:
-    """Raise CheckpointError unless the generators here take `saved`.
+    """Raise CheckpointError unless the random generators here accept `saved`.
 
-    They are asked, and left as they were.
+    They are tried, and restored afterwards.
     """
     check_plain(saved, "random state")
     before = get_rng_state(device)
@@ -307,7 +305,7 @@ def check_rng_state(saved: State, device: torch.device) -> None:
 
 
 def _is_like(theirs: Any, ours: Any) -> bool:
-    """Whether one option of a group may stand in the other's place."""
+    """Whether a saved option of a group is valid in place of the present one."""
     if isinstance(ours, (list, tuple)):
         are = isinstance(theirs, (list, tuple)) and len(theirs) == len(ours)
         return are and all(map(_is_like, theirs, ours))
@@ -321,7 +319,7 @@ def _is_like(theirs: Any, ours: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A stranger's value for a sentence."""
+    """Return an untrusted value as short text for a message."""
     try:
         return " ".join(str(value).split())[:80]
     except ValueError:  # a whole number of thousands of digits
@@ -329,7 +327,7 @@ def _shown(value: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a tensor of one; None for anything else."""
+    """Return a real number, or a scalar tensor's, as float; None for anything else."""
     is_real = isinstance(value, Real) or (
         isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex()
     )
@@ -342,7 +340,7 @@ def _number(value: Any) -> float | None:
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a tensor's numbers: floating point of all widths is one."""
+    """Return the kind of a tensor's numbers; all floating-point widths are one kind."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.dtype.is_floating_point:

@@ -1,7 +1,7 @@
-"""Batches: any nesting of tensors, what it holds, and how a dataset gives one.
+"""Batches: nested tensors, how to go through them, and how to read them from a dataset.
 
-A dataset gives a whole batch at once by torch's `__getitems__(indices)` or by being a
-TensorDataset; any other is asked for a sample at a time.
+A dataset that has torch's `__getitems__(indices)`, or is a TensorDataset, is asked for
+a whole batch at once; any other for one sample at a time.
 """
 
 import copy
@@ -25,7 +25,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
-    """Return key and value of each item of a nested batch; None for a leaf."""
+    """Return the key and value of each item of a nested batch; None for a leaf."""
     if isinstance(batch, PackedSequence):
         # Without `batch_sizes`, which torch wants on the host.
         names = ["data", "sorted_indices", "unsorted_indices"]
@@ -66,10 +66,10 @@ def num_samples(batch: Batch) -> int:
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     """Apply `function` to every tensor and keep the nesting.
 
-    Other leaves stay as they are.
+    Other leaves are left as they are.
 
-    A mapping comes back as a copy of its own type with all that it holds beside its
-    items (a BatchEncoding's encodings); one that cannot be changed, as a dict.
+    A mapping becomes a copy of its own type that keeps its other attributes (such as
+    the encodings of a BatchEncoding); an immutable mapping becomes a dict.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -96,9 +96,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def _with_items(
     mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]
 ) -> Mapping[Any, Any]:
-    """Return a mapping like the given one with other values.
+    """Return a copy of the mapping with other values.
 
-    Its constructor may take anything, and is not called.
+    The constructor is not called, because its arguments are unknown.
     """
     if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return dict(items)
@@ -109,9 +109,9 @@ def _with_items(
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """Join batches of one nesting along the first dimension of every tensor.
+    """Join equally nested batches along the first dimension of every tensor.
 
-    A single one is returned as it is.
+    A single batch is returned as it is.
     """
     if len(batches) == 1:
         return batches[0]
@@ -123,7 +123,7 @@ def concatenate(batches: list[Batch]) -> Batch:
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
 ) -> Batch:
-    """Return one batch of a map-style dataset, at once where the dataset can."""
+    """Return one batch of a map-style dataset, read at once if it supports that."""
     rows = np.asarray(indices, dtype=np.int64)
     if type(dataset) is TensorDataset:  # not a subclass, which may give something else
         chosen = torch.from_numpy(rows)

@@ -1,11 +1,11 @@
 """The batch size of each step: turns samples into steps, and steps into samples.
 
-A size holds until a number of samples of the whole run, over all its epochs and ranks.
-An epoch is cut into steps of the size of their first sample. A step that would pass the
-end of an epoch, or the number at which the size changes, ends there, so both lie where
-they were asked for. With `drop_last` no step is short: the samples that are left of an
-epoch are left out of it (and of the count), and a size changes with the first step that
-begins at its number or after.
+A size holds until the run has trained a given number of samples, over all epochs and
+ranks. The first sample of a step determines its size. A step is cut short at the end of
+an epoch and where the size changes, so both happen exactly at the number of samples
+asked for. With `drop_last` no step is short: the leftover samples of an epoch are
+skipped (and not counted), and the size changes with the first step that begins at or
+after the given number.
 """
 
 from bisect import bisect_right
@@ -16,24 +16,24 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 Sizes = Sequence[tuple[int | None, int]]
-"""Batch sizes in order, each with the samples of the run until which it holds; the last
-one holds to the end (None).
+"""Batch sizes in order, each with the number of samples of the run until which it
+holds; the last one holds to the end (None).
 """
 ENDLESS = 2**62
-"""Samples of an epoch that is longer than any run."""
+"""Length of an epoch that is longer than any run."""
 
 
 class Place(NamedTuple):
-    """Where a step of the run lies."""
+    """The epoch of a step, and its number in that epoch."""
 
     epoch: int
     number: int
-    """Of the step in its epoch, from 0."""
+    """The step's number in its epoch, from 0."""
 
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Steps of one size in an epoch, of which only the last may be short."""
+    """Steps of one size within an epoch; only the last of them may be short."""
 
     index: int
     start: int
@@ -43,18 +43,18 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Epochs:
-    """Epochs that are cut alike, one after another, and the first of them."""
+    """Consecutive epochs that are divided into steps in the same way."""
 
     epoch: int
     step: int
-    """Steps of the run before them."""
+    """Number of steps of the run before these epochs."""
     sample: int
-    """Samples that the run has trained before them."""
+    """Number of samples that the run has trained before these epochs."""
     stretches: tuple[_Stretch, ...]
 
     @property
     def steps(self) -> int:
-        """Steps of each."""
+        """Steps in each of these epochs."""
         if not self.stretches:
             return 0
         last = self.stretches[-1]
@@ -62,7 +62,7 @@ class _Epochs:
 
     @property
     def samples(self) -> int:
-        """Samples that each trains."""
+        """Samples trained in each of these epochs."""
         if self.stretches:
             return self.stretches[-1].stop
         return 0
@@ -94,16 +94,16 @@ class BatchSchedule:
     def size_at(self, sample: int) -> int:
         """Return the batch size of a step whose first sample has this number.
 
-        Samples of the run count from 0.
+        Samples are counted from 0 over the whole run.
         """
         return self.sizes[bisect_right(self._ends, sample)][1]
 
     def size(self, step: int) -> int:
-        """Return the batch size of a step of the run; it may have fewer samples."""
+        """Return the nominal batch size of a step; the step itself may be shorter."""
         return self.size_at(self.samples(step))
 
     def place(self, step: int) -> Place:
-        """Return the epoch of a step of the run, and its number there."""
+        """Return the epoch of a step of the run, and its number in that epoch."""
         run = _last(self._runs, "step", step)
         epochs, index = divmod(step - run.step, run.steps)
         return Place(run.epoch + epochs, index)
@@ -116,7 +116,7 @@ class BatchSchedule:
         return run.sample + (epoch - run.epoch) * run.samples + start
 
     def step_at(self, sample: int) -> int:
-        """Return the first step before which at least so many samples are trained."""
+        """Return the first step before which at least `sample` samples are trained."""
         run = _last(self._runs, "sample", sample)
         epochs, within = divmod(sample - run.sample, run.samples)
         before = run.step + epochs * run.steps
@@ -126,27 +126,27 @@ class BatchSchedule:
         return before + stretch.index - (stretch.start - within) // stretch.size
 
     def epochs(self, step: int) -> float:
-        """Return how many epochs are done before a step, with the part of the last."""
+        """Return how many epochs are done before a step, including the fraction."""
         run = _last(self._runs, "step", step)
         return run.epoch + (step - run.step) / run.steps
 
     def first_step(self, epoch: int) -> int:
-        """Return the steps of the run before an epoch."""
+        """Return the number of an epoch's first step in the run."""
         run = self._run_of(epoch)
         return run.step + (epoch - run.epoch) * run.steps
 
     def steps_in(self, epoch: int) -> int:
-        """Return the steps of an epoch."""
+        """Return the number of steps in an epoch."""
         return self._run_of(epoch).steps
 
     def bounds(self, epoch: int, index: int) -> tuple[int, int]:
-        """Return the places in the epoch of a step's first sample and of its end."""
+        """Return where a step's samples start and end within the epoch."""
         stretch = _last(self._run_of(epoch).stretches, "index", index)
         start = stretch.start + (index - stretch.index) * stretch.size
         return start, min(start + stretch.size, stretch.stop)
 
     def words(self, last_step: int) -> str:
-        """Say which size holds until when, in a run of so many steps."""
+        """Describe which size holds until when, in a run of `last_step` steps."""
         told = []
         for until, size in self.sizes:
             step = None if until is None else self.step_at(until)
@@ -178,7 +178,7 @@ class BatchSchedule:
             sample += count * run.samples
 
     def _cut(self, sample: int) -> Iterator[_Stretch]:
-        """Cut an epoch before which the run has trained so many samples."""
+        """Divide an epoch into stretches; the run has trained `sample` before it."""
         index = start = 0
         while start < self.length:
             number = bisect_right(self._ends, sample + start)

@@ -39,7 +39,8 @@ from trainers.errors import ConfigError
 _RESIDENT_SHARE = 0.1
 _END = object()
 _DEEPEST = 6
-"""Objects in objects: a subset, its dataset, its transforms, one of them, its settings.
+"""How deep objects are followed: a subset, its dataset, its transforms, one of them,
+its settings.
 """
 _MOST = 10_000
 _MOST_OF_ONE = 100
@@ -52,7 +53,7 @@ _copy_stream = functools.cache(
 
 
 class _Asked:
-    """Batches asked for in an epoch, which persistent workers read anew each time."""
+    """The batches requested of the loader, which its workers read anew each epoch."""
 
     def __init__(self) -> None:
         self.batches: Iterable[tuple[Rows, int | None]] = ()
@@ -62,9 +63,9 @@ class _Asked:
 
 
 class _WholeBatches(Dataset[Any]):
-    """Dataset of whole batches, for the DataLoader.
+    """A dataset whose items are whole batches, for the DataLoader.
 
-    An index is an array of rows (and a seed for what is drawn), an item a batch to be
+    An index is an array of rows and an optional seed; an item is a batch that can be
     pinned.
     """
 
@@ -83,16 +84,16 @@ class _WholeBatches(Dataset[Any]):
 
 
 def _leave_signals_to_parent(number: int) -> None:
-    """Ignore Ctrl-C, which a terminal sends to the loader's processes, too.
+    """Ignore Ctrl-C and SIGHUP, which a terminal also sends to loader processes.
 
-    The loop still needs them to write its last checkpoint.
+    The loop still needs these processes to reach its last checkpoint.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Feed:
-    """Batches of one split on the device, in the order that it is asked for."""
+    """Yields batches of one split on the device, in the requested order."""
 
     def __init__(
         self,
@@ -107,20 +108,20 @@ class Feed:
     ) -> None:
         """Copy the data to the device, or make the loader.
 
-        `transform` gets each batch on the device, and whether it is for training; None
-        leaves batches as they are.
+        `transform` is called with each batch on the device, and whether it is for
+        training; None leaves batches unchanged.
 
-        `sharers` is how many workers share the device's memory (those of one host, on a
-        CPU).
+        `sharers` is how many workers share the device's memory: on a CPU, those of one
+        host.
         """
         self.dataset = dataset
         self.device = device
         self._collate = collate
         self._transform = transform
         self.beat: Callable[[], None] = lambda: None
-        """Called for every batch: the loop's sign of life."""
+        """Called for every batch, to show that the loop makes progress."""
         self.most: int | None = None
-        """Samples that an evaluation takes at once, where more ran out of memory."""
+        """Samples that an evaluation takes at once, after more ran out of memory."""
         self._make = functools.partial(self._make_resident, config, sharers)
         self.resident = self._make()
         self._copied = held_by(dataset, collate)
@@ -190,10 +191,11 @@ class Feed:
         training: bool,
         seeds: Iterable[int] | None = None,
     ) -> Iterator[Batch]:
-        """Yield a transformed batch on the device for each int64 index tensor, in order.
+        """Yield a transformed batch on the device for each int64 index tensor.
 
-        With `seeds`, one a batch, what a loader's process draws for a batch follows
-        from its own alone; in evaluation so does what is drawn here.
+        With `seeds`, one per batch, random numbers that a loader process draws for a
+        batch depend on its seed alone; in evaluation, so do those drawn in this
+        process.
         """
         self._renew()
         none = itertools.repeat(None)
@@ -241,9 +243,9 @@ class Feed:
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def _renew(self) -> None:
-        """Copy the dataset anew where the task has changed it since it was copied.
+        """Copy the dataset again if the task has changed it since the last copy.
 
-        The same holds for what its collate goes by.
+        The same holds for what its collate function refers to.
         """
         if isinstance(self.dataset, (Stream, Rereadable)):  # read in one place
             return
@@ -257,7 +259,7 @@ class Feed:
             self._copied = held_by(self.dataset, self._collate)
 
     def _taken(self, loaded: Pinnable) -> Batch:
-        """Return the batch, after a stream was told what came beside it."""
+        """Return the batch, after passing on what came with it to the stream."""
         if self._stream is not None:
             self._stream.receive(loaded.beside)
         return loaded.batch
@@ -269,7 +271,7 @@ class Feed:
         self.resident = None
 
     def _end_processes(self) -> None:
-        """End the loader's processes; it starts others when it is asked again."""
+        """End the loader's processes; the next epoch starts new ones."""
         iterator = getattr(self._loader, "_iterator", None)
         if self._loader is not None and iterator is not None:
             iterator._shutdown_workers()
@@ -277,9 +279,9 @@ class Feed:
 
 
 class Pinnable:
-    """A batch that a DataLoader pins right.
+    """A batch that a DataLoader pins correctly.
 
-    torch skips dataclasses, and in some versions makes lists of tuples.
+    torch itself skips dataclasses, and some versions turn tuples into lists.
     """
 
     def __init__(self, batch: Batch, beside: Any = None) -> None:
@@ -296,9 +298,9 @@ class Pinnable:
 
 
 class Copies:
-    """Copies on a CUDA stream of their own.
+    """Copies batches on a CUDA stream of its own.
 
-    Neither method waits for the device when the memory is page-locked.
+    Neither method waits for the device if the host memory is page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -306,7 +308,7 @@ class Copies:
         self._stream = _copy_stream(device)
 
     def begin(self, batch: Batch) -> Batch:
-        """Return the batch on the device, before its copy is done."""
+        """Start the copy; return the batch on the device before it is complete."""
 
         def copy(tensor: Tensor) -> Tensor:
             if not _strided(tensor):
@@ -317,7 +319,7 @@ class Copies:
             return map_tensors(copy, batch)
 
     def hand_over(self, batch: Batch) -> Batch:
-        """Return what `begin` gave, safe to use and to free in the computing stream."""
+        """Return what `begin` gave, safe to use and free in the current stream."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
 
@@ -338,11 +340,11 @@ def _strided(tensor: Tensor) -> bool:
 def to_device(
     batches: Iterator[Batch], device: torch.device, ahead: bool
 ) -> Iterator[Batch]:
-    """Return the same batches on `device`, in order; on a CPU the very same iterator.
+    """Return an iterator over the same batches on `device`, in order.
 
-    `ahead`: the copy of the next batch begins before the one at hand is given out.
-    Right where other processes load it; a batch that is made in this process may draw
-    random numbers, which must not happen before a checkpoint of the step at hand.
+    With `ahead`, the next batch's copy begins before the current batch is yielded. Use
+    it only if other processes load the batches: making a batch in this process may draw
+    random numbers, which must not happen before a checkpoint of the current step.
     """
     if device.type == "cpu":
         return batches
@@ -352,7 +354,7 @@ def to_device(
 
 
 def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Batch]:
-    """Yield the batches through `copies`."""
+    """Yield the batches, copied to the device by `copies`."""
     begun = map(copies.begin, batches)
     if not ahead:
         yield from map(copies.hand_over, begun)
@@ -370,19 +372,17 @@ def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
 
 
 def held_by(*things: Any) -> list[Any]:
-    """Return the things, their attributes and items, and those of these.
+    """Return the given things and, recursively, their attributes and items.
 
-    For tensors, also how often they were written to.
-
-    Of models, classes and modules nothing but themselves; nothing of what a function or
-    a large array holds.
+    For tensors it includes how often they were written to. It does not look inside
+    models, classes, modules or large arrays.
     """
     every = itertools.chain.from_iterable(_held(thing, _DEEPEST) for thing in things)
     return list(itertools.islice(every, _MOST))
 
 
 def are_same(before: list[Any], now: list[Any]) -> bool:
-    """Whether nothing of what `held_by` gave has changed."""
+    """Whether two results of `held_by` show no change."""
     if len(before) != len(now):
         return False
     pairs = zip(before, now, strict=True)

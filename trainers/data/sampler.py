@@ -1,13 +1,13 @@
-"""Which samples belong to which step, and whether the splits are fit for that.
+"""Which samples belong to which step, and whether the splits are suitable.
 
-Steps are never a function of the machines: they follow from seed, epoch and batch
-sizes. Epoch e is one order, by default a seeded permutation; step t takes its next
-samples, as many as trainers/data/batch_schedule.py says; ranks and microbatches only
-split that set. So a run goes on mid-epoch on another number of workers and uses the
-same samples.
+Steps do not depend on the number of workers: they follow from seed, epoch and batch
+sizes. Each epoch has one order, by default a seeded permutation; each step takes the
+next samples in it, as many as trainers/data/batch_schedule.py says; ranks and
+microbatches only divide them. So a run can be resumed mid-epoch on another number of
+workers with the same samples.
 
-Of splits it is only looked at what costs little: the rows of a Subset, the bytes of a
-small TensorDataset, the first samples of others.
+Checks of the splits only read what is cheap: the rows of a Subset, the bytes of a small
+TensorDataset, the first samples of any other dataset.
 """
 
 import hashlib
@@ -36,9 +36,10 @@ from trainers.errors import MISSING, ConfigError
 
 _SMALL_BYTES = 2**25
 _FEW = 4
-"""Samples that are read of any other dataset."""
+"""How many samples of any other dataset are read."""
 _SHARE = 0.1
-"""Of validation rows in training: below it they may be equal by chance."""
+"""Share of validation rows found in training, below which they may be equal by chance.
+"""
 _FRAMES = ("pandas", "polars", "pyarrow", "cudf")
 _FIX = "draw from a generator with a seed of its own, which follows from `split` where samples themselves are drawn"
 _WINDOW_BATCHES = 50
@@ -47,10 +48,10 @@ _WINDOW_BATCHES = 50
 class Drawn:
     """The samples that a sampler draws, epoch by epoch.
 
-    It is asked under the run's seed and the epoch, so what it draws from Python's,
-    numpy's or torch's own generator, or from a torch generator that it has as
-    `generator`, is the same on every rank and after a resume; `set_epoch` is called
-    where it has one. The caller's random state stays as it is.
+    It runs under a seed of the run and the epoch. So what it draws from the global
+    generators of Python, numpy and torch, or from a torch generator in its attribute
+    `generator`, is the same on every rank and after a resume. `set_epoch` is called if
+    it has one. The caller's random state is preserved.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Drawn:
             )
 
     def __call__(self, epoch: int) -> Tensor:
-        """int64 [n]: the samples of an epoch, in order.
+        """Return the samples of an epoch in order: int64 [n].
 
-        Raises ConfigError for what is no sample of the dataset.
+        Raises ConfigError for values that are not indices of the dataset.
         """
         kept = get_rng_state(self._device)
         sampler: Any = self._sampler
@@ -153,7 +154,7 @@ class StepSampler(DistributedSampler[int]):
 
     @property
     def known_length(self) -> int:
-        """Samples of one epoch; 0 of a stream, of which nobody knows them."""
+        """Samples of one epoch; 0 for a stream, whose length is unknown."""
         if self.of_stream:
             return 0
         return self.length
@@ -164,9 +165,9 @@ class StepSampler(DistributedSampler[int]):
         return self.batches.steps_in(self.epoch)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Return this epoch's samples from one place to another: int64 [stop - start].
+        """Return this epoch's samples from `start` to `stop`: int64 [stop - start].
 
-        The same on every rank, and not to be changed.
+        They are the same on every rank. Do not modify the tensor.
         """
         if self.drawn is None and not self.shuffle:
             return torch.arange(start, min(stop, self.length))
@@ -181,9 +182,9 @@ class StepSampler(DistributedSampler[int]):
         return self._permutation[1][start:stop]
 
     def name(self) -> str:
-        """Return the name of this epoch's order, for a checkpoint.
+        """Return the name of this epoch's order, which a checkpoint stores.
 
-        A run that goes on must go on in it.
+        A resumed run must continue in the same order.
         """
         if self.of_stream:
             return "stream"
@@ -196,7 +197,7 @@ class StepSampler(DistributedSampler[int]):
         return "in order"
 
     def step_size(self, step: int) -> int:
-        """Samples of a step of this epoch over all ranks."""
+        """Number of samples, over all ranks, in a step of this epoch."""
         start, stop = self.batches.bounds(self.epoch, step)
         return stop - start
 
@@ -212,9 +213,10 @@ class StepSampler(DistributedSampler[int]):
         return self.rows(start + first, start + last)
 
     def anchor(self, step: int) -> Tensor:
-        """Return a sample of the step: int64 [1].
+        """Return the first sample of the step: int64 [1].
 
-        A rank without a share takes part with it, at weight zero.
+        A rank without samples of its own computes it at weight zero, to take part in
+        collectives.
         """
         start, _ = self.batches.bounds(self.epoch, step)
         return self.rows(start, start + 1)
@@ -224,9 +226,8 @@ class StepSampler(DistributedSampler[int]):
     ) -> tuple[list[Tensor], list[int]]:
         """Return this rank's microbatches of a step, and how many samples each counts.
 
-        An anchor counts 0.
-
-        `even`: as many on every rank, for a model whose forward is a collective.
+        An empty microbatch is replaced by one sample that counts 0. With `even`, every
+        rank has equally many, for a model whose forward is a collective.
         """
         share = self.share(step)
         largest = -(-self.step_size(step) // self.num_replicas) if even else len(share)
@@ -240,12 +241,10 @@ class StepSampler(DistributedSampler[int]):
 def split_share(
     share: Tensor, microbatch_size: int, largest: int | None = None
 ) -> list[Tensor]:
-    """Split a share into as few microbatches as fit, of about equal sizes.
+    """Split a share into as few microbatches as possible, of nearly equal sizes.
 
-    Sizes differ by at most one, so none is tiny.
-
-    With `largest`, into as many as a share of that many samples needs; some may then be
-    empty.
+    Sizes differ by at most one, so none is tiny. With `largest`, there are as many as a
+    share of that many samples needs; some may then be empty.
     """
     most = len(share) if largest is None else largest
     count = max(1, -(-most // microbatch_size))
@@ -281,7 +280,7 @@ class GroupedByLength(Sampler[int]):
 
 
 def check_dataset(field: str, dataset: Any) -> None:
-    """Raise ConfigError for what is returned in place of a map-style dataset."""
+    """Raise ConfigError for common values that are not a map-style dataset."""
     tensors = "return TensorDataset(inputs, labels), from torch.utils.data"
     if dataset is None:
         return
@@ -306,19 +305,19 @@ def check_dataset(field: str, dataset: Any) -> None:
 
 
 def _is_frame(value: Any) -> bool:
-    """Whether a value is a table of a library whose rows have no index of their own."""
+    """Whether a value is a data frame, which is not indexed by row."""
     libraries = {base.__module__.partition(".")[0] for base in type(value).__mro__}
     return hasattr(value, "columns") and not libraries.isdisjoint(_FRAMES)
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value holds rows itself, and is no sample."""
+    """Whether a value is a container of rows rather than a sample."""
     is_rows = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
     return is_rows or isinstance(value, Dataset)
 
 
 def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
-    """Raise ConfigError where a split has other rows on another rank.
+    """Raise ConfigError if a split has different rows on different ranks.
 
     Every rank must call it.
     """
@@ -329,7 +328,7 @@ def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
 
 
 def _name(dataset: Any) -> str:
-    """What tells the rows of a dataset from others, as far as that is cheap."""
+    """Return a digest that identifies a dataset's rows, as far as that is cheap."""
     if not isinstance(dataset, Subset):
         return digest([len(dataset), _tensors(dataset)])
     table, rows = _rows_of_table(dataset)
@@ -337,7 +336,7 @@ def _name(dataset: Any) -> str:
 
 
 def _rows_of_table(dataset: Any) -> tuple[Any, Rows]:
-    """What a Subset, or one of those, is a part of, and which rows."""
+    """Return the dataset that nested Subsets are taken from, and the selected rows."""
     rows: Rows = np.arange(len(dataset))
     while isinstance(dataset, Subset):
         rows = np.asarray(dataset.indices, np.int64)[rows]
@@ -346,7 +345,7 @@ def _rows_of_table(dataset: Any) -> tuple[Any, Rows]:
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
-    """The tensors of a small TensorDataset; None of anything else."""
+    """Return the tensors of a small TensorDataset, or None for any other dataset."""
     if type(dataset) is not TensorDataset:
         return None
     if sum(tensor.nbytes for tensor in dataset.tensors) > _SMALL_BYTES:
@@ -355,9 +354,9 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def check_apart(train: Any, val: Any) -> ConfigError | str | None:
-    """Return a warning or an error where validation samples are training samples.
+    """Return a warning or an error if validation samples are also training samples.
 
-    It is an error where each split is a part of one table that was drawn by itself.
+    It is an error if the splits are overlapping Subsets of one dataset.
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
@@ -382,7 +381,7 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two datasets have the same samples, by the first ones."""
+    """Whether two datasets have the same samples, judged by the first ones."""
     if one is other or type(one) is not type(other):
         return one is other
     return len(one) == len(other) and _first(one) == _first(other)
@@ -395,7 +394,7 @@ def _first(dataset: Any) -> list[str]:
 
 
 def _common(train: Any, val: Any) -> int:
-    """How many samples of `val` are in `train`, where that is more than chance."""
+    """Return how many samples of `val` are in `train`; 0 if few enough to be chance."""
     known = _tensors(train)
     asked = _tensors(val)
     if known is None or asked is None:

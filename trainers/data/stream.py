@@ -1,9 +1,9 @@
-"""Streams, which are read forward, as datasets that are asked for rows by number.
+"""Present streams, which can only be read forward, as datasets indexed by row.
 
-Row n of a training stream is its n-th sample, counted on over its passes. Every rank
-reads the whole stream, in one process (the worker, or its loader's), and drops the rows
-of other ranks. A run that goes on loads the stream's own state where that is exact, and
-else reads and drops what was trained.
+Row n of a training stream is its n-th sample, counted over all passes. Every rank reads
+the whole stream, in one process (the worker or its loader's), and drops the rows of
+other ranks. A resumed run loads the stream's own state if that is exact; otherwise it
+reads and drops the samples already trained.
 """
 
 import contextlib
@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 
 MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
 _PROOF = 32
-"""Samples that are compared: more than the shards that are commonly interleaved."""
+"""How many samples are compared: more than the shards that are commonly interleaved."""
 _PROOF_PLACES = (1, 14)
-"""Samples after which a state is tried: no chunk of more than one ends at both."""
+"""Numbers of samples after which a state is tried: no chunk of more than one sample
+ends at both.
+"""
 END = object()
-"""What a pass gives in place of a sample when it is over."""
+"""Returned in place of a sample when a pass is over."""
 _EVERY = 1000  # samples from one recorded state to the next
 # samples from one mark of the trail to the next: a digest of each would cost as much as
 # its decoding
@@ -46,26 +48,25 @@ _MARK_EVERY = 32
 _SEED = 0
 
 Mark = tuple[int, str]
-"""How many rows were read, and what tells them from others: a digest over every 32nd of
-them, and all such before.
-"""
+"""A number of rows, and a digest of every 32nd sample among them."""
 _TOLD = 32  # samples that tell one stream from another
 
 
 class StreamReader:
-    """A process's reading of one instance of a stream, pass after pass.
+    """One process's reading of one instance of a stream, pass after pass.
 
-    It begins at the first sample or at a state of the stream's own.
+    It begins at the first sample or at a state that the stream itself has given.
 
-    A loader's process makes and begins the stream anew, whatever the worker has read
-    before: it would share the offsets of open files with the worker, and inherit
-    connections without the threads that serve them. Only a generator, or another
-    iterator of Python's own, goes on where the worker stopped: one that needs more than
-    memory and files wants `data.num_workers: 0`, or an object whose `__iter__` begins
-    anew. No stream sees that it is read by a loader's process (`get_worker_info()` is
-    None): Hugging Face's shuffle, for one, would give another order there.
+    A loader's process creates and begins the stream anew, whatever the worker has read
+    before: otherwise it would share the offsets of open files with the worker, and
+    inherit connections without the threads that serve them. Only a generator, or
+    another of Python's own iterators, continues where the worker stopped. If it needs
+    more than memory and files, use `data.num_workers: 0`, or an object whose `__iter__`
+    begins anew. The stream cannot see that a loader's process reads it
+    (`get_worker_info()` is None): Hugging Face's shuffle, for example, would give
+    another order there.
 
-    `row` is read next; `head` has those before it that are kept.
+    `row` is the next row to read; `head` holds the samples before it that are kept.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class StreamReader:
         self.load(kept)
 
     def load(self, kept: Mapping[str, Any] | None) -> None:
-        """Go on from a state that the stream has given, or from the start."""
+        """Continue from a state that the stream has given, or from the start."""
         start = kept or {}
         self.row: int = start.get("row", 0)
         self.passes: int = start.get("passes", 0)
@@ -98,9 +99,9 @@ class StreamReader:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Read as the only rank, outside of any loader, with random numbers of its own.
+        """Read as the only rank, outside any loader, with separate random numbers.
 
-        They are the same in every process, whatever else draws there.
+        The random numbers are the same in every process, whatever else is drawn there.
         """
         info = worker._worker_info
         worker._worker_info = None
@@ -119,7 +120,7 @@ class StreamReader:
 
     @property
     def goes_on(self) -> bool:
-        """Whether this process may read on."""
+        """Whether this process may continue this reading."""
         return self._pid == os.getpid() or (
             self.is_iterator and not hasattr(self.source, "__dict__")
         )
@@ -153,7 +154,7 @@ class StreamReader:
         return samples
 
     def read(self) -> Any:
-        """Return the next sample, of the next pass where this one has ended."""
+        """Return the next sample; begin the next pass when this one has ended."""
         if self.row % _EVERY == 0:
             self.beat()
             if self.records and self.row:
@@ -184,9 +185,9 @@ class StreamReader:
         return sample
 
     def _record(self) -> None:
-        """Begin to record the stream's own state, where it can be kept.
+        """Begin to record the stream's own state, if a checkpoint can store it.
 
-        Else the last one that can stays.
+        Otherwise the last recorded state stays in use.
         """
         try:
             state = self.state()
@@ -210,9 +211,9 @@ class StreamReader:
         return marks
 
     def comes_by(self, mark: Mark) -> bool:
-        """Read up to a mark, and return whether it is there.
+        """Read up to a mark; return whether the samples match it.
 
-        True where this reading began behind it.
+        Returns True if this reading began beyond the mark.
         """
         row, _ = mark
         if self._began >= row:
@@ -226,10 +227,10 @@ class StreamReader:
         return found
 
     def _recount(self) -> None:
-        """Read again from the start up to here.
+        """Read again from the start up to the current row.
 
-        What a pass is may follow from all before it, which no state of one pass need
-        have.
+        What the next pass gives may depend on all samples before it, which the state of
+        one pass need not record.
         """
         logger.info(
             "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again",
@@ -249,7 +250,7 @@ class StreamReader:
         self._loaded = False
 
     def look(self, count: int) -> None:
-        """Read until `count` samples are kept; fewer of a stream that has no more."""
+        """Read until `count` samples are kept, or fewer if the stream has no more."""
         try:
             with self.alone():
                 while len(self.head) < count:
@@ -259,7 +260,7 @@ class StreamReader:
                 raise
 
     def sample(self, row: int, frees: bool) -> Any:
-        """Return the sample of a row; with `frees`, those before it are dropped."""
+        """Return the sample of a row; with `frees`, drop the samples before it."""
         if row < self.row - len(self.head):
             raise IndexError(
                 f"row {row} of the stream {self._name} was dropped: it is at row {self.row}"
@@ -274,16 +275,16 @@ class StreamReader:
         return self.head[row - self.row]
 
     def state(self) -> dict[str, Any]:
-        """The stream's own state here, as plain data, and where here is."""
+        """Return the stream's own state as plain data, with the current position."""
         state = copy.deepcopy(self.source.state_dict())
         place = {"row": self.row, "passes": self.passes, "in_pass": self._in_pass}
         return {**place, "state": state, "trail": self._trail}
 
 
 def as_kept(state: Mapping[str, Any]) -> Any:
-    """Return a state as it comes back from a checkpoint.
+    """Return a state as a checkpoint would give it back.
 
-    Raises what writing or reading it there would.
+    Raises the errors of writing it to a checkpoint or reading it again.
     """
     saved = io.BytesIO()
     torch.save(state, saved)
@@ -294,7 +295,7 @@ def as_kept(state: Mapping[str, Any]) -> Any:
 
 
 def missing_state(source: Any) -> str | None:
-    """Why a stream has no state of its own to be used; None where it has one."""
+    """Return why a stream has no usable state of its own; None if it has one."""
     try:
         inspect.signature(source.state_dict).bind()
         inspect.signature(source.load_state_dict).bind({})
@@ -306,9 +307,10 @@ def missing_state(source: Any) -> str | None:
 
 
 def prove(first: StreamReader, twin: StreamReader) -> str | None:
-    """Return why the stream's own state is not exact.
+    """Return why the stream's own state is not exact, or None if it is.
 
-    None where another instance loads states of the first, and goes on alike.
+    It is exact if another instance loads the first one's states and continues with the
+    same samples.
     """
     try:
         states = []
@@ -337,10 +339,8 @@ def prove(first: StreamReader, twin: StreamReader) -> str | None:
 def digest(value: Any) -> str:
     """Return a digest of nested tensors, arrays, plain data and objects.
 
-    Objects count by what pickle would keep of them.
-
-    It is the same in every process. What cannot be pickled counts by its repr, without
-    addresses.
+    It is the same in every process. Objects are represented by what pickle would store
+    of them, or, if they cannot be pickled, by their repr without addresses.
     """
     found = hashlib.blake2b(digest_size=8)
     _absorb(value, found.update)
@@ -348,7 +348,7 @@ def digest(value: Any) -> str:
 
 
 def _reduced(value: Any) -> list[Any]:
-    """Return what pickle would keep of an object; nothing of a class or function."""
+    """Return what pickle would store of an object; empty for a class or function."""
     if hasattr(value, "__qualname__"):
         return []
     with contextlib.suppress(Exception):  # what cannot be pickled
@@ -392,18 +392,18 @@ def _absorb(value: Any, update: Callable[[Any], None]) -> None:
 class Stream(Dataset[Any]):
     """A training stream.
 
-    Rows ascend (one may be repeated); those in between are read and dropped.
+    Requested rows must ascend (one may be repeated); rows in between are read and
+    dropped.
 
-    `make` gives the user's iterable: once in each process that reads it, and again for
-    a proof and to load a state. Where it has `set_epoch`, that is called with each
-    pass's number; `iter_rows` (Ray Data) goes before `__iter__`. `load_state_dict` must
-    be for the next iteration alone.
+    `make` returns the user's iterable. It is called once in each process that reads,
+    and again for a proof and to load a state. If the iterable has `set_epoch`, that is
+    called with the number of each pass; `iter_rows` (Ray Data) is preferred to
+    `__iter__`. `load_state_dict` must apply to the next iteration only.
 
     What is read before `begin` is kept in memory, so throw-away passes may read it
-    again and again. Have it read before
-    them: they put back what has changed in the user's objects. Raises ConfigError for a
-    stream that gives no sample, or none when it is begun again; what it raises itself
-    has a note with its name and the row.
+    repeatedly. Have it read before these passes, because they restore the user's
+    objects. Raises ConfigError for a stream that gives no sample, or none when begun
+    again; errors of the stream itself get a note with its name and the row.
     """
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
@@ -411,9 +411,7 @@ class Stream(Dataset[Any]):
         self._name = name
         self._begun = False
         self.beat: Callable[[], None] = lambda: None
-        """Called each 1,000 rows in the process that reads, also of those that are
-        dropped.
-        """
+        """Called every 1,000 rows in the process that reads, dropped rows included."""
         self._sent: Mapping[str, Any] | None = None
         # What is received may be a batch ahead of training.
         self._received: deque[Mapping[str, Any]] = deque(maxlen=2)
@@ -437,10 +435,10 @@ class Stream(Dataset[Any]):
         if doubt is not None:
             how = f"reads and drops what was trained, as {doubt}"
         self.words = f"a run that goes on with the stream {name} {how}"
-        """How the place is found again, and why so: for the log."""
+        """How a resumed run finds its place, and why so, for the log."""
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
-        """Return a sample for each row; before `begin`, a copy.
+        """Return a sample for each row; before `begin`, a copy of it.
 
         Raises IndexError for a row that was dropped.
         """
@@ -452,7 +450,7 @@ class Stream(Dataset[Any]):
         return list(map(_copied, samples))
 
     def digest(self, count: int) -> str:
-        """Return what tells the first `count` samples from others, before `begin`.
+        """Return a digest of the first `count` samples; call it before `begin`.
 
         It is the same in every process.
         """
@@ -465,13 +463,13 @@ class Stream(Dataset[Any]):
     ) -> None:
         """Begin training at a row, in this process or one forked from it.
 
-        `kept` and `mark` are what `state` and `mark_at` gave in the run before.
+        `kept` and `mark` are what `state_at` and `mark_at` returned in the run before.
 
         The samples after a loaded state are compared with those that followed it then,
-        and all samples up to the mark with those of the run before: a state that is not
-        exact after all (a large shuffle buffer's, beyond the samples of the proof) is
-        left, with a warning. Where the samples differ although they are counted from
-        the start, that is said.
+        and all samples up to the mark with those of the run before. A state that proves
+        inexact (that of a large shuffle buffer, beyond the samples of the proof) is
+        discarded with a warning. If samples differ even when read from the start, a
+        warning says so.
         """
         self._begun = True
         if mark is not None and mark[0] <= row:
@@ -481,9 +479,9 @@ class Stream(Dataset[Any]):
             self._kept = kept
 
     def send(self) -> tuple[Mapping[str, Any] | None, list[Mark]]:
-        """Return the stream's newest own state and the marks since the last call.
+        """Return the newest state, and the marks since the last call.
 
-        The state is None where it was sent before.
+        The state is None if it was already sent.
         """
         newest = self.state()
         kept = None if newest is self._sent else newest
@@ -491,16 +489,16 @@ class Stream(Dataset[Any]):
         return kept, [] if self._reader is None else self._reader.take_marks()
 
     def receive(self, told: tuple[Mapping[str, Any] | None, list[Mark]]) -> None:
-        """Take in what `send` gave in the process that reads."""
+        """Take in what `send` returned in the process that reads."""
         kept, marks = told
         self._marks.extend(marks)
         if kept is not None:
             self._received.append(kept)
 
     def mark_at(self, row: int) -> Mark | None:
-        """Return the last mark of those that lie in the first `row` rows.
+        """Return the last mark within the first `row` rows.
 
-        Rows must ascend.
+        Rows must ascend from call to call.
         """
         while len(self._marks) > 1 and self._marks[1][0] <= row:
             self._marks.popleft()
@@ -509,24 +507,27 @@ class Stream(Dataset[Any]):
         return None
 
     def state_at(self, row: int) -> Mapping[str, Any] | None:
-        """Return what a run that goes on at `row` begins with; None: it counts."""
+        """Return the state from which a run can resume at `row`.
+
+        None if it has to read from the start.
+        """
         fitting = (kept for kept in reversed(self._received) if kept["row"] <= row)
         return next(fitting, self._kept)
 
     def state(self) -> Mapping[str, Any] | None:
         """Return the stream's newest own state, as plain data.
 
-        Its `row` is at most the rows given.
+        Its `row` is at most the number of rows read.
 
-        One is recorded each 1,000 rows, in the process that reads. None: so far, or for
-        want of an exact one.
+        A state is recorded every 1,000 rows, in the process that reads. None if there
+        is none yet, or the stream has no exact one.
         """
         if self._reader is None:
             return self._kept
         return self._reader.kept
 
     def _here(self) -> StreamReader:
-        """The reader of this process."""
+        """Return the reader of this process."""
         if self._reader is None or not self._reader.goes_on:
             # Not freed here: the threads that it may wait for are the worker's.
             self._inherited = self._reader
@@ -540,7 +541,7 @@ class Stream(Dataset[Any]):
         return self._reader
 
     def _open(self) -> StreamReader:
-        """Return a reader from an exact state of the run before, else from the start."""
+        """Return a reader at the previous run's state if exact, else at the start."""
         if (kept := self._kept) is not None:
             reader = StreamReader(self._make, self._name, kept)
             try:
@@ -559,9 +560,9 @@ class Stream(Dataset[Any]):
         self._kept = None
 
     def _proved(self, reader: StreamReader, mark: Mark) -> StreamReader:
-        """Return the reader once it has come by the mark, or one from the start.
+        """Return the reader if its samples match the mark, else one from the start.
 
-        If that one does not come by it either, that is said.
+        If those samples do not match either, a warning says so.
         """
         reader.beat = self.beat
         if reader.comes_by(mark):
@@ -580,10 +581,10 @@ class Stream(Dataset[Any]):
 
 
 class Rereadable(Dataset[Any]):
-    """A validation stream: one pass, counted at once, begun again for each evaluation.
+    """A validation stream: one pass, counted at the start and repeated per evaluation.
 
-    `make` is called once in each process that reads it, and where it gives an iterator,
-    each time that it is begun.
+    `make` is called once in each process that reads it; if it returns an iterator, once
+    for each pass.
     """
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
@@ -599,7 +600,7 @@ class Rereadable(Dataset[Any]):
         return self._length
 
     def digest(self, count: int) -> str:
-        """Return what tells the first `count` samples, and how many there are."""
+        """Return a digest of the first `count` samples and the stream's length."""
         return digest(
             [self._length, *self.__getitems__(range(min(count, self._length)))]
         )
@@ -607,9 +608,9 @@ class Rereadable(Dataset[Any]):
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Return a sample for each row.
 
-        Rows ascend (one may be repeated), or begin again.
+        Rows must ascend (one may be repeated), or begin again.
 
-        Raises ConfigError for a stream that ends earlier than when it was counted.
+        Raises ConfigError if the stream now ends earlier than when it was counted.
         """
         reader = self._reader
         source = reader.source
@@ -632,11 +633,9 @@ class Rereadable(Dataset[Any]):
 
 
 def same_on_ranks(stream: Stream | Rereadable, group: Group, task: str) -> None:
-    """Raise ConfigError on all ranks where a stream's first samples differ.
+    """Raise ConfigError on all ranks if a stream's first samples differ between them.
 
-    It names `task`.
-
-    Every rank must call it, for a Stream before `begin`.
+    The error names `task`. Every rank must call it; for a Stream, before `begin`.
     """
     if len(set(group.gather(stream.digest(_TOLD)))) > 1:
         refuse_other_samples(task, _TOLD)
@@ -653,7 +652,7 @@ def refuse_other_samples(task: str, row: int) -> NoReturn:
 
 
 def _copied(sample: Any) -> Any:
-    """A copy for a pass that is thrown away: a collate may change what it gets."""
+    """Return a copy for a throw-away pass: a collate function may change its input."""
     try:
         return copy.deepcopy(sample)
     except Exception:  # such as a decoder over an open file

@@ -1,7 +1,7 @@
-"""A worker's device and random state: choose, set, seed, and read what both are doing.
+"""A worker's device and random state: choose, configure, seed and measure them.
 
-Memory is read by torch, or from Linux's /proc (proc(5)); load, power, heat and energy
-of a GPU by NVML.
+Memory is read from torch, or from Linux's /proc (proc(5)); load, power, temperature and
+energy of a GPU from NVML.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ SLOWED = {
 (nvml.h).
 """
 _SPARE_SHARE = 0.03
-"""Of the memory that a process may use: for cuBLAS's and NCCL's buffers, and for
-fragments.
+"""Share of the memory that a process may use, left for cuBLAS's and NCCL's buffers and
+for fragmentation.
 """
 _KEPT_BYTES = 2**25 - 2**16
 HOST = torch.device("cpu")
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
-    """Return the device: auto is cuda, then mps, then cpu.
+    """Return the device; auto prefers cuda, then mps, then cpu.
 
-    Raises ConfigError where a forced device is not there.
+    Raises ConfigError if the requested device does not exist.
     """
     if name in ("auto", "cuda") and torch.cuda.is_available():
         if index >= torch.cuda.device_count():
@@ -78,14 +78,14 @@ def device_name(device: torch.device) -> str:
 
 
 def with_gpu_memory(figures: dict[str, float]) -> dict[str, float]:
-    """Return a worker's figures and, on a GPU, what its tensors take of it."""
+    """Return the figures; on a GPU, add the memory that this process has allocated."""
     if not torch.cuda.is_available():
         return figures
     return {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
 
 
 def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
-    """Process-wide settings that a run depends on, each set whatever it was before."""
+    """Set the process-wide flags that a run depends on, whatever they were before."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(torch.float32)
@@ -107,9 +107,10 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch on every device that is there.
+    """Seed Python, numpy and torch on every available device.
 
-    Preparing a device that is not there takes torch longer.
+    Without an accelerator only the host is seeded: torch takes longer to prepare the
+    seeding of absent devices.
     """
     seed_host(seed)
     if torch.accelerator.is_available():
@@ -117,7 +118,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the host and one device, for what is seeded anew at each batch.
+    """Seed the host and one device, for seeding that is repeated for each batch.
 
     It takes a tenth of the time of `seed_all`.
     """
@@ -127,7 +128,7 @@ def seed_device(seed: int, device: torch.device) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Seed Python, numpy and torch on the CPU: a loader's process has nothing else."""
+    """Seed Python, numpy and torch on the CPU, which is all a loader process uses."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -142,19 +143,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def let_go(device: torch.device) -> None:
-    """Give back the memory of a GPU that nothing holds any more."""
+    """Release GPU memory that nothing uses any more."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def to_host(tensor: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy a tensor's numbers; return a function that waits for them.
+    """Begin to copy a tensor's values; return a function that waits for them.
 
-    The numbers are those of this moment.
+    The function returns the values that the tensor has now, even if it changes later.
 
-    Only on CUDA do they come beside the device's work: elsewhere they are waited for at
-    once.
+    Only on CUDA is the copy asynchronous; on other devices this call waits for it.
     """
     if tensor.device.type != "cuda":
         numbers: list[float] = tensor.tolist()
@@ -172,7 +172,7 @@ def to_host(tensor: Tensor) -> Callable[[], list[float]]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak for `peak_memory_bytes`; on a CPU through /proc/self/clear_refs."""
+    """Begin a new peak for `peak_memory_bytes`; on a CPU by /proc/self/clear_refs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu":
@@ -184,7 +184,8 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak since `reset_peak_memory`.
 
-    On a GPU it is what torch allocated, on a CPU the process's resident memory.
+    On a GPU it is the memory that torch allocated, on a CPU the process's resident
+    memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -197,9 +198,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Return `NAME_bytes` now allocated and reserved, at the peak and in total.
+    """Return the allocated, reserved, peak and total memory as `NAME_bytes`.
 
-    Only a GPU has reserved ones, those of torch's allocator.
+    Only a GPU has reserved memory, that of torch's allocator.
 
     On a CPU the resident memory of the process counts as allocated. Does not wait for
     the device.
@@ -224,16 +225,16 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return all memory of the device; of the host for a CPU."""
+    """Return all memory of the device; for a CPU, that of the host."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def take_spare(device: torch.device) -> Tensor | None:
-    """Take a little of a GPU's memory, to see whether the rest is enough.
+    """Allocate a little of a GPU's memory, to test whether the rest is enough.
 
-    Libraries and fragments take some later.
+    It stands for what libraries and fragmentation will take later.
     """
     if device.type != "cuda":
         return None
@@ -247,7 +248,7 @@ def _allowed_bytes(device: torch.device) -> float:
 
 
 def free_gpu_bytes(device: torch.device) -> float:
-    """Return the bytes of a GPU that this process may still allocate."""
+    """Return how many bytes of a GPU this process may still allocate."""
     free, _ = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - allocated
@@ -255,11 +256,11 @@ def free_gpu_bytes(device: torch.device) -> float:
 
 
 def grow_segments() -> None:
-    """Let torch's CUDA allocator grow its segments, where shapes change.
+    """Let torch's CUDA allocator expand its segments, for shapes that change.
 
-    Else what runs of other sizes have left free would not fit together.
+    Otherwise memory that runs of other sizes have freed would be too fragmented.
 
-    Where the environment says how to allocate, that holds.
+    Settings of the allocator in the environment take precedence.
     """
     chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not chosen:
@@ -267,9 +268,9 @@ def grow_segments() -> None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Collect what a figure depends on: versions, hardware, git commit.
+    """Collect what a measurement depends on: versions, hardware, git commit.
 
-    Saved with every run.
+    It is saved with every run.
     """
     report = {
         "python": platform.python_version(),
@@ -293,9 +294,9 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def get_rng_state(device: torch.device) -> dict[str, Any]:
-    """Python's, numpy's and torch's generators (CPU and `device`).
+    """Return the states of Python's, numpy's and torch's generators (CPU and `device`).
 
-    They are plain data, which `weights_only=True` reads back.
+    They are plain data, which `weights_only=True` can load.
     """
     generator: Any = np.random.get_state()
     _, key, pos, has_gauss, gauss = generator
@@ -314,7 +315,7 @@ def get_rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `get_rng_state` gave."""
+    """Restore what `get_rng_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     saved = state["numpy"]
@@ -331,9 +332,9 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
-    """Draw the same inside in every process, call and run, whatever the run's seed.
+    """Make random numbers within the block the same in every process, call and run.
 
-    Random state is put back.
+    They do not depend on the run's seed. Random state is restored afterwards.
     """
     before = get_rng_state(device)
     seed_device(0, device)
@@ -344,11 +345,11 @@ def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
 
 
 class GpuReadings:
-    """Samples a rank's own GPU by NVML, at most once a second, and averages that.
+    """Samples a rank's own GPU by NVML, at most once a second, and averages.
 
-    Without a GPU, without NVML, or where a figure is not supported (a MIG slice has no
-    utilisation) there is none: never an error. A reading takes the driver about a
-    millisecond and does not wait for the GPU.
+    A figure is missing, without an error, if there is no GPU or no NVML, or if the GPU
+    does not support it (a MIG slice has no utilisation). A reading takes the driver
+    about a millisecond and does not wait for the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -385,8 +386,8 @@ class GpuReadings:
         """Return the mean of each figure since the last call; None without any.
 
         Names: `utilisation` 0 to 1, `memory_used_bytes`, `memory_total_bytes`,
-        `power_w`, `temperature_c`, and in `slowed_by` every reason for lower clocks
-        that was met.
+        `power_w`, `temperature_c`, and in `slowed_by` every reason for lowered clocks
+        since then.
         """
         self.sample()
         if not self._samples:
@@ -404,7 +405,7 @@ class GpuReadings:
         return found
 
     def energy_j(self) -> float | None:
-        """Return J used since the driver was loaded; None where not counted."""
+        """Return joules used since the driver was loaded; None if not counted."""
         if self._handle is None:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
@@ -422,7 +423,7 @@ class GpuReadings:
 
 @contextlib.contextmanager
 def opened_nvml() -> Iterator[Any | None]:
-    """Yield NVML, open inside the context; None where there is no driver."""
+    """Yield NVML, opened for the block; None without a driver."""
     try:
         import pynvml
 
@@ -439,7 +440,7 @@ def opened_nvml() -> Iterator[Any | None]:
 def _handle(nvml: Any, device: torch.device) -> Any:
     """Return NVML's handle of a torch device by UUID, else by PCI address.
 
-    CUDA_VISIBLE_DEVICES renumbers devices, and neither of these.
+    CUDA_VISIBLE_DEVICES renumbers devices, but changes neither of these.
     """
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
@@ -472,7 +473,7 @@ def _read(nvml: Any, handle: Any) -> tuple[dict[str, float], set[str]]:
 
 
 def slowed_by(nvml: Any, handle: Any) -> set[str]:
-    """Return what lowers a GPU's clocks now; nothing where the driver does not say."""
+    """Return what lowers a GPU's clocks now; empty if the driver does not say."""
     for name in ("Event", "Throttle"):  # the older name, for older drivers
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             bits = getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(handle)
@@ -481,16 +482,16 @@ def slowed_by(nvml: Any, handle: Any) -> set[str]:
 
 
 class EnergyMeter:
-    """Counts the energy of a rank's GPU from its creation on, by the driver's counter."""
+    """Measures the energy of a rank's GPU since creation, by the driver's counter."""
 
     def __init__(self, device: torch.device, gpu: GpuReadings) -> None:
         self._gpu = gpu
         self.source = gpu.name or str(device)
-        """What it counts: two ranks of one source count the same."""
+        """The measured device: ranks with the same source measure the same energy."""
         self._before_j = gpu.energy_j()
 
     def used_j(self) -> float | None:
-        """Return joules; None where nothing counts them."""
+        """Return the joules used; None if nothing counts them."""
         now_j = self._gpu.energy_j()
         if now_j is None or self._before_j is None:
             return None
@@ -498,7 +499,7 @@ class EnergyMeter:
 
 
 def counts_energy(device_type: str) -> bool:
-    """Return whether this machine's first GPU counts its energy; takes no GPU."""
+    """Return whether this machine's first GPU counts energy, without occupying it."""
     if device_type != "cuda":
         return False
     with opened_nvml() as nvml, contextlib.suppress(Exception):  # as in GpuReadings

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _RANKS = re.compile(
     "((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID)"
 )
-"""The names by which launchers tell a process its place."""
+"""Variables by which launchers tell a process its rank."""
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 
@@ -68,7 +68,7 @@ class Group:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Gather plain data of every rank, in rank order, on rank 0; nothing elsewhere."""
+        """Gather plain data of every rank, in rank order, on rank 0; else empty."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = []
@@ -92,11 +92,11 @@ class Group:
 
 @contextlib.contextmanager
 def answered_locally() -> Iterator[None]:
-    """Answer every collective inside at once with this rank's own tensors.
+    """Complete every collective within the block with this rank's own tensors.
 
-    What a task sends in its forward pass (SyncBatchNorm, gathered features) then takes
-    the memory that it will take, and a rank that fails, or is alone, leaves nobody
-    waiting. Groups that are made inside are real ones.
+    What a task communicates in its forward pass (SyncBatchNorm, gathered features) then
+    takes as much memory as it will in training, and a rank that fails or runs alone
+    leaves no rank waiting. Groups that are created within the block are real ones.
     """
     swapped: list[tuple[Any, Any, Any]] = []
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -119,7 +119,7 @@ def answered_locally() -> Iterator[None]:
 
 
 def _answer_alone(group: Any, device: torch.device, rank: int, size: int) -> None:
-    """Have this rank answer a group's collectives on a device by itself."""
+    """Let this rank complete a group's collectives on a device by itself."""
     # torch's own; loads with torch.distributed.
     from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -129,12 +129,12 @@ def _answer_alone(group: Any, device: torch.device, rank: int, size: int) -> Non
 
 @contextlib.contextmanager
 def as_one_rank() -> Iterator[None]:
-    """Let what runs inside find a world of one rank.
+    """Within the block, present a world of one rank.
 
-    It does in torch.distributed as in the environment: many a library of data gives
-    each rank its share unasked.
+    It changes both torch.distributed and the environment: many data libraries give each
+    rank only its share, unasked.
 
-    Only for a thread beside which no other uses either.
+    Use it only if no other thread uses either meanwhile.
     """
     world: Any = GroupMember.WORLD if dist.is_initialized() else None
     names = list(filter(_RANKS.fullmatch, os.environ))
@@ -151,7 +151,7 @@ def as_one_rank() -> Iterator[None]:
 
 @functools.cache
 def _alone() -> Any:
-    """A group of one rank, which answers every collective."""
+    """Return a group of one rank, which completes every collective at once."""
     store: Any = dist.HashStore  # type: ignore[attr-defined]
     group: Any = dist.ProcessGroup(store(), 0, 1)
     for device in ("cpu", "cuda"):
@@ -165,13 +165,13 @@ def find_unlike(
 ) -> tuple[str, float] | None:
     """Find a tensor that differs between ranks by more than rounding.
 
-    Returns its name, and the difference as a share of its largest value; None where all
+    Returns its name, and the difference as a share of its largest value; None if all
     are alike.
 
     Waits for the device; every rank must call it with the same names.
 
-    A sum of each tensor's bits goes around, and the tensor itself where those differ.
-    Tensors of a library's own kind are left out.
+    Only a sum of each tensor's bits is sent, and the tensor itself if the sums differ.
+    Tensors of a library's own types are skipped.
     """
     named = []
     for name, tensor in tensors.items():
@@ -213,7 +213,7 @@ def _tolerance(own: Tensor) -> float:
 
 
 def keep_on_this_machine() -> None:
-    """Let a group of local ranks listen on the loopback, unless the user chose."""
+    """Let a group of local ranks use the loopback, unless the user chose otherwise."""
     loopback = "lo" if sys.platform == "linux" else "lo0"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
@@ -227,9 +227,9 @@ def join_group(
     device_index: int,
     timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Make this process a member of the run's process group.
+    """Join the run's process group.
 
-    `device_index` is its GPU under nccl.
+    `device_index` is this process's GPU under nccl.
 
     `place` is where the ranks meet: a URL, or a torch.distributed.Store.
     """
@@ -242,7 +242,7 @@ def join_group(
 
 
 def leave_group(failed: bool) -> None:
-    """Leave the run's process group; after a failure without waiting for others."""
+    """Leave the run's process group; after a failure, without waiting for others."""
     # A DDP reducer in a reference cycle would outlive the group: the process then
     # aborts one time in eight.
     gc.collect()

@@ -1,4 +1,4 @@
-"""Check what ranks on several hosts must have in common: versions and storage."""
+"""Check what ranks on several hosts must share: versions and storage."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _SEEN_WITHIN_S = 5.0
 
 
 def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
-    """Hash Paceline's code as it is imported here.
+    """Return a hash of Paceline's code as it is imported here.
 
-    Jobs bring their own, hosts have one installed.
+    A job brings its own copy of the code, while hosts have one installed.
     """
     digest = hashlib.sha256()
     home = Path(trainers.__file__).parent.parent
@@ -39,7 +39,7 @@ def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
 
 
 def own_versions() -> dict[str, str]:
-    """What must be equal on all ranks."""
+    """Return the versions that must be equal on all ranks."""
     return {
         "python": platform.python_version(),
         **package_versions("torch"),
@@ -48,7 +48,7 @@ def own_versions() -> dict[str, str]:
 
 
 def check_peers(group: Group, storage: Storage | None) -> None:
-    """Check that versions are equal on all ranks, and that all read what rank 0 writes.
+    """Check that all ranks have equal versions and can read what rank 0 writes.
 
     Every rank must call it.
 

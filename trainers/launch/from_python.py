@@ -1,8 +1,8 @@
-"""Turn a run given from Python into what a file would say: plain data and names.
+"""Turn a run given from Python into plain data and names, as a file would have them.
 
-Workers import a task by the name of its module. What is defined in a notebook lies in
-no module: its cells' source is written to one, in notebook_tasks/, and that file is
-what trains, now and from the configuration that is saved.
+Workers import a task by the name of its module. A class or function defined in a
+notebook is in no module, so its cells' source is written to one, in notebook_tasks/.
+Workers use that file, now and whenever the saved configuration is used again.
 """
 
 import ast
@@ -33,7 +33,7 @@ _FIX = "make it in the class, pass it in `task_args`, or write the class to a fi
 
 
 def check_thread(call: str) -> None:
-    """Raise ConfigError outside the main thread, where alone Python hears of Ctrl-C."""
+    """Raise ConfigError outside the main thread, which alone receives Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         rule = "was called in a thread of its own"
         raise ConfigError(call, MISSING, rule, "call it in the main thread")
@@ -42,7 +42,7 @@ def check_thread(call: str) -> None:
 def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:
     """Return a run's mapping, its source for messages, and its directory.
 
-    Raises ConfigError, in which `call` names what the user has called.
+    Raises ConfigError, in which `call` names the function that the user called.
     """
     if isinstance(run, str | os.PathLike):
         location = os.fspath(run)
@@ -62,7 +62,7 @@ def read_given(run: Given, call: str) -> tuple[Tree, str, Path | None]:
 
 
 def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
-    """Return plain data, as a file has it; adds directories of classes to `places`."""
+    """Convert to plain data as in a file; append directories of classes to `places`."""
     if isinstance(value, Mapping):
         return {
             str(name): plain(part, call, places, f"{key}.{name}".lstrip("."))
@@ -88,7 +88,7 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
 
 
 def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
-    """Return `module:name` of a class or function, and its directory unless installed."""
+    """Return `module:name` of a class or function; its directory if not installed."""
     name = thing.__qualname__
     module = thing.__module__
     main = sys.modules["__main__"]
@@ -118,11 +118,11 @@ def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
 
 
 def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
-    """Write a notebook's class or function, and all it uses, as a module beside it.
+    """Write a notebook's class or function, and all it uses, as a module.
 
-    Imports are taken over, functions and classes by their source, and anything else by
-    its value. ConfigError names what cannot be written down. A module is named by what
-    it says: a class that has changed is another task.
+    Imports are copied, functions and classes written as source, and anything else as
+    its value. ConfigError names what cannot be written. The module's name contains a
+    digest of its content, so a changed class is another task.
     """
     module = _Module()
     try:
@@ -143,11 +143,11 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
 
 
 class _CannotWriteError(Exception):
-    """A name, why no file can have its value, and the fix."""
+    """The name of a value, why no file can contain it, and the fix."""
 
 
 class _Module:
-    """What a notebook's class or function needs, as the text of a module."""
+    """The text of a module with all that a notebook's class or function needs."""
 
     def __init__(self) -> None:
         self._space = vars(sys.modules["__main__"])
@@ -156,13 +156,13 @@ class _Module:
         self._seen = set[str]()
 
     def text(self) -> str:
-        """Return the module, imports first."""
+        """Return the module's source, imports first."""
         head = "# Written by Paceline from the cells of a notebook.\nfrom __future__ import annotations"
         imports = "\n".join([head, *sorted(self._imports)])
         return "\n\n\n".join([imports, *self._definitions]) + "\n"
 
     def add(self, name: str, value: Any) -> None:
-        """Add what `name` stands for, and all that it uses."""
+        """Add the definition of `name`, and of all that it uses."""
         if name in self._seen:
             return
         self._seen.add(name)
@@ -198,7 +198,7 @@ class _Module:
         self._definitions.append(source)
 
     def _assign(self, name: str, value: Any) -> None:
-        """Add a value."""
+        """Add a variable with its value."""
         if not _is_literal(value):
             rule = f"is a {type(value).__name__} that only this notebook has"
             raise _CannotWriteError(name, rule, _FIX)
@@ -210,7 +210,7 @@ class _Module:
 
 
 def _source(thing: Any) -> str | None:
-    """Return the statement that defined a class or function, from its cell."""
+    """Return the source that defined a class or function in a notebook's cell."""
     kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     members = [thing]
     if isinstance(thing, type):
@@ -232,7 +232,7 @@ def _source(thing: Any) -> str | None:
 
 
 def _globals(table: symtable.SymbolTable) -> set[str]:
-    """Return the names that source reads from its module."""
+    """Return the global names that the source refers to."""
     found = {
         symbol.get_name()
         for symbol in table.get_symbols()
@@ -242,7 +242,7 @@ def _globals(table: symtable.SymbolTable) -> set[str]:
 
 
 def _is_literal(value: Any) -> bool:
-    """Whether its `repr` is Python that gives it again."""
+    """Whether evaluating the value's `repr` gives an equal value."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError):

@@ -53,11 +53,11 @@ class LocalContext(RunContext):
     """Where this rank leaves its failure for the process that spawned it."""
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether a signal came."""
+        """Whether a signal has asked to stop."""
         return self._signals is not None and self._signals.asked
 
     def listen(self) -> StopSignals:
-        """Return the block in which signals ask the loop to stop."""
+        """Return a context in which signals ask the loop to stop."""
         log = logger.info if self.rank == 0 else logger.debug
         self._signals = StopSignals(
             lambda name: log("asked to stop (%s): writing a checkpoint first", name)
@@ -65,24 +65,24 @@ class LocalContext(RunContext):
         return self._signals
 
     def telling(self, job: Job[Any], take: Take | None) -> Self:
-        """Give what the run tells to `take`."""
+        """Pass the run's records to `take`; return this context."""
         self.take = take
         self.draws_line = job.told == "line"
         return self
 
     @property
     def is_heard(self) -> bool:
-        """By the process that has spawned this one."""
+        """Whether the process that spawned this one prints its failures."""
         return self.failed is not None
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """Leave it for the process that started this one."""
+        """Save the failure for the process that started this one."""
         _leave(failure, stack, self.failed)
 
 
 @contextlib.contextmanager
 def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
-    """Raise foreign exceptions as RunFailedError, and print their traceback if needed."""
+    """Raise other exceptions as RunFailedError, and print tracebacks if needed."""
     try:
         yield
     except PacelineError as error:
@@ -99,8 +99,8 @@ def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
 def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     """Write a worker's failure where its launcher looks for it.
 
-    A file of the spawning process's, or torchrun's own, whose earliest is the root
-    cause.
+    That is `file`, which the spawning process reads, or torchrun's error file. torchrun
+    takes the earliest failure for the root cause.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
     if not place:
@@ -119,14 +119,14 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
 
 
 def run_local(job: Job[R], take: Take | None = None) -> R:
-    """Run one worker in this process; `take` gets the run's records as they are made."""
+    """Run one worker in this process; `take` gets the run's records as they occur."""
     context = LocalContext(job.storage, "local").telling(job, take)
     with context.listen():
         return job.execute(context)
 
 
 def run_torchrun(job: Job[R], take: Take | None = None) -> R:
-    """Run this process as one of torchrun's workers; each of them calls this."""
+    """Run this process as one of torchrun's workers; each worker calls this."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     numbers = [int(os.environ[name]) for name in names]
     context = LocalContext(job.storage, "torchrun", *numbers).telling(job, take)
@@ -135,9 +135,9 @@ def run_torchrun(job: Job[R], take: Take | None = None) -> R:
 
 
 def run_spawn(job: Job[R], take: Take | None = None) -> R:
-    """Run `scaling.num_workers` processes on this machine, and return rank 0's result.
+    """Run `scaling.num_workers` processes on this machine; return rank 0's result.
 
-    A group that ran out of memory in mid-training starts again with a smaller
+    A group that ran out of memory during training is restarted with a smaller
     microbatch. Raises RunFailedError with the message of the rank that failed first.
     """
     while True:
@@ -193,7 +193,7 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
 
 
 def _receive(records: Connection, take: Take | None) -> None:
-    """Take the records that rank 0 has sent."""
+    """Receive the records that rank 0 has sent."""
     with contextlib.suppress(EOFError, OSError):  # it is over
         while records.poll():
             for record in records.recv():
@@ -203,7 +203,7 @@ def _receive(records: Connection, take: Take | None) -> None:
 
 @contextlib.contextmanager
 def _beside(wanted: bool) -> Iterator[None]:
-    """Print beside a live line that another process draws."""
+    """Print without disturbing a live line that another process draws."""
     if not wanted:
         yield
         return
@@ -234,7 +234,7 @@ def _spawned(
 
 
 def _delete(directory: str) -> None:
-    """Delete a group's directory while its ranks write: moved, it gets no more files."""
+    """Delete a group's directory, renamed first so that ranks write no more into it."""
     with contextlib.suppress(OSError):  # another rank was first
         shutil.rmtree(Path(directory).rename(f"{directory}-over"), ignore_errors=True)
 
@@ -250,7 +250,7 @@ def _execute(rank: int, job: Job[Any], context: LocalContext, directory: str) ->
 
 
 def _trace(error: BaseException) -> str:
-    """The traceback of what is being handled; empty where a sentence says it all."""
+    """Return the current traceback; empty if the message alone explains the error."""
     if isinstance(error, PacelineError | KeyboardInterrupt):
         return ""
     return traceback.format_exc()
@@ -259,7 +259,7 @@ def _trace(error: BaseException) -> str:
 def _failure(
     directory: Path, error: ProcessException, exits: list[int | None]
 ) -> RunFailedError:
-    """Return the cause among what the ranks left: failures in files, and exit codes."""
+    """Return the root cause, from the ranks' failure files and exit codes."""
     failures = []
     traces = {}
     for path in directory.glob("failed-*"):

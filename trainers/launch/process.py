@@ -1,4 +1,4 @@
-"""What each process does around its work: imports, log, signals, and an end in time.
+"""What each process sets up around its work: imports, log, signals, a timely end.
 
 Environment read: TORCHELASTIC_RUN_ID, which torchrun sets.
 """
@@ -24,14 +24,14 @@ _LOOK_S = 0.5
 
 @contextlib.contextmanager
 def without_collection(own_process: bool = False) -> Iterator[None]:
-    """Keep the garbage collector out of a block of imports.
+    """Disable the garbage collector during a block of imports.
 
-    Importing torch makes a million objects that all stay, and Python's collector looks
-    through them dozens of times on the way: a third of the time that the import takes.
+    Importing torch creates a million permanent objects, and Python's collector goes
+    through them dozens of times meanwhile: a third of the import's time.
 
-    `own_process`: whatever there is by then stays until the process ends, and no later
-    collection looks at it again. Only for the start of a process that is ours: it would
-    keep a caller's cycles for ever.
+    With `own_process`, all objects that exist at the end of the block are exempt from
+    later collections, too. Use it only at the start of a process of ours: in a caller's
+    process it would keep the caller's garbage cycles for ever.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -52,8 +52,8 @@ class _Redacting(logging.Formatter):
 def setup_logging(rank: int, quiet: bool = False) -> None:
     """Send our packages' log to standard output, without secrets.
 
-    Rank 0's progress as it is (`quiet`: its warnings), other ranks' warnings with their
-    rank.
+    Rank 0 logs its progress without a prefix (with `quiet`, only warnings); other ranks
+    log warnings with their rank.
     """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(
@@ -63,7 +63,7 @@ def setup_logging(rank: int, quiet: bool = False) -> None:
 
 
 def show_log(handler: logging.Handler, level: int) -> None:
-    """Send our packages' log to one handler alone."""
+    """Send our packages' log to this handler only."""
     for name in PACKAGES:
         package = logging.getLogger(name)
         package.handlers[:] = [handler]
@@ -73,7 +73,7 @@ def show_log(handler: logging.Handler, level: int) -> None:
 
 @contextlib.contextmanager
 def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
-    """Show our log: for good in a command, else in a block, if nobody shows it."""
+    """Show our log: permanently in a command, else in the block if not shown yet."""
     if is_command:
         setup_logging(rank, quiet)
         yield
@@ -98,24 +98,24 @@ def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that ask to stop; not SIGHUP where it is ignored (nohup)."""
+    """Return the signals that ask to stop; without SIGHUP if it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if ignored else [signal.SIGHUP])]
 
 
 class StopSignals:
-    """In its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop.
+    """Within its block SIGTERM, SIGHUP and the first Ctrl-C only ask to stop.
 
     A second Ctrl-C interrupts at once.
 
-    No other signal does when it comes twice, as SIGTERM may: from torchrun, and from
-    what has started that.
+    A repeated SIGTERM does not: it may come both from torchrun and from what has
+    started torchrun.
     """
 
     asked = False
 
     def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
-        """Call `tell` in a thread, with the first signal's name."""
+        """`tell` is called in a thread with the name of the first signal."""
         self._tell = tell
         self._telling: threading.Thread | None = None
 
@@ -143,7 +143,7 @@ class StopSignals:
 
 
 def end_at_once() -> None:
-    """Let SIGTERM and Ctrl-C interrupt this process; does nothing in a thread."""
+    """Let SIGTERM and Ctrl-C interrupt this process; without effect in a thread."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
@@ -152,9 +152,9 @@ def end_at_once() -> None:
 def follow(
     wait: Callable[[], object], last: Callable[[], object] = lambda: None
 ) -> None:
-    """End this process when `wait` returns, after `last`.
+    """When `wait` returns, call `last` and end this process.
 
-    In a thread, since a collective lets no handler run.
+    It uses a thread, because signal handlers cannot run during a collective.
     """
 
     def end() -> None:
@@ -166,7 +166,7 @@ def follow(
 
 
 def follow_agent() -> None:
-    """End a worker of torchrun's within a second of torchrun's agent."""
+    """End this worker of torchrun within a second of the end of torchrun's agent."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     agent = os.getppid()

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MARK = "config.yaml"
-"""The file that makes a directory a run's."""
+"""The file that marks a directory as a run's."""
 
 
 def task_path(
@@ -56,10 +56,10 @@ def task_path(
 ) -> list[str]:
     """Return the directories that `sys.path` needs for the module that `key` names.
 
-    It may lie beside the YAML, above it, in the working directory, or be installed.
-    Looks for files, and imports nothing.
+    The module may be beside the YAML file, above it, in the working directory, or
+    installed. Looks for files, and imports nothing.
 
-    Raises ConfigError when there is neither such a file nor such an installed module.
+    Raises ConfigError if there is neither such a file nor such an installed module.
     """
     module, _, class_name = task.partition(":")
     own = []
@@ -91,7 +91,7 @@ def task_path(
 
 
 def _is_installed(module: str) -> bool:
-    """Whether the import system finds a module; imports no parent of it."""
+    """Whether the import system finds a module, without importing its parents."""
     top, *below = module.split(".")
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec(top)
@@ -105,11 +105,11 @@ def _is_installed(module: str) -> bool:
 
 
 def portable(paths: list[str]) -> list[str]:
-    """Make directories below the working directory relative, inside a Ray job.
+    """Inside a Ray job, make paths below the working directory relative to it.
 
-    The job's package lies elsewhere for the next job, and maybe on another node.
+    The job's package is in another place in the next job, and maybe on another node.
 
-    Outside of one, return the paths as they are.
+    Outside of a job, return the paths as they are.
     """
     if not inside_ray_job():
         return paths
@@ -122,7 +122,7 @@ def portable(paths: list[str]) -> list[str]:
 
 
 def add_to_path(paths: list[str]) -> None:
-    """Put directories first on `sys.path`; relative ones lie below its entries."""
+    """Put directories first on `sys.path`; relative ones are found via its entries."""
     for path in reversed(paths):
         for base in [str(Path.cwd()), *sys.path]:
             found = str(Path(base, path))
@@ -136,9 +136,9 @@ def add_to_path(paths: list[str]) -> None:
 def load_task(task: str, task_args: Tree, source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`.
 
-    ConfigError says what is wrong.
+    Raises ConfigError, which says what is wrong.
 
-    What it draws at random meanwhile is the same in every process.
+    Random numbers that this draws are the same in every process.
     """
     with without_collection():
         from trainers.devices.device import drawn_alike
@@ -153,7 +153,7 @@ def load_task(task: str, task_args: Tree, source: str) -> Task:
 
 
 def load_class(key: str, named: str, base: type, source: str) -> type:
-    """Import what `module:Class` means, a class derived from `base`."""
+    """Import the class named `module:Class`, which must derive from `base`."""
     found = load_named(key, named, "class", source)
     if isinstance(found, type) and issubclass(found, base):
         return found
@@ -163,7 +163,7 @@ def load_class(key: str, named: str, base: type, source: str) -> type:
 
 
 def load_function(train_func: str, config: Tree, source: str) -> Callable[[], Any]:
-    """Import a training function and bind `config` where it takes one."""
+    """Import a training function; bind `config` if it takes a parameter."""
     with without_collection():
         function: Callable[..., Any] = load_named(
             "train_func", train_func, "function", source
@@ -178,7 +178,7 @@ def load_function(train_func: str, config: Tree, source: str) -> Callable[[], An
 
 
 def load_named(key: str, named: str, kind: str, source: str) -> Any:
-    """Import what `module:name` means, a class or a function."""
+    """Import the class or function named `module:name`."""
     module_name, _, name = named.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -206,7 +206,7 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
 def _check_call(
     key: str, value: Any, called: Any, source: str, *args: Any, **given: Any
 ) -> None:
-    """Raise ConfigError where a class or function does not take these arguments."""
+    """Raise ConfigError if a class or function does not accept these arguments."""
     signature = inspect.signature(called)
     name = getattr(called, "__name__", "it")
     try:
@@ -221,15 +221,15 @@ class Result(Protocol):
     """What a worker returns."""
 
     def to_json(self) -> str:
-        """Return it as it crosses between processes."""
+        """Return it as JSON, to pass it between processes."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A result of plain data."""
+    """A result that consists of plain data."""
 
     def to_json(self) -> str:
-        """Return it as it crosses between processes."""
+        """Return it as JSON, to pass it between processes."""
         return json.dumps(asdict(self))
 
 
@@ -238,7 +238,7 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class Spec:
-    """What is to be run; crosses to other processes as plain data.
+    """What to run, as plain data that can be passed to other processes.
 
     Its `tree` must not be changed.
     """
@@ -252,14 +252,14 @@ class Spec:
     uri: str
     """The run's directory."""
     token: str = field(default="", kw_only=True)
-    """Of the directory's lease, without which nothing is written; empty where nobody
-    holds one.
+    """The token of the directory's lease, without which nothing is written; empty if
+    nobody holds a lease.
     """
     quiet: bool = field(default=False, kw_only=True)
-    """Whether workers log nothing but warnings."""
+    """Whether workers log only warnings."""
     told: Literal["", "line", "json"] = field(default="", kw_only=True)
-    """What becomes of the run's records while it runs: nothing, a live line, or a
-    record each on standard output.
+    """What happens to the run's records while it runs: nothing, a live line, or one
+    JSON record each on standard output.
     """
 
     @functools.cached_property
@@ -272,17 +272,17 @@ class Spec:
 
 
 class FunctionSpec(Spec):
-    """A run of a training function for Ray Train."""
+    """A run of a training function with Ray Train."""
 
     @functools.cached_property
     def config(self) -> FunctionConfig:
-        """The configuration, validated at the first access in a process."""
+        """The configuration, validated on first access in each process."""
         return build(FunctionConfig, self.tree, self.source)
 
     def load(self) -> Callable[[], Any]:
-        """Import the function, with its directories on `sys.path`; ready to be called.
+        """Return the imported function, ready to be called without arguments.
 
-        ConfigError as for a task.
+        Its directories are put on `sys.path`. Raises ConfigError as for a task.
         """
         config = self.config
         add_to_path(list(self.path))
@@ -297,13 +297,13 @@ class Job(Spec, ABC, Generic[R]):
 
     @functools.cached_property
     def config(self) -> TrainConfig:
-        """The configuration, validated at the first access in a process."""
+        """The configuration, validated on first access in each process."""
         return build(TrainConfig, self.tree, self.source)
 
     def load_task(self, context: RunContext | None = None) -> Task:
         """Import and construct the task; raises ConfigError.
 
-        Watched where `context` is not yet, or there is none.
+        A watchdog watches this, unless `context` already has one.
         """
         config = self.config
         rank = int(os.environ.get("RANK", "0"))
@@ -318,7 +318,7 @@ class Job(Spec, ABC, Generic[R]):
         """Do the work of one worker."""
 
     def read_result(self, text: bytes) -> R:
-        """Parse what `execute` returned, from its JSON."""
+        """Parse the JSON of what `execute` returned."""
         found: R = parse_json(text, self.answer, finite=False)
         return found
 
@@ -336,7 +336,7 @@ class RunSpec(Job["RunResult"]):
             return fit(self.load_task(context), self.config, context)
 
     def read_result(self, text: bytes) -> RunResult:
-        """What `execute` gave, from its JSON."""
+        """Parse the JSON of what `execute` returned."""
         from trainers.measure.result import RunResult
 
         return RunResult.from_json(text)
@@ -350,7 +350,7 @@ def torchrun_world_size() -> int | None:
 
 
 def read_file(location: str) -> tuple[Tree, Path | None]:
-    """Return the mapping of a configuration file and its directory (None: elsewhere)."""
+    """Return a configuration file's mapping and its directory (None for a URI)."""
     if "://" in location:
         file = Storage(location)
         return parse_mapping(_read(file.parent, file.name, location), location), None
@@ -381,7 +381,7 @@ def _read(storage: Storage, name: str, source: str) -> str:
 
 
 def read_mapping(storage: Storage, name: str) -> Tree:
-    """Read a YAML mapping of ours from storage; ConfigError names a damaged file."""
+    """Read a YAML file of ours from storage; ConfigError if it is damaged."""
     source = storage.locate(name)
     return parse_mapping(_read(storage, name, source), source)
 
@@ -389,9 +389,9 @@ def read_mapping(storage: Storage, name: str) -> Tree:
 def read_run(
     location: str, overrides: Mapping[str, Any], world_size: int | None = None
 ) -> RunSpec | FunctionSpec:
-    """Read and check a run's file, before torch or Ray is imported; raises ConfigError.
+    """Read and check a run's file before torch or Ray is imported; ConfigError if bad.
 
-    `world_size` is given by a launcher that has decided it already (torchrun).
+    `world_size` is given if the launcher has already decided it (torchrun).
     """
     tree, directory = read_file(location)
     return run_with(tree, location, directory, overrides, world_size)
@@ -404,7 +404,10 @@ def run_with(
     overrides: Mapping[str, Any],
     world_size: int | None,
 ) -> RunSpec | FunctionSpec:
-    """`make_spec` or `make_function_spec` of a mapping with dotted keys set."""
+    """Set dotted keys in a mapping, and check it by the function for its kind.
+
+    That is `make_function_spec` for a training function, and otherwise `make_spec`.
+    """
     kind = kind_of(tree)
     tree = override(kind, tree, overrides)
     if kind is FunctionConfig:
@@ -418,7 +421,7 @@ def run_with(
 def make_function_spec(
     tree: Tree, source: str, directory: Path | None, own_workers: bool = True
 ) -> FunctionSpec:
-    """Check the mapping of a training function, as `make_spec`."""
+    """Check a training function's mapping, as `make_spec` checks a run's."""
     config = build(FunctionConfig, tree, source)
     if own_workers and not os.environ.get("RAY_ADDRESS"):
         check_machine(config.scaling, source)
@@ -429,10 +432,10 @@ def make_function_spec(
 def make_spec(
     tree: Tree, source: str, directory: Path | None, own_workers: bool = True
 ) -> RunSpec:
-    """Check a training mapping from `source`, whose relative names mean `directory`.
+    """Check a run's mapping from `source`; relative names are relative to `directory`.
 
-    `own_workers`: the workers will be started here, and must fit; torchrun's are
-    started already, on any machine.
+    With `own_workers`, the workers will be started on this machine, and must fit;
+    torchrun's are already running, on any machine.
     """
     config = build(TrainConfig, tree, source)
     on_cluster = config.launcher == "ray" and os.environ.get("RAY_ADDRESS")
@@ -448,7 +451,7 @@ def _places(
     source: str,
     directory: Path | None,
 ) -> tuple[tuple[str, ...], str]:
-    """Return the directories of the module that `key` names, and the run's own."""
+    """Return the directories of the module that `key` names, and the run's URI."""
     named = getattr(config, key)
     path = task_path(named, config.task_dir, directory, source, key)
     try:
@@ -459,7 +462,7 @@ def _places(
 
 
 def check_machine(scaling: ScalingConfig, source: str) -> None:
-    """Raise ConfigError where a local launcher's workers do not fit on this machine."""
+    """Raise ConfigError if a local launcher's workers do not fit on this machine."""
     cores = len(os.sched_getaffinity(0))
     workers = scaling.max_workers
     each = scaling.cpus_per_worker
@@ -471,7 +474,7 @@ def check_machine(scaling: ScalingConfig, source: str) -> None:
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
-    """Check precision and device; `device_type` is the workers', None: this machine's."""
+    """Check precision and device for a type of device; None means this machine's."""
     from trainers.devices.device import resolve_device
     from trainers.model.precision import check_device_type, resolve_precision
 
@@ -487,7 +490,7 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
 
 
 def open_run(location: str) -> tuple[Storage, TrainConfig]:
-    """Return a run's directory and its last configuration; ConfigError without a run."""
+    """Return a run's directory and its last configuration; ConfigError if none."""
     storage = Storage(storage_uri(location))
     if not storage.exists(MARK):
         above = storage.parent
@@ -500,7 +503,7 @@ def open_run(location: str) -> tuple[Storage, TrainConfig]:
 
 
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete what a directory holds but its lease; ConfigError if it lacks `mark`."""
+    """Delete a directory's content except its lease; ConfigError if it lacks `mark`."""
     names = [name for name in storage.names() if name != LEASE]
     if names and mark not in names:
         rule = f"is not ours to delete: it holds files but no {mark}"
@@ -527,9 +530,9 @@ def _finished(storage: Storage) -> RunResult | None:
 
 
 def check_kept(storage: Storage, result: RunResult) -> None:
-    """Raise an error where the checkpoint that a run ended with is not there.
+    """Raise an error if the checkpoint that a run ended with does not exist.
 
-    StorageError where it was deleted, CheckpointError where the result is damaged.
+    StorageError if it was deleted, CheckpointError if the result is damaged.
     """
     from trainers.checkpoint.manifest import Manifest
 
@@ -551,12 +554,11 @@ def check_kept(storage: Storage, result: RunResult) -> None:
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory ready; return the result of a run that is complete.
+    """Prepare the run's directory; return the result if the run is already complete.
 
-    This process must hold its lease.
+    This process must hold the lease of the directory.
 
-    Raises ConfigError when another run of this name is there that learned something
-    else.
+    Raises ConfigError if it contains a run of this name that trained something else.
     """
     storage = spec.storage
     if fresh:
@@ -575,7 +577,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
 
 
 def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
-    """Make the directory of a function's run ready; ConfigError as in prepare_storage."""
+    """Prepare the directory of a function's run; ConfigError as in prepare_storage."""
     if fresh:
         delete_own(spec.storage, MARK)
     if spec.storage.exists(MARK):
@@ -584,7 +586,7 @@ def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
 
 
 def check_same(spec: Spec, keys: Sequence[str]) -> Tree:
-    """Return the run's former configuration; ConfigError where one of `keys` differs."""
+    """Return the run's earlier configuration; ConfigError if one of `keys` differs."""
     before = read_mapping(spec.storage, MARK)
     for key in keys:
         was = before.get(key)

@@ -1,6 +1,6 @@
-"""One worker's attempt at a run: what it trains with, and how far it is.
+"""One worker's attempt at a run: what it trains with, and how far it has come.
 
-Its parts share it.
+The other parts of the loop share it.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class EarlyStopping:
     """Counts evaluations since the best one.
 
-    Every rank has the same figures, so nothing has to be agreed.
+    Every rank has the same figures, so ranks need not agree on anything.
     """
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
@@ -56,7 +56,7 @@ class EarlyStopping:
     def take(self, step: int, figures: Mapping[str, float]) -> None:
         """Take in an evaluation's figures.
 
-        Raises ConfigError where the metric is none of them.
+        Raises ConfigError if they lack the metric.
         """
         if self.goal is None:
             return
@@ -68,7 +68,7 @@ class EarlyStopping:
             self._waited += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data; nothing where the run has no early stopping."""
+        """Return the state as plain data, which is empty without early stopping."""
         if self.goal is None:
             return {}
         return {
@@ -79,7 +79,7 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, where it is of this metric."""
+        """Load what `state_dict` returned, if it is for the same metric."""
         if self.goal is not None and state.get("metric") == self.goal.metric:
             self._best = state["best"]
             self._best_step = state["best_step"]
@@ -87,7 +87,7 @@ class EarlyStopping:
 
 
 class Attempt:
-    """From the newest checkpoint to the end, a stop or an error."""
+    """One worker's training from a checkpoint to the end, a stop or an error."""
 
     def __init__(
         self,
@@ -113,39 +113,39 @@ class Attempt:
             self.log = RunLog(storage, config.writes_events, is_followed)
         self.began = time.monotonic()
         self.step = 0
-        """Steps done, in earlier attempts as well."""
+        """Number of steps done, earlier attempts included."""
         self.end = parts.total_steps
         """The step after which this attempt ends."""
         self.metrics: dict[str, float] = {}
-        """The newest value of each."""
+        """The newest value of each metric."""
         self.logged_step = 0
         """The last step of the last window of the log."""
         self.evaluated_step = -1
         self.reported: list[dict[str, float]] = []
-        """The evaluations that the launcher was told of, where only checkpoints keep
-        them.
+        """The evaluations reported to the launcher, if they are only kept in
+        checkpoints.
         """
         self.cut_window: Losses = {}
-        """The last window of the log, where it ended before its time, with the run."""
+        """The losses of the log's last window, if the end of the run cut it short."""
         self.weightless = 0
-        """Steps of this attempt from which nothing is learnt, for their samples weigh
-        nothing.
+        """Number of steps in this attempt that learnt nothing, because all their
+        samples have weight zero.
         """
         self.checkpoint: str | None = None
-        """Where the newest one is."""
+        """Where the newest checkpoint is."""
         self.elapsed_s = 0.0
-        """Of this attempt, as the ranks have last agreed on it."""
+        """Age of this attempt, as last agreed by the ranks."""
         self.earlier_time_s = 0.0
         """Training time of the launches before this one."""
         self.pauses = Pauses()
         self.later: deque[tuple[int, Callable[[], None]]] = deque()
-        """What waits for figures of the device, with the step after which it was begun,
-        in order.
+        """Deferred calls that wait for results of the device, in order, each with the
+        step at which it was queued.
         """
 
     @property
     def epochs(self) -> float | None:
-        """Epochs done, with a part of one; None of a stream of unknown length."""
+        """Epochs done, including the fraction; None for a stream of unknown length."""
         sampler = self.parts.sampler
         if not sampler.known_length:
             return None
@@ -167,25 +167,25 @@ class Attempt:
         return self.parts.sampler.batches.place(self.step).number == 0
 
     def check_names(self, figures: Mapping[str, float]) -> None:
-        """Raise ConfigError where an evaluation lacks a metric that is configured."""
+        """Raise ConfigError if an evaluation lacks a configured metric."""
         for goal in self._goals:
             if goal is not None:
                 check_metric(goal.key, goal.metric, figures)
 
     def is_due(self, step: int, every: EvaluateConfig | CheckpointConfig) -> bool:
-        """Return whether a step completes such an interval."""
+        """Return whether a step completes an interval of `every`."""
         if every.every_steps is not None:
             return step % every.every_steps == 0
         epoch, index = self.parts.sampler.batches.place(step)
         return index == 0 and epoch % (every.every_epochs or 1) == 0
 
     def settle(self, step: int) -> None:
-        """Do what was left for later up to `step`."""
+        """Run the deferred calls that were queued at steps up to `step`."""
         while self.later and self.later[0][0] <= step:
             self.later.popleft()[1]()
 
     def end_early(self) -> None:
-        """Make this step the last one where early stopping says so."""
+        """Make this step the last one if early stopping says so."""
         if (words := self.stopping.words) is not None:
             self.end = self.step
             if self.context.rank == 0:
@@ -202,16 +202,16 @@ class Attempt:
         return place
 
     def tell(self, kind: str, figures: Mapping[str, Any]) -> None:
-        """Tell whoever wants the run's records of one."""
+        """Pass one record of the run, from rank 0, to whoever has asked for records."""
         if self.context.take is not None and self.context.rank == 0:
             row = {"record": kind, **self.position()}
             row["wall_time_s"] = time.monotonic() - self.began
             self.context.take({**row, **figures})
 
     def stream_mark(self) -> Mark | None:
-        """Return what tells apart a stream's samples that all ranks have read.
+        """Return the mark of the stream's samples up to the first row of the last step.
 
-        That is the first row of the last step.
+        All ranks have read these, so their marks can be compared.
         """
         stream = self.parts.train_feed.dataset
         if self.step == 0 or not isinstance(stream, Stream):
@@ -219,9 +219,9 @@ class Attempt:
         return stream.mark_at(self.parts.sampler.batches.samples(self.step - 1) + 1)
 
     def report(self, checkpoint: str | None) -> None:
-        """Tell the launcher where the run is, with its figures.
+        """Report the run's position and newest figures to the launcher.
 
-        `checkpoint` is complete, where one is given.
+        `checkpoint`, if given, is the location of a complete checkpoint.
         """
         row = {**self.position(), **self.metrics}
         if checkpoint is None and self.context.storage is None:

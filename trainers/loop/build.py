@@ -149,7 +149,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
 @dataclass
 class _Seen:
-    """What throw-away passes before training have shown, as a Replica has it."""
+    """What throw-away passes before training found, to become fields of the Replica."""
 
     flops_per_sample: float | None
     samples: str
@@ -168,10 +168,10 @@ def _look_first(
     at_once: int,
     context: RunContext,
 ) -> _Seen:
-    """Take the throw-away passes before training, of every rank alike.
+    """Run the throw-away passes before training, the same ones on every rank.
 
-    Microbatches are of `size`, a step is split into `pieces`, and `last` is the last
-    one of the first epoch; evaluations take `at_once` samples.
+    Microbatches have `size` samples, a step is split into `pieces`, and `last` is the
+    last step of the first epoch; evaluations take `at_once` samples at a time.
     """
     train = probe.dataset
     forward = probe.forward
@@ -209,7 +209,7 @@ def _has(model: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
-    """Choose and set up this worker's device; return its place among all."""
+    """Choose and set up this worker's device; return its group of ranks."""
     device = resolve_device(config.device, context.device_index)
     group = Group(context.rank, context.world_size, device)
     # Before any collective: it binds the GPU.
@@ -221,7 +221,7 @@ def _prepare_device(config: TrainConfig, context: RunContext) -> Group:
 
 
 def _unheld(field: str, metric: str) -> ConfigError:
-    """Return what to raise for a figure of a validation split that is not there."""
+    """Return the error for a metric of a validation split that does not exist."""
     return ConfigError(
         field,
         metric,
@@ -231,7 +231,7 @@ def _unheld(field: str, metric: str) -> ConfigError:
 
 
 def _refuse_what_evaluates(config: TrainConfig, watches: tuple[str, ...]) -> None:
-    """Raise ConfigError where an evaluation needs a validation split."""
+    """Raise ConfigError if the configuration names a metric of the validation split."""
     if config.checkpoint.best is not None:
         raise _unheld("checkpoint.best", config.checkpoint.best)
     if config.early_stopping.metric is not None:
@@ -244,7 +244,7 @@ def _refuse_what_evaluates(config: TrainConfig, watches: tuple[str, ...]) -> Non
 def _make_sampler(
     train: Any, task: Task, config: TrainConfig, group: Group
 ) -> StepSampler:
-    """Return what deals the training samples out, in the task's order if any."""
+    """Return the sampler of training steps, in the task's own order if it has one."""
     given = task.sampler(train, config)
     if isinstance(train, Stream):
         counted = {
@@ -275,8 +275,8 @@ def _make_sampler(
 def _make_model(task: Task, train: Dataset[Any]) -> nn.Module:
     """Return the task's model.
 
-    Lazy layers (nn.LazyLinear) get their shapes by a first sample, before an optimizer
-    has their parameters.
+    A forward pass of one sample gives lazy layers (nn.LazyLinear) their shapes before
+    an optimizer gets their parameters.
     """
     made: Any = task.model()
     if not isinstance(made, nn.Module):
@@ -337,7 +337,7 @@ def make_trained(
 
 
 def _refuse_complex(model: nn.Module, precision: str) -> None:
-    """Raise ConfigError for complex parameters in a format that has no such numbers."""
+    """Raise ConfigError for complex parameters in a format without complex numbers."""
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
@@ -349,7 +349,7 @@ def _refuse_complex(model: nn.Module, precision: str) -> None:
 
 
 def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
-    """Return rank 0's warnings, said there; raise its first error on every rank."""
+    """Log and return rank 0's warnings; raise rank 0's first error on every rank."""
     warnings: list[str] = []
     for words in group.first(found):
         if isinstance(words, ConfigError):
@@ -363,9 +363,9 @@ def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
-    """Raise ConfigError for what does not go with steps that the task makes itself.
+    """Raise ConfigError for settings that do not work with a task's own steps.
 
-    Such steps are of the bare model.
+    Such steps use the bare model.
     """
     if not is_phased(task):
         return
@@ -385,7 +385,7 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
 
 
 def _setting(config: TrainConfig, group: Group) -> str:
-    """Return what a ceiling holds for: device, strategy, number of workers, compile."""
+    """Return the key of a microbatch ceiling: devices, strategy, compile mode."""
     workers = f"{group.world_size} x {device_name(group.device)}"
     words = [workers, config.strategy, f"compile {config.compile}"]
     if config.activation_checkpointing != "none":
@@ -400,7 +400,7 @@ def _find_microbatch(
     ceiling: Ceiling,
     context: RunContext,
 ) -> int:
-    """Return the microbatch size; a rank has a `share` of a step at most."""
+    """Return the microbatch size; a rank has at most `share` samples in a step."""
     group = probe.group
     known = ceiling.read() if group.rank == 0 else None
     known, bounds = group.first((known, context.microbatch_bounds))
@@ -427,9 +427,9 @@ def _find_microbatch(
 
 
 def _try_single(probe: Probe, row: Tensor) -> None:
-    """Raise ConfigError where BatchNorm refuses a microbatch of one sample.
+    """Raise ConfigError if BatchNorm refuses a microbatch of one sample.
 
-    An epoch's last microbatch may be one.
+    The last microbatch of an epoch may have just one.
     """
     try:
         with torch.no_grad():
@@ -451,7 +451,7 @@ def _refuse_single(error: ValueError, field: str, value: object) -> None:
 
 
 def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
-    """Compile the model and its loss, wrap it, and make its step.
+    """Compile the model and its loss, wrap the model, and make the training step.
 
     A step has at most `most` microbatches.
     """
@@ -484,9 +484,9 @@ def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
 
 
 def _captures(config: TrainConfig, probed: Probe, most: int) -> bool:
-    """Return whether to capture steps where they can be.
+    """Return whether to try to capture steps as CUDA graphs.
 
-    With `auto` those of one microbatch at most.
+    With `auto`, only steps of a single microbatch are captured.
     """
     if config.cuda_graphs != "auto":
         return config.cuda_graphs
@@ -507,7 +507,7 @@ def _make_schedule(
     total_steps: int,
     evaluates: bool,
 ) -> Schedule | None:
-    """Make the task's scheduler; None where it leaves the course to the configuration."""
+    """Make the task's scheduler; None if the configuration sets the learning rate."""
     if type(task).schedule is Task.schedule:
         return None
     stand_in = StandIn(optimizer)
@@ -538,12 +538,12 @@ def _make_schedule(
 
 
 def _settle_buckets(replica: Replica, wrapped: Replicated) -> None:
-    """Run throw-away passes.
+    """Run throw-away passes that settle how DDP averages gradients.
 
-    One on each rank by itself, of samples of its own, shows whether DDP can average
-    what the loss depends on; then two in which it does: DDP rebuilds its buckets after
-    the first backward, and a resumed run must sum gradients in the order in which the
-    unbroken one does.
+    In the first, each rank uses samples of its own without communicating, to see
+    whether DDP can average the gradients of the loss. If it can, two passes with
+    averaging follow: DDP rebuilds its buckets after the first backward pass, and a
+    resumed run must sum gradients in the same order as an uninterrupted one.
     """
     sampler = replica.sampler
     # As large as training's own: what fits is known, and another size would be compiled
@@ -565,7 +565,7 @@ def _settle_buckets(replica: Replica, wrapped: Replicated) -> None:
 def _pass_through(
     replica: Replica, wrapped: Replicated, rows: Tensor, alone: bool
 ) -> str | None:
-    """Take a pass of a microbatch; return why DDP cannot average what it leaves."""
+    """Run a pass of a microbatch; return why DDP cannot average its gradients."""
     forward = replica.step.forward
     dataset = replica.train_feed.dataset
     with throwaway(forward, dataset=dataset):
@@ -581,7 +581,7 @@ def _pass_through(
 
 
 def _require_plain(state: dict[str, Any], owner: str) -> None:
-    """Raise ConfigError for a state that would not come back from a checkpoint."""
+    """Raise ConfigError for a state that could not be loaded from a checkpoint."""
     data = io.BytesIO()
     try:
         torch.save(state, data)

@@ -1,6 +1,6 @@
-"""Keep a run's checkpoints in its loop, and let all ranks agree on when, and on an end.
+"""Write a run's checkpoints during training, and let all ranks agree when.
 
-Every few steps they decide together: stop, write a checkpoint, or fail.
+Every few steps the ranks decide together whether to stop, write a checkpoint, or fail.
 """
 
 import logging
@@ -29,8 +29,7 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 STREAM_S = 600.0
-"""Between two checkpoints of a stream, which has no epochs, where nothing was chosen.
-"""
+"""Default time between two checkpoints of a stream, which has no epochs."""
 AGREE_EVERY_STEPS = 10
 """Steps between two agreements of all ranks: the longest that a bad loss or a stop
 waits; on CUDA twice as many.
@@ -38,10 +37,11 @@ waits; on CUDA twice as many.
 
 
 class Checkpointing:
-    """Keep an attempt's checkpoints.
+    """Writes an attempt's checkpoints.
 
-    Without storage nothing is due, unless there is a refuge and `checkpoint` says when.
-    Where there is a refuge, one is written before the node is taken away.
+    Without storage no checkpoint is due, unless there is a refuge and `checkpoint` says
+    when. If there is a refuge, a checkpoint is written to it before the node is taken
+    away.
     """
 
     def __init__(self, attempt: Attempt) -> None:
@@ -57,7 +57,7 @@ class Checkpointing:
             changes = {"checkpoint": self._every}
             self._config = self._config.model_copy(update=changes)
         self._off_course = ""
-        """Why a checkpoint is none of a run as long as this one."""
+        """Why the checkpoint does not belong to a run as long as this one."""
         self._keeper = self._make(storage) if storage else None
 
     def _make(self, storage: Storage) -> Keeper:
@@ -67,30 +67,30 @@ class Checkpointing:
         )
 
     def due(self) -> bool:
-        """Return whether one is due after this step, by steps or epochs."""
+        """Return whether a checkpoint is due after this step, by steps or epochs."""
         if self._keeper is None or self._every.every_s is not None:
             return False
         return self.attempt.is_due(self.attempt.step, self._every)
 
     def wanted(self, preempted: bool) -> bool:
-        """Return whether this rank wants one: by `every_s`, or before its node goes."""
+        """Return whether this rank wants one: by `every_s`, or due to preemption."""
         if self._keeper is None:
             return preempted and self.attempt.context.refuge is not None
         return self._keeper.due() or preempted
 
     def improves(self, figures: Mapping[str, float]) -> bool:
-        """Return whether an evaluation is the best so far, by `checkpoint.best`."""
+        """Return whether these figures are the best so far, by `checkpoint.best`."""
         return self._keeper is not None and self._keeper.checkpoints.improves(figures)
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written in the background."""
+        """Whether a checkpoint is being written in the background on this rank."""
         return self._keeper is not None and self._keeper.checkpoints.busy
 
     def keep(self, at_once: bool) -> None:
         """Write a checkpoint and the log up to it.
 
-        With `checkpoint.async` and not `at_once` training goes on meanwhile.
+        With `checkpoint.async`, training continues meanwhile unless `at_once`.
         """
         began = time.perf_counter()
         attempt = self.attempt
@@ -147,28 +147,28 @@ class Checkpointing:
         self.attempt.tell("checkpoint", {"checkpoint": where})
 
     def advance(self) -> None:
-        """Go on with the one that is being written, where no rank is busy with it."""
+        """Advance the checkpoint being written; no rank may be busy with it."""
         if self._keeper is not None:
             self._keeper.advance()
 
     def settle(self) -> None:
-        """Wait for the one that is being written."""
+        """Wait until the checkpoint being written is complete."""
         if self._keeper is not None:
             self.attempt.watchdog.enter("checkpoint")
             self._keeper.settle()
             self.attempt.pauses.written_s = self._keeper.checkpoints.written_s
 
     def keep_end(self) -> None:
-        """Keep the last step, and wait until it is."""
+        """Write a checkpoint of the last step, unless it has one, and wait for it."""
         if self._keeper is not None and self._keeper.kept_step != self.attempt.step:
             self.keep(at_once=True)
         self.settle()
 
     def resume(self) -> None:
-        """Go back to the newest complete checkpoint, if any, and begin a stream there.
+        """Resume from the newest complete checkpoint, if any; begin a stream there.
 
-        A trial begins anew, and says so, where a run as long as it is now would not
-        have come through that state.
+        A trial starts over, with a warning in its result, if a run of its present
+        length would not have passed through the checkpoint's state.
         """
         attempt = self.attempt
         context = attempt.context
@@ -222,12 +222,12 @@ class Checkpointing:
             self._say_other(position)
 
     def _is_evaluated(self, step: float) -> bool:
-        """Whether a run that goes on after a step is evaluated there."""
+        """Whether a run that continues beyond this step is evaluated at it."""
         return self.attempt.is_due(int(step), self.attempt.config.evaluate)
 
     @property
     def _goes_by_length(self) -> bool:
-        """Whether the learning rate depends on how many steps the run has."""
+        """Whether the learning rate depends on the number of steps in the run."""
         schedule = self.attempt.parts.schedule
         course = self.attempt.config.lr_schedule
         if schedule is not None and not schedule.by_figure:
@@ -235,7 +235,7 @@ class Checkpointing:
         return course.name != "constant" or isinstance(course.warmup, float)
 
     def _check_course(self, position: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where another length makes another trial of it."""
+        """Raise CheckpointError if a run of another length would differ by now."""
         parts = self.attempt.parts
         then = position["total_steps"]
         if self.attempt.context.storage is not None or then == parts.total_steps:
@@ -251,7 +251,7 @@ class Checkpointing:
             raise CheckpointError(self._off_course)
 
     def _say_other(self, position: Mapping[str, Any]) -> None:
-        """Warn of what the checkpoint was trained with and this run is not."""
+        """Warn if the checkpoint was trained with other samples or another length."""
         parts = self.attempt.parts
         before = position["samples"]
         if before and parts.samples and before != parts.samples:
@@ -269,7 +269,7 @@ class Checkpointing:
             )
 
     def close(self) -> None:
-        """Leave what is being written, which may have to be waited for."""
+        """Abandon the checkpoint being written; may wait for this rank's thread."""
         if self._keeper is not None:
             self.attempt.watchdog.enter("checkpoint")
             self._keeper.checkpoints.abandon()
@@ -288,7 +288,7 @@ class Agreement:
 
     @property
     def acts(self) -> bool:
-        """Whether something is to be done after this very step."""
+        """Whether something must be done right after this step."""
         return self.stop or self.checkpoint_due or self.preempted
 
 
@@ -296,9 +296,9 @@ _DIVERGED = [field.name for field in fields(Agreement)].index("diverged")
 
 
 class Agreements:
-    """Those of an attempt, one after another.
+    """An attempt's successive agreements of all ranks.
 
-    On CUDA nothing waits for the device: what ranks have put in is read at the next
+    On CUDA nothing waits for the device: what ranks submitted is read at the next
     agreement, ten steps later, unless it is needed at once.
     """
 
@@ -311,13 +311,13 @@ class Agreements:
     def next(self, at_once: bool) -> Agreement:
         """Agree with all ranks on what comes next.
 
-        At once where that is asked for, or something is to be done; else it is what
-        they put in the last time.
+        On CUDA, unless `at_once` is set or something must be done now, this is what the
+        ranks submitted in the previous call.
 
         Every rank must call it.
 
-        Raises on all of them DivergedError where a loss was bad, and ConfigError where
-        ranks have other samples of a stream.
+        Raises, on all ranks, DivergedError for a bad loss, and ConfigError if ranks
+        have different samples of a stream.
         """
         attempt = self.attempt
         attempt.clock.end_span()
@@ -333,7 +333,7 @@ class Agreements:
 def _ask(
     attempt: Attempt, checkpointing: Checkpointing
 ) -> tuple[Agreement, Callable[[], Agreement]]:
-    """Put in what this rank wants; return it, and a function that waits for all."""
+    """Submit what this rank wants; return it, and a function that waits for all."""
     context = attempt.context
     max_time_s = attempt.config.max_time_s
     elapsed_s = time.monotonic() - attempt.began
@@ -371,7 +371,7 @@ def _ask(
 
 
 def check_replicas(parts: Replica, task: str, step: int) -> None:
-    """Raise ConfigError on every rank where a parameter is not the same on all of them."""
+    """Raise ConfigError on every rank if a parameter differs between ranks."""
     if is_sharded(parts.model):
         return
     named = {**dict(parts.model.named_parameters()), **parts.beside}
@@ -388,9 +388,10 @@ def check_replicas(parts: Replica, task: str, step: int) -> None:
 
 
 def _diverged(attempt: Attempt, last: range) -> DivergedError:
-    """What a bad loss in the `last` steps is about: tensor and checkpoint.
+    """Return the error for a bad loss in the `last` steps.
 
-    Every rank must call it.
+    It names the first non-finite tensor and the last good checkpoint. Every rank must
+    call it.
     """
     words = (
         f"the loss became NaN or infinite between steps {last.start} and {last.stop}"
@@ -405,12 +406,10 @@ def _diverged(attempt: Attempt, last: range) -> DivergedError:
 
 
 def _find_non_finite(parts: Replica, steps: range) -> str | None:
-    """Return the first thing that is not finite in `steps`: a sample or a parameter.
+    """Describe the first non-finite sample or parameter in `steps`, or return None.
 
-    Looked at are the samples of this rank's share, what the task's transform makes of
-    them, and all parameters.
-
-    None where all are, or where they cannot be read again.
+    Searches the samples of this rank's share, the task's transform of them, and all
+    parameters. Returns None also if the samples cannot be read again.
     """
     dataset = parts.train_feed.dataset
     try:
@@ -454,7 +453,7 @@ def _in_batch(parts: Replica, rows: Tensor) -> str | None:
 
 
 def _bad_tensor(batch: Batch, rows: Tensor) -> str | None:
-    """Name a tensor that is not finite, with the sample where dimension 0 counts them."""
+    """Name a non-finite tensor, and its sample if dimension 0 counts samples."""
     for name, tensor in named_tensors(batch, "batch"):
         bad = ~torch.isfinite(tensor)
         if not bool(bad.any()):

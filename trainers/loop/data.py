@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 def load_data(
     task: Task, name: str, context: RunContext, group: Group
 ) -> tuple[Any, Any | None]:
-    """Load the datasets of both splits; the second is None without evaluation.
+    """Load the datasets of both splits; the second is None if nothing is evaluated.
 
-    Raises ConfigError for an empty one. `name` is the task's, for sentences.
+    Raises ConfigError for an empty one. `name` is the task's, for messages.
     """
     context.enter("setup")
     if context.local_rank == 0:
@@ -62,7 +62,7 @@ def load_data(
 
 
 def uncounted(key: str, value: object) -> ConfigError:
-    """Return what to raise for a setting that goes by the epochs of a stream."""
+    """Return the error for a setting that counts epochs of a stream."""
     return ConfigError(
         key,
         value,
@@ -74,9 +74,10 @@ def uncounted(key: str, value: object) -> ConfigError:
 def look_into(
     stream: Stream, sampler: object, most: int, task: str, group: Group
 ) -> None:
-    """Read as much of a stream as any throw-away pass may, of steps of `most` samples.
+    """Read as many samples of a stream as any throw-away pass may need.
 
-    Raises ConfigError where it cannot be trained on so.
+    Steps have at most `most` samples. Raises ConfigError if the stream has a sampler,
+    or differs between ranks.
     """
     if sampler is not None:
         raise ConfigError(
@@ -101,9 +102,9 @@ def deal_out(
     drop_last: bool,
     max_steps: int,
 ) -> StepSampler:
-    """Return what deals the training samples out, in the `given` order if any.
+    """Return the sampler of training steps, in the `given` order if there is one.
 
-    A stream as far as `max_steps` read it.
+    A stream is dealt out as far as `max_steps` will read it.
     """
     drawn = None
     of_stream = isinstance(train, Stream)
@@ -139,9 +140,9 @@ def deal_out(
 
 
 def check_length(train: Any, sampler: StepSampler) -> None:
-    """Raise ConfigError where the training split has changed its length.
+    """Raise ConfigError if the training split has changed its length.
 
-    Its epochs were dealt out with another.
+    Epochs were divided into steps by its earlier length.
     """
     if sampler.drawn is None and sampler.known_length and sampler.length != len(train):
         raise ConfigError(
@@ -153,11 +154,10 @@ def check_length(train: Any, sampler: StepSampler) -> None:
 
 
 def tell_samples(dataset: Any) -> str:
-    """Return what tells a few samples from others: a resumed run must find them again.
+    """Return a digest of a few samples, by which a resumed run checks it has the same.
 
-    For a `throwaway` block.
-
-    Nothing of a stream, which does so itself, and of samples that are others each time.
+    Empty for a stream, which is checked separately, and for samples that change each
+    time they are read. Call it in a `throwaway` block.
     """
     if isinstance(dataset, Stream | Rereadable):
         return ""

@@ -2,7 +2,7 @@
 
 build     device, seed, data, model, optimizer; the microbatch that fits (build.py)
 train     from the newest complete checkpoint on (`Training`)
-again     both, with a smaller microbatch, where training runs out of memory
+again     both, with a smaller microbatch, if training runs out of memory
 """
 
 import contextlib
@@ -64,10 +64,10 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _CHECK_EVERY = 100
-"""Agreements between two looks at whether ranks still have the same parameters."""
+"""Number of agreements between two checks that ranks still have equal parameters."""
 _TUNED_STEPS = 300
-"""From so many steps on cuDNN's search for the fastest algorithms, about a second, pays
-for itself.
+"""Number of steps from which cuDNN's search for the fastest algorithms, which takes
+about a second, pays off.
 """
 _MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyLinear)"
 _Plan = tuple[list[Tensor], list[int]]
@@ -81,12 +81,12 @@ class Training:
     Until the last step (of this launcher's part of the run), or until asked to stop:
 
     - set the learning rate, run one step (trainers/step/train_step.py), count it;
-    - every ten steps, and before anything is kept, agree with all ranks on stop,
+    - every ten steps, and before anything is saved, agree with all ranks on stop,
       divergence and checkpoint time (checkpointing.py);
-    - every `log_every_steps`, whatever else is due, log those steps' mean loss;
+    - every `log_every_steps`, whatever else is due, log the mean loss of those steps;
     - when due, evaluate (monitor.py), checkpoint (checkpointing.py) and report.
 
-    Then evaluate and checkpoint the end, and write `result.json` (monitor.py).
+    Then evaluate and checkpoint the last step, and write `result.json` (monitor.py).
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Training:
         self.inspection = inspection
         self.acts_after_step = type(attempt.task).after_step is not Task.after_step
         self.batch_size: int | None = None
-        """Of the last step, where there is a schedule."""
+        """Batch size of the last step, if there is a batch schedule."""
         self.lr_scale = 1.0
-        """What `lr_scaling` makes of that size, where there is a schedule."""
+        """Factor of `lr_scaling` at that size, if there is a batch schedule."""
         self.tunes = False
         """Whether cuDNN searches for the fastest algorithms of full steps; an epoch's
-        short one comes too seldom.
+        short step is too rare.
         """
         self.agreements = 0
         # The first steps may take as long as a phase.
@@ -118,7 +118,7 @@ class Training:
         stack.callback(self.checkpointing.close)
 
     def run(self) -> RunResult:
-        """Train from the newest checkpoint on."""
+        """Train from the newest checkpoint on; return the result."""
         attempt = self.attempt
         parts = self.parts
         watchdog = attempt.watchdog
@@ -208,7 +208,7 @@ class Training:
             logger.info("no validation split: nothing is evaluated")
 
     def epoch(self) -> bool:
-        """Train the rest of the epoch; return whether the run was asked to stop in it."""
+        """Train the rest of the epoch; return whether to stop training."""
         clock = self.attempt.clock
         clock.end_span()  # the last steps of an epoch after which nothing was due
         for size, sizes in self.steps():
@@ -226,7 +226,8 @@ class Training:
     def steps(self) -> Iterator[tuple[int, list[int]]]:
         """Train the rest of the epoch, at most to the attempt's end.
 
-        Yields after each step its samples, and those of this rank's microbatches.
+        After each step, yields its total of samples and the sizes of this rank's
+        microbatches.
         """
         attempt = self.attempt
         parts = self.parts
@@ -264,7 +265,7 @@ class Training:
             yield size, sizes
 
     def set_rates(self) -> None:
-        """Set the next step's learning rates, and note where its batch size is another."""
+        """Set the next step's learning rates, and adapt if its batch size changes."""
         step = self.attempt.step
         parts = self.parts
         config = self.config
@@ -281,7 +282,7 @@ class Training:
         parts.step.set_lr(factor * self.lr_scale)
 
     def _resize(self, size: int) -> None:
-        """Set what follows from a batch size from here on."""
+        """Set everything that depends on the batch size, from here on."""
         parts = self.parts
         scaling = self.config.lr_scaling
         if self.batch_size is not None:
@@ -294,9 +295,9 @@ class Training:
             parts.ema.set_decay(decay)
 
     def look_at_first_step(self) -> None:
-        """Warn of parameters without a gradient after the first step.
+        """Warn of parameters that have no gradient after the first step.
 
-        Raises ConfigError for those that came in it.
+        Raises ConfigError for parameters that were only created in it.
         """
         self._refuse_late()
         # Steps of phases say it themselves, of each phase.
@@ -349,7 +350,10 @@ class Training:
         return agreed.stop or not goes_on
 
     def agree(self, at_once: bool) -> Agreement:
-        """Agree with all ranks on what comes next; the first time slow steps are over."""
+        """Agree with all ranks on what comes next.
+
+        The first agreement ends the longer time budget of slow first steps.
+        """
         attempt = self.attempt
         self.parts.step.check_lr()
         agreed = self.asked.next(at_once)
@@ -372,9 +376,9 @@ class Training:
 def step_batches(
     attempt: Attempt, first: int, last: int
 ) -> tuple[Iterator[Batch], Iterator[list[int]]]:
-    """Return the microbatches of these steps, one after another, and each step's sizes.
+    """Return iterators over these steps' microbatches and over each step's sizes.
 
-    The attempt must be at the first of them.
+    The attempt must be at the first of the steps.
     """
     config = attempt.config
     parts = attempt.parts
@@ -405,11 +409,11 @@ def _loader_seeds(
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
     """Train the run that `config` describes on this worker.
 
-    Every rank must call it; the result is rank-equal.
+    Every rank must call it; all ranks return the same result.
 
-    A single worker that runs out of memory in mid-training goes on from its newest
-    checkpoint with a smaller microbatch; of several workers the launcher starts the
-    group again. Raises ConfigError (a value that only the device or the data could
+    A single worker that runs out of memory during training continues from its newest
+    checkpoint with a smaller microbatch; with several workers, the launcher restarts
+    the group. Raises ConfigError (for a value that only the device or the data could
     refute), DivergedError, PreemptedError, TooLargeError, StorageError,
     CheckpointError, torch.OutOfMemoryError, and whatever the task raises.
     """
@@ -437,9 +441,9 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
 
 
 def _outlast(failure: FailureConfig, world_size: int) -> None:
-    """Let collectives wait longer than any budget of the watchdog.
+    """Give collectives a timeout longer than any budget of the watchdog.
 
-    It knows what hangs, and gloo and NCCL do not.
+    The watchdog can tell what hangs; gloo and NCCL cannot.
     """
     if world_size > 1:
         budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
@@ -459,8 +463,7 @@ def _attempt(
 ) -> RunResult:
     """Build and train once.
 
-    `begun` gets the task's state before the first step of the first attempt, once
-    model() has made what is in it.
+    On the first attempt, appends the task's state before training to `begun`.
     """
     with contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)

@@ -1,6 +1,7 @@
-"""What a run measures and tells of itself: windows of its log, evaluations, its result.
+"""What a run measures and reports: windows of its log, evaluations, its result.
 
-Nothing of it waits for the device within a step: it is read when a window is logged.
+Nothing here waits for the device within a step; figures are read when a window is
+logged.
 """
 
 import functools
@@ -46,9 +47,9 @@ _OBSERVED = ("mfu", "peak_bytes", "energy_j")
 
 
 class Monitor:
-    """Measure a worker: in each log window, between comparisons, and in the whole run.
+    """Measures a worker per log window, between comparisons, and over the whole run.
 
-    Measured are speed, memory, GPU readings and MFU, and the ranks are compared.
+    It measures speed, memory, GPU readings and MFU, and compares the ranks.
     """
 
     def __init__(self, parts: Replica, clock: StepClock) -> None:
@@ -81,8 +82,8 @@ class Monitor:
     def window(self) -> dict[str, float]:
         """Return the figures of the window that ends, as far as the clock is settled.
 
-        These are global speed and this rank's data wait; at most once a second memory,
-        and the energy that its device has used since training began.
+        They are the global speed and this rank's data wait, and at most once a second
+        also memory and the energy that its device has used since training began.
         """
         now = self.clock.totals()
         spent = now - self._window
@@ -115,9 +116,9 @@ class Monitor:
         )
 
     def compare(self, elapsed_s: float) -> list[RankFigures] | None:
-        """Return each rank's figures since the last call; None within ten seconds.
+        """Return each rank's figures since the last call, or None.
 
-        None with one rank, too.
+        None within ten seconds of the last comparison, and if there is only one rank.
 
         `elapsed_s` must be equal on all ranks, and every rank must call this equally
         often: it may be a collective. Rank 0 warns, once for each finding.
@@ -131,7 +132,7 @@ class Monitor:
         return self._gather(spent, self._backward.take())
 
     def finish(self) -> list[RankFigures]:
-        """Return a row of figures of each rank, over the whole run after warm-up.
+        """Return each rank's figures over the whole run after warm-up.
 
         Every rank must call it.
         """
@@ -180,14 +181,14 @@ class Monitor:
 
 
 class BackwardTimer:
-    """Time a rank from the end of DDP's forward to its last gradient.
+    """Times a rank from the end of DDP's forward to its last gradient.
 
-    No collective lies between them. Its two hooks are all that runs within a step: they
-    read a clock (on a GPU: record an event made before).
+    No collective lies between the two. Its two hooks are all that runs within a step:
+    they read a clock (on a GPU, they record an event created in advance).
 
-    The last gradient is that of the first parameter, as DDP's own buckets assume. On a
-    GPU both ends are events, of which a fixed number of pairs is recorded between two
-    calls of `collect`. Without a model nothing is timed.
+    The last gradient is assumed to be that of the first parameter, as in DDP's own
+    buckets. On a GPU both ends are events, and a fixed number of pairs is recorded
+    between two calls of `collect`. Without a model nothing is timed.
     """
 
     def __init__(self, model: nn.Module | None, device: torch.device) -> None:
@@ -230,7 +231,7 @@ class BackwardTimer:
         self._began = None
 
     def collect(self) -> None:
-        """Read the events that the device has passed."""
+        """Read the events that the device has already passed."""
         while self._used and self._pairs[0][1].query():
             begin, end = self._pairs[0]
             self._sum_s += begin.elapsed_time(end) / 1e3
@@ -247,7 +248,7 @@ class BackwardTimer:
         return sum_s / count if count else None
 
     def mean(self) -> float | None:
-        """Return the mean of all, in seconds; None without any."""
+        """Return the mean over all steps, in seconds; None without any."""
         return self._sum_s / self._count if self._count else None
 
     def close(self) -> None:
@@ -257,9 +258,9 @@ class BackwardTimer:
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
-    """Begin a new window of the log.
+    """End a window of the log and begin the next one.
 
-    What the steps since the last one were is logged once the device has done them
+    The figures of its steps are logged once the device has finished them
     (`Attempt.settle`).
     """
     parts = attempt.parts
@@ -284,7 +285,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
 def _log_window(
     attempt: Attempt, monitor: Monitor, record: dict[str, Any], taken: Losses
 ) -> None:
-    """Log the mean loss of a window's steps, and tell the terminal and the launcher."""
+    """Log a window's mean losses, and report them to the terminal and the launcher."""
     clock = attempt.clock
     is_cut = record["step"] % attempt.config.log_every_steps
     attempt.cut_window = taken if is_cut else {}
@@ -321,7 +322,7 @@ def _log_window(
 
 
 def take_first_losses(attempt: Attempt) -> None:
-    """Put the mean losses so far among the figures, before the first window ends.
+    """Before the first window ends, add the mean losses so far to the metrics.
 
     Every rank must call it.
     """
@@ -340,9 +341,9 @@ def _means(losses: Losses) -> dict[str, float]:
 
 
 def validate(attempt: Attempt) -> dict[str, float]:
-    """Evaluate and report; return the figures, none without a validation split.
+    """Evaluate and report; return the figures, or none without a validation split.
 
-    Scheduler, task and early stopping are told of them.
+    Scheduler, task and early stopping receive them.
     """
     began = time.perf_counter()
     take_first_losses(attempt)
@@ -392,7 +393,7 @@ def _figures(attempt: Attempt) -> dict[str, float]:
 def finish(
     status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspection | None
 ) -> RunResult:
-    """Return the result, the same on every rank; rank 0 writes it.
+    """Return the run's result, the same on every rank; rank 0 also writes it.
 
     Every rank must call it.
     """

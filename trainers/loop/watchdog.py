@@ -1,10 +1,10 @@
-"""End workers that get no further, once the stacks of every rank are saved.
+"""End workers that make no progress, once the stacks of every rank are saved.
 
 A thread of each worker watches the loop's heartbeat, from before the task is imported
-until the result is written. In steps the loop beats with each batch; any other phase
-(an import, a download, a checkpoint) has a longer budget as a whole. Where a call holds
-the interpreter's lock for ever, and no thread can run, the C-level timer of
-`faulthandler` writes the stacks and ends the process instead.
+until the result is written. While training steps, the loop beats with each batch; any
+other phase (an import, a download, a checkpoint) has a longer budget as a whole. If a
+call holds the interpreter's lock for ever, so that no thread can run, the C-level timer
+of `faulthandler` writes the stacks and ends the process instead.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from trainers.storage import Storage
 HUNG_EXIT_CODE = 74
 """Exit code of a worker that its watchdog ended."""
 GRACE_S = 5.0
-"""A rank that hangs soon stops all others: each has this long to save its stacks before
-any exits.
+"""A rank that hangs soon stops all others: each then has this long to save its stacks
+before any of them exits.
 """
 CAUSE_S = 10.0
 CAUSE_OF_NODE_S = 60.0
-"""How long a rank whose collective failed waits for its launcher to see which rank has
-died, and which node.
+"""How long a rank whose collective failed waits for its launcher to see which rank, or
+which node, has died.
 """
 
 _WAITING = ", waiting for other ranks"
 
 
 class Watchdog:
-    """End this process when its thread gets no further than its phase's budget allows.
+    """Ends this process if the watched thread exceeds its phase's time budget.
 
-    The thread is the one that made it.
+    It watches the thread that created it.
     """
 
     def __init__(self, failure: FailureConfig, context: RunContext) -> None:
@@ -52,7 +52,7 @@ class Watchdog:
         self._context = context
         self._thread_id = threading.get_ident()
         self.spent_s: dict[str, float] = {}
-        """The time of each phase that has ended."""
+        """The time spent in each phase that has ended."""
         self._phase = ("the start", False)
         self.beat()
         self._entered = self._last
@@ -66,11 +66,11 @@ class Watchdog:
         self._thread.start()
 
     def beat(self) -> None:
-        """Note that the loop goes on."""
+        """Note that the loop is making progress."""
         self._last = time.monotonic()
 
     def enter(self, phase: str, steps: bool = False) -> None:
-        """Begin another phase; in one of `steps` each beat has the budget of a step."""
+        """Begin another phase; with `steps`, each beat renews a step's budget."""
         # first: the thread must not measure an old beat by a shorter budget
         self.beat()
         left, _ = self._phase
@@ -80,7 +80,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, phase: str, steps: bool = False) -> Iterator[None]:
-        """A phase amid another one."""
+        """Enter a phase for the block, and return to the one before it."""
         before = self._phase
         self.enter(phase, steps)
         yield
@@ -98,7 +98,7 @@ class Watchdog:
     def _duplicate_stderr(self) -> int:
         """Return a descriptor for `faulthandler`, open until `close`.
 
-        A notebook's standard error may have none.
+        A notebook's standard error may have no descriptor of its own.
         """
         streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
         for stream in streams:
@@ -141,9 +141,9 @@ class Watchdog:
             os._exit(HUNG_EXIT_CODE)
 
     def _tell(self, where: str, budget: str) -> None:
-        """Say where this rank is: on standard error, on storage, and to the launcher.
+        """Report where this rank hangs: to standard error, storage and the launcher.
 
-        Any of them may hang as well.
+        Each report has its own thread, because it may hang as well.
         """
         context = self._context
         began = time.monotonic()
@@ -187,9 +187,9 @@ class Watchdog:
 
 
 def _waits_for_others(frame: traceback.FrameSummary) -> bool:
-    """Return whether a stack that ends so waits in a collective, or for one.
+    """Return whether a stack with this last frame waits in or for a collective.
 
-    DDP's are part of the backward pass.
+    DDP's collectives are part of the backward pass.
     """
     ddp = "/torch/nn/parallel/distributed.py"
     in_torch = "/torch/distributed/" in frame.filename
@@ -200,10 +200,10 @@ def _waits_for_others(frame: traceback.FrameSummary) -> bool:
 
 @contextlib.contextmanager
 def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
-    """Watch this process during a block, unless one around it does, of this context.
+    """Watch this process during the block, unless `context` already has a watchdog.
 
-    A rank that leaves it because a collective failed waits first: the rank that failed
-    or died before it shall be seen before it, by whatever launcher.
+    A rank that fails because a collective broke waits before it leaves, so that any
+    launcher first sees the rank that failed or died before it.
     """
     if context.watchdog is not None:
         yield context.watchdog
@@ -227,11 +227,11 @@ def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
 
 
 def saved_hangs(storage: Storage) -> list[str]:
-    """Return the names of what ranks have saved in a run's directory, oldest first."""
+    """Return the names of the saved stacks in a run's directory, oldest first."""
     return storage.names("hangs")
 
 
 def read_hang(storage: Storage, name: str) -> RunFailedError:
-    """Return what a rank that hangs has saved."""
+    """Return the error that a hanging rank has saved."""
     words = storage.read(f"hangs/{name}").decode().partition("\n")[0]
     return RunFailedError("hung", words, follows=_WAITING in words)

@@ -41,7 +41,7 @@ class Throughput:
     """
 
     def lines(self) -> Iterator[str]:
-        """As the user reads it."""
+        """Yield the figures as lines for the user."""
         yield (
             f"{self.samples_per_s:,.0f} samples/s; a step {self.step_time_s * 1e3:.2f} ms "
             f"(95 % interval +-{self.step_time_ci95_s * 1e3:.2f}, n={self.steps}); "
@@ -55,19 +55,19 @@ class Throughput:
 class Totals:
     """What a clock has counted since this launch began.
 
-    Two of them subtract to what lies between.
+    Subtracting an earlier one gives the counts between the two.
     """
 
     steps: int = 0
     samples: int = 0
-    """Of all ranks."""
+    """Samples of all ranks."""
     own_samples: int = 0
-    """Of this rank."""
+    """Samples of this rank."""
     idle_steps: int = 0
-    """Steps in which this rank had no sample."""
+    """Steps in which this rank had no samples."""
     time_s: float = 0.0
     wait_s: float = 0.0
-    """Until batches were there."""
+    """Time spent waiting for batches."""
 
     def __sub__(self, earlier: Totals) -> Totals:
         between = Totals()
@@ -80,10 +80,10 @@ class Totals:
 class StepClock:
     """Times every step: by the host's clock on a CPU, by spans of steps elsewhere.
 
-    A span is the time from `start_span` to `end_span`, and the steps in it share it
-    evenly. On CUDA both ends are
-    events: nobody waits for them before `settle`, and until then no figure has the
-    span. On a CPU every step is its own span, at no cost.
+    A span is the time from `start_span` to `end_span`, shared evenly by the steps in
+    it. On CUDA both ends are events: nothing waits for them before `settle`, and until
+    then no figure includes the span. On a CPU every step is a span of its own, at no
+    cost.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,8 @@ class StepClock:
         self.train_time_s = 0.0
         self.running = False
         self.counting = True
-        """Whether steps count into the throughput: not those that a profiler slows."""
+        """Whether steps count towards the throughput; not while a profiler slows them.
+        """
         self.first_step_s: float | None = None
         """Time of this launch's first step, which compiles, tunes and allocates."""
         self._times = StepTimes()
@@ -101,16 +102,16 @@ class StepClock:
         self._began: Any = 0.0
         self._ended: deque[tuple[Any, Any, list[int], float, bool]] = deque()
         self.spans = 0
-        """That have ended."""
+        """Number of spans that have ended."""
 
     def start_span(self) -> None:
-        """Begin to measure."""
+        """Begin a span."""
         self._open = []
         self.running = True
         self._began = self._now()
 
     def _now(self) -> Any:
-        """An event on CUDA; else the time, s, when the device has done its work."""
+        """Return an event on CUDA; else synchronize and return the time in s."""
         if self.device.type == "cuda":
             return torch.cuda.current_stream(self.device).record_event(
                 torch.cuda.Event(enable_timing=True)
@@ -121,7 +122,7 @@ class StepClock:
     def step(self, samples: int, own_samples: int | None = None) -> None:
         """Count a step of `samples` global samples that was issued.
 
-        `own_samples` (all, when not given) are on this rank.
+        `own_samples` (default: all) are on this rank.
         """
         self._open.append(samples)
         if self.counting:
@@ -133,9 +134,9 @@ class StepClock:
             self.start_span()
 
     def end_span(self) -> None:
-        """The steps since `start_span` are issued.
+        """End the span of the steps issued since `start_span`.
 
-        What follows is not training time. On CUDA only the first step is waited for.
+        What follows is not training time. On CUDA this waits only for the first step.
         """
         self.running = False
         if not self._open:
@@ -150,7 +151,7 @@ class StepClock:
             self.settle(self.spans)
 
     def settle(self, spans: int) -> None:
-        """Take in the first so many `spans`; waits until the device has done them."""
+        """Add the first `spans` spans to the figures; waits for the device."""
         while self._ended and self.spans - len(self._ended) < spans:
             began, ended, samples, wait_s, counting = self._ended.popleft()
             if self.device.type == "cuda":
@@ -171,9 +172,9 @@ class StepClock:
                     self._measured_wait_s += wait_s
 
     def leave_out(self) -> None:
-        """Leave the last step, which compiled again, out of the throughput.
+        """Exclude the last step from the throughput, with all steps of its span.
 
-        So are those that share its span.
+        It was slowed by a recompilation or by extra passes.
         """
         spoilt = len(self._open) or 1
         if self._open:
@@ -184,7 +185,7 @@ class StepClock:
             self._times.cut(max(WARMUP_STEPS, len(self._times) - spoilt))
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the same batches; the time until each is there counts as waiting."""
+        """Yield the same batches, and count the time until each arrives as waiting."""
         began = time.perf_counter()
         for batch in batches:
             self._wait_s += time.perf_counter() - began
@@ -192,13 +193,13 @@ class StepClock:
             began = time.perf_counter()
 
     def totals(self) -> Totals:
-        """All that was counted until the last span that is settled."""
+        """Return what was counted up to the last settled span."""
         return replace(self._counted)
 
     def throughput(self) -> Throughput | None:
-        """Return figures over the steps after warm-up; None before any.
+        """Return figures over the steps after warm-up; None before any step.
 
-        Over all of them when there are no more.
+        As long as there are only warm-up steps, the figures are over these.
         """
         times = self._times
         skip = WARMUP_STEPS if len(times) > WARMUP_STEPS else 0

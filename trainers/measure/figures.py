@@ -16,57 +16,57 @@ _IDLE_SHARE = 0.1
 _EVIDENCE_S = 1.0  # of training, below which a difference in time is noise
 _HARMFUL = ("hardware", "heat", "heat (hardware)", "power brake")
 STRETCHES = 30
-"""Most stretches of steps that an interval is made from, and the fewest steps that say
-how long a step takes.
+"""The most stretches of steps from which an interval is made, and the fewest steps that
+say how long a step takes.
 """
 _FEWEST = 5  # stretches of which one can be said to be unlike the others
 _OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
 _DISTURBED = 0.1
 _LEAST_S = 0.5
-"""The share of the time, and the time, that outlying stretches have lost from which on
-they say nothing of the training itself: a few milliseconds are any short trial's.
+"""The share of the time, and the time in s, above which outlying stretches count as a
+disturbance: any short trial loses a few milliseconds.
 """
 
 
 class RankFigures(TypedDict):
-    """One rank's row."""
+    """The figures of one rank."""
 
     rank: int
     host: str
     device: str
     steps: int
-    """Those that the row is about."""
+    """Number of steps that the row covers."""
     train_time_s: float
     samples_per_s: float
-    """Of this rank's own samples."""
+    """Speed in this rank's own samples."""
     samples_per_step: float
     step_time_s: float
     data_wait_share: float
-    """Of the training time, spent until a batch was there."""
+    """Share of the training time spent waiting for batches."""
     idle_share: float
-    """Of the steps: those in which the rank had no sample."""
+    """Share of steps in which the rank had no samples."""
     backward_s: float | None
-    """Loss and backward pass of one microbatch until its last gradient, without waiting
-    for other ranks; DDP only.
+    """Time of loss and backward pass of one microbatch up to its last gradient, without
+    waiting for other ranks; DDP only.
     """
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
     total_bytes: int
     gpu: dict[str, float | list[str]] | None
-    """What NVML says (trainers/devices/device.py)."""
+    """NVML's readings (trainers/devices/device.py)."""
     energy_j: NotRequired[float | None]
-    """Since training began, of the device (trainers/devices/device.py)."""
+    """Energy of the device since training began (trainers/devices/device.py)."""
     energy_of: NotRequired[str]
-    """What that is of: ranks on one GPU, or on one machine's processors, count the
-    same.
+    """The device whose energy that is: ranks on one GPU, or on one machine's
+    processors, report the same energy.
     """
 
 
 def total_energy_j(rows: list[RankFigures]) -> float | None:
-    """Return the energy of all that the ranks run on.
+    """Return the energy used by all devices that the ranks run on.
 
-    None where that of any is not known.
+    None if it is unknown for any of them.
     """
     known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
     values = [value for value in known.values() if value is not None]
@@ -76,13 +76,13 @@ def total_energy_j(rows: list[RankFigures]) -> float | None:
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """Return what is uneven between ranks, and slowed GPUs.
+    """Return uneven ranks and slowed GPUs.
 
     Under DDP every rank's step takes equally long, because the fast ones wait in the
-    all-reduce. So ranks are compared by what each does before it waits for anybody: the
-    time until its batches are there, and the time of its own backward pass.
+    all-reduce. So ranks are compared by what each does before it waits for others: the
+    time until its batches arrive, and the time of its own backward pass.
 
-    Each is a key that names rank and kind, and the sentence to log.
+    Each finding is a key, which names rank and kind, and the sentence to log.
     """
     found: list[tuple[str, str]] = []
     for row in rows:
@@ -162,7 +162,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
 def table(rows: list[RankFigures]) -> list[str]:
     """Return the rows as lines of a table for the terminal.
 
-    Columns without any reading are left out.
+    Columns without any reading are omitted.
     """
     shown = []
     for title, cell in _COLUMNS:
@@ -179,7 +179,7 @@ class _Stretch:
 
     time_s: float
     own_s: float
-    """Without waiting for data."""
+    """Time without waiting for data."""
     steps: int
     samples: int
 
@@ -195,7 +195,7 @@ class _Stretch:
 class StepTimes:
     """The time and the samples of each step, in order, as running sums.
 
-    Mean and interval cost the same after any step.
+    Mean and interval take the same time to compute after any number of steps.
     """
 
     def __init__(self) -> None:
@@ -210,9 +210,9 @@ class StepTimes:
     def add(
         self, elapsed_s: float, samples: Sequence[int], wait_s: float = 0.0
     ) -> None:
-        """Add a step for each of `samples`, which shared `elapsed_s` evenly.
+        """Add one step per entry of `samples`; they shared `elapsed_s` evenly.
 
-        In that time they waited `wait_s` for data.
+        `wait_s` of that time was spent waiting for data.
         """
         each = elapsed_s / len(samples)
         own = max(0.0, elapsed_s - wait_s) / len(samples)
@@ -228,21 +228,22 @@ class StepTimes:
             del sums[length + 1 :]
 
     def total_s(self, skip: int) -> float:
-        """Time of the steps after the first `skip`."""
+        """Return the time of all steps after the first `skip`."""
         return self._time_s[-1] - self._time_s[skip]
 
     def samples(self, skip: int) -> int:
-        """Samples of the steps after the first `skip`."""
+        """Return the number of samples in all steps after the first `skip`."""
         return self._samples[-1] - self._samples[skip]
 
     def half_width_s(self, skip: int) -> float:
         """Return the half width of the 95 % interval of the mean step time.
 
-        It is over the steps after the first `skip`.
+        It covers the steps after the first `skip`.
 
-        From the means of up to 30 consecutive stretches: neighbouring steps are slow or
-        fast together, and single ones would promise too much. Steps that shared a time
-        are no more than one. What `disturbed_s` leaves out says nothing here.
+        It is computed from the means of up to 30 consecutive stretches, because
+        neighbouring steps are slow or fast together, and an interval from single steps
+        would be too narrow. Steps that shared a time count as one. Stretches that
+        `disturbed_s` counts are excluded.
         """
         stretches = self._stretches(skip)
         if self.disturbed_s(skip):
@@ -255,10 +256,10 @@ class StepTimes:
         return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
 
     def disturbed_s(self, skip: int) -> float:
-        """Return the time that the process stood still, after the first `skip` steps.
+        """Return the time lost to standstills after the first `skip` steps.
 
         It is what outlying stretches took beyond the median one, without waiting for
-        data; 0 where that is no large share of all.
+        data; 0 unless it is a large share of all.
         """
         stretches = self._stretches(skip)
         if len(stretches) < _FEWEST:
@@ -272,7 +273,7 @@ class StepTimes:
         return 0.0
 
     def _stretches(self, skip: int) -> list[_Stretch]:
-        """Up to 30 of the steps after the first `skip`, about equally long."""
+        """Divide the steps after the first `skip` into up to 30 even stretches."""
         steps = len(self) - skip
         count = min(STRETCHES, steps, self._spans[-1] - self._spans[skip])
         stretches = []
@@ -293,7 +294,8 @@ class StepTimes:
 def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
     """Return the stretches that took far longer than the median one.
 
-    Both a step and a sample must: larger batches are no disturbance.
+    Both the time per step and the time per sample must be longer: larger batches are no
+    disturbance.
     """
     step_s = statistics.median(stretch.step_s for stretch in stretches)
     sample_s = statistics.median(stretch.sample_s for stretch in stretches)
@@ -306,14 +308,15 @@ def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
 
 
 def student_t95(freedom: float) -> float:
-    """The 97.5 % quantile of Student's t."""
+    """Return the 97.5 % quantile of Student's t."""
     return student_t(freedom, 0.975)
 
 
 def student_t(freedom: float, level: float) -> float:
     """Return a quantile of Student's t (Abramowitz and Stegun 26.7.5).
 
-    The 97.5 % one is within 1 % from 2 degrees of freedom on, the 99.9 % one from 4 on.
+    The 97.5 % quantile is accurate to 1 % from 2 degrees of freedom on, the 99.9 %
+    quantile from 4 on.
     """
     z = statistics.NormalDist().inv_cdf(level)
     terms = (

@@ -1,7 +1,7 @@
 """Profile some steps of a run, watch its compiler, report what filled its GPU.
 
-Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would
-complain of the missing GPU.
+Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: otherwise the profiler
+would complain that there is no GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TABLE_ROWS = 15
 
 
 class Inspection:
-    """Profiles this rank's steps and watches its compiler, as far as is asked for."""
+    """Profiles this rank's steps and watches its compiler, as configured."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Inspection:
         self._warmup_left = WARMUP_STEPS
 
     def step(self, clock: StepClock) -> None:
-        """A step was issued.
+        """Note that a step was issued.
 
-        Waits for the device while there is something to profile.
+        Waits for the device as long as the profiler is active.
         """
         self._warmup_left -= 1
         if self.compile_watch is not None:
@@ -70,7 +70,7 @@ class Inspection:
         clock.start_span()
 
     def compiled(self) -> dict[str, int] | None:
-        """Graphs, graph breaks and recompilations so far; None without torch.compile."""
+        """Return counts of graphs, breaks and recompilations; None if not compiled."""
         if self.compile_watch is None:
             return None
         if self.rank == 0:
@@ -78,15 +78,15 @@ class Inspection:
         return self.compile_watch.figures()
 
     def close(self) -> None:
-        """End what still records."""
+        """End a recording that is still running."""
         if self.profiler is not None:
             self.profiler.close()
 
 
 def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
-    """The inspection that the configuration asks for; None for none.
+    """Return the inspection that the configuration asks for, or None.
 
-    To be called before the model is built.
+    Call it before the model is built.
     """
     profiler = compile_watch = None
     if config.profile_steps and context.rank == 0:
@@ -102,11 +102,11 @@ def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
 class StepProfiler:
     """Records `steps` training steps of this rank, after the warm-up.
 
-    No throughput counts that warm-up either.
+    The warm-up is the same one that throughput leaves out.
 
     Writes `profile/trace.json.gz` to `storage`, for ui.perfetto.dev or
-    chrome://tracing. Without storage there is the table in the log only. Evaluations
-    and checkpoints between the recorded steps are in the trace too.
+    chrome://tracing. Without storage there is only the table in the log. The trace
+    includes evaluations and checkpoints between the recorded steps.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class StepProfiler:
 
     @property
     def recorded(self) -> int:
-        """Steps recorded so far; not above zero before the first."""
+        """Number of steps recorded so far; zero or negative before the first."""
         return self._profile.step_num - WARMUP_STEPS - _SETTLE_STEPS
 
     @property
     def done(self) -> bool:
-        """Whether all steps are recorded and written, and `step` need not be called."""
+        """Whether all steps are recorded and written: `step` is not needed any more."""
         return self.recorded == self.steps
 
     def step(self) -> bool:
-        """Note that a step has ended, and return whether the next one is slowed.
+        """Note that a step has ended; return whether the next one is slowed.
 
         The device must have finished the step.
 
@@ -154,7 +154,7 @@ class StepProfiler:
         return self._profile.current_action != ProfilerAction.NONE
 
     def close(self) -> None:
-        """End the recording early; what was recorded of it is kept."""
+        """End the recording early; what was recorded so far is kept."""
         if self.recorded <= 0:
             words = "nothing was profiled: the run ended before step %d, the first after warm-up; train longer"
             logger.warning(words, WARMUP_STEPS + _SETTLE_STEPS + 1)
@@ -187,11 +187,11 @@ class StepProfiler:
 
 
 class CompileWatch:
-    """Counts from its creation on.
+    """Counts graphs, graph breaks and recompilations from its creation on.
 
-    Dynamo counts for the whole process, so there may be one at a time.
+    Dynamo counts for the whole process, so only one may exist at a time.
 
-    It imports dynamo, which takes seconds: make one only for a run that compiles.
+    It imports dynamo, which takes seconds: create it only for a run that compiles.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,8 @@ class CompileWatch:
     def figures(self) -> dict[str, int]:
         """Return counts of `graphs`, `graph_breaks` and `recompiles`.
 
-        They are graphs compiled, places, and graphs that their guards refused.
+        These count the compiled graphs, the places where a graph broke, and the
+        compilations caused by a failed guard.
         """
         return {
             "graphs": self._new("stats")["unique_graphs"],
@@ -222,13 +223,13 @@ class CompileWatch:
         }
 
     def compiled_since(self) -> bool:
-        """Whether a graph was compiled since the last call; costs next to nothing."""
+        """Whether a graph was compiled since the last call; almost free."""
         before = self._graphs
         self._graphs = self._utils.counters["stats"]["unique_graphs"]
         return self._graphs != before
 
     def warn_of_breaks(self) -> None:
-        """Say where the graph broke, if it did: to be called when the warm-up is over."""
+        """Warn where the graph broke, if it did; call it after the warm-up."""
         reasons = [reason.splitlines() for reason in self._new("graph_break")]
         if reasons:
             shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
@@ -242,7 +243,7 @@ class CompileWatch:
             )
 
     def say_recompiles(self) -> None:
-        """Why graphs were compiled again, the commonest reasons first."""
+        """Log why graphs were compiled again, the most frequent reasons first."""
         reasons = Counter(self._recompiles())
         for reason, count in reasons.most_common(_SHOWN):
             logger.info("torch.compile compiled again (%d x): %s", count, reason)
@@ -264,7 +265,7 @@ class CompileWatch:
 
 @contextlib.contextmanager
 def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
-    """Save a memory report when the block ends out of device memory."""
+    """Save a memory report if the block runs out of device memory."""
     device = resolve_device(config.device, context.device_index)
     try:
         yield
@@ -276,13 +277,13 @@ def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
 def save_memory_report(
     error: BaseException, device: torch.device, storage: Storage | None, rank: int
 ) -> None:
-    """Keep what lay in the GPU's memory when `error` ended the run.
+    """Save what the GPU's memory contained when `error` ended the run.
 
     Does nothing for other errors and other devices.
 
     Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz,
     `memory/rank-N-snapshot.pickle`. Without storage (a trial of a sweep) the summary is
-    a debug line. Never raises: the error itself matters more.
+    logged at debug level. Never raises: the error itself matters more.
     """
     if device.type != "cuda" or classify(error) != "out_of_memory":
         return

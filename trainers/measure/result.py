@@ -13,7 +13,7 @@ from trainers.storage import parse_json
 
 @dataclass
 class Pauses:
-    """What training stood still for on rank 0, in this launch."""
+    """The time for which training paused on rank 0, in this launch."""
 
     evaluations: int = 0
     evaluation_s: float = 0.0
@@ -26,7 +26,7 @@ class Pauses:
     """Time in which checkpoints were written by a thread beside the steps."""
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long."""
+        """Add an evaluation of this duration."""
         self.evaluations += 1
         self.evaluation_s += seconds
 
@@ -101,11 +101,11 @@ class RunResult:
     """
 
     def to_json(self) -> str:
-        """As `result.json` has it."""
+        """Return the content of `result.json`."""
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
-        """The result as the user reads it."""
+        """Return the result as text for the user."""
         own_s = self.train_time_s - self.earlier_time_s
         earlier_s = self.earlier_time_s
         steps = counted(self.steps, "step")

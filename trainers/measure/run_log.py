@@ -14,17 +14,17 @@ from trainers.storage import Storage, parse_json
 
 _POSITION = ("step", "epoch", "train_time_s")
 SHOW_EVERY_S = 10.0
-"""Between two copies for whoever follows a run."""
+"""Least time between two copies for those who follow a run."""
 
 
 class RunLog:
     """The run's records, in parts `log/<step>.jsonl` that each end at a flush.
 
-    So object stores need no append.
+    Parts are needed because object stores cannot append.
 
-    With `tensorboard` the same parts go to `tensorboard/` as events. Flushes are those
-    of checkpoints, which may be hours apart: a run that is `followed` also leaves
-    copies in `live/` of what no part has yet.
+    With `tensorboard` the same parts are also written to `tensorboard/` as events. The
+    log is flushed with each checkpoint, which may be hours apart, so a run that is
+    `followed` also leaves copies in `live/` of records that are in no part yet.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class RunLog:
         self._showing: threading.Thread | None = None
 
     def add(self, record: Record) -> None:
-        """Remember one record, with its time."""
+        """Add one record, with its time."""
         self._open.append((time.time(), record))
 
     def show(self, step: int) -> None:
-        """Copy what is new to `live/<step>.jsonl`, now and then.
+        """Copy new records to `live/<step>.jsonl`, at most every ten seconds.
 
-        A thread does it: training does not wait.
+        A thread writes them, so training does not wait.
         """
         now = time.monotonic()
         if not self._is_followed or now - self._shown_at < SHOW_EVERY_S:
@@ -65,15 +65,15 @@ class RunLog:
         self._showing.start()
 
     def flush(self, step: int) -> None:
-        """Write what was remembered as the part that ends at `step`."""
+        """Write all records so far as the part that ends at `step`."""
         if self._showing is not None:
             self._showing.join()
         self.part(step)()
 
     def part(self, step: int) -> Callable[[], None]:
-        """Take what was remembered, and return what writes it as the part until `step`.
+        """Take all records so far; return a function that writes them as a part.
 
-        Any thread may call that.
+        The part ends at `step`. Any thread may call the function.
         """
         taken = self._open
         self._open = []
@@ -98,9 +98,9 @@ class RunLog:
         return write
 
     def cut(self, step: int) -> None:
-        """Drop the parts that end after `step`, where the run resumes.
+        """Delete the parts that end after `step`, from which the run resumes.
 
-        It will write them again.
+        The run will write them again.
         """
         self._live.delete("")
         for storage, last in (
@@ -124,7 +124,7 @@ def _extend(storage: Storage, name: str, data: bytes) -> None:
 
 
 def read_log(run: Storage) -> list[Record]:
-    """All records of a run, in order; CheckpointError names a line that is none."""
+    """Return all records of a run, in order; CheckpointError names a damaged line."""
     storage = run.child("log")
     records = []
     for name in storage.names():
@@ -134,7 +134,7 @@ def read_log(run: Storage) -> list[Record]:
 
 
 def read_part(storage: Storage, name: str) -> list[Record]:
-    """The records of one part."""
+    """Return the records of one part."""
     records = []
     for number, line in enumerate(storage.read(name).splitlines(), 1):
         try:
@@ -147,7 +147,7 @@ def read_part(storage: Storage, name: str) -> list[Record]:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record without its position."""
+    """Return the numbers in a record, except its position."""
     return {
         name: float(value)
         for name, value in record.items()
@@ -158,20 +158,20 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def events_name(step: int) -> str:
-    """Return the event file of the part that ends at `step`.
+    """Return the name of the event file of the part that ends at `step`.
 
-    TensorBoard knows it by `tfevents`.
+    TensorBoard recognises it by `tfevents`.
     """
     return f"events.out.tfevents.{step:012d}"
 
 
 def encode_events(records: Iterable[tuple[float, Record]]) -> bytes:
-    """Return records with their time (Unix, seconds) as TensorBoard events.
+    """Encode records with their time (Unix, seconds) as TensorBoard events.
 
-    Every number but the position is a scalar at `step`.
+    Every number except the position becomes a scalar at `step`.
 
-    tensorboardX gives the message types and the checksum; its own writer has a thread
-    and a queue that `flush` does not wait for.
+    tensorboardX provides the message types and the checksum; its own writer has a
+    thread and a queue that `flush` does not wait for.
     """
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.proto.summary_pb2 import Summary
@@ -196,7 +196,7 @@ def encode_events(records: Iterable[tuple[float, Record]]) -> bytes:
 
 
 def _framed(data: bytes) -> bytes:
-    """One record of a TFRecord file: length, its checksum, data, its checksum."""
+    """Return one record of a TFRecord file: length, checksum, data, checksum."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(data))

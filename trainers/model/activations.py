@@ -1,7 +1,7 @@
-"""Checkpoint activations: a block keeps its inputs, and computes the rest again.
+"""Checkpoint activations: a block keeps its inputs and recomputes the rest.
 
-Chen et al. 2016 (arXiv:1604.06174); `selective` keeps the products too, and computes
-only what is cheap again, as in Korthikanti et al. 2022 (arXiv:2205.05198), by
+Chen et al. 2016 (arXiv:1604.06174). `selective` also keeps the products, and recomputes
+only what is cheap, as in Korthikanti et al. 2022 (arXiv:2205.05198), by
 torch.utils.checkpoint's policies.
 """
 
@@ -37,15 +37,15 @@ _KEPT_PRODUCTS = frozenset(
 
 
 def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
-    """Let blocks that a ModuleList or Sequential repeats compute activations again.
+    """Let repeated blocks of a ModuleList or Sequential recompute their activations.
 
-    In place: classes and names stay.
+    The model is changed in place; classes and names stay.
 
-    `mode` is full or selective; none does nothing. Raises ConfigError where there is no
+    `mode` is full or selective; none does nothing. Raises ConfigError if there is no
     such block.
 
-    What is drawn in a block is drawn again alike. Its buffers (BatchNorm's statistics)
-    change in its first pass alone.
+    Random numbers of a block are the same when it is recomputed. Its buffers
+    (BatchNorm's statistics) change in the first pass only.
     """
     if mode == "none":
         return
@@ -63,7 +63,7 @@ def checkpoint_activations(model: nn.Module, mode: str, compiled: bool) -> None:
 
 @contextlib.contextmanager
 def activations_kept(model: nn.Module) -> Iterator[None]:
-    """Keep all activations inside, for a pass that counts what the model computes."""
+    """Keep all activations within the block, so that FLOPs are counted only once."""
     recomputed = []
     for module in model.modules():
         if isinstance(module.forward, _Recomputed):
@@ -77,7 +77,7 @@ def activations_kept(model: nn.Module) -> Iterator[None]:
 
 
 class _Recomputed:
-    """A block's forward, computed again in the backward pass."""
+    """A block's forward that is recomputed in the backward pass."""
 
     def __init__(
         self, block: nn.Module, forward: Callable[..., Any], mode: str, compiled: bool
@@ -94,10 +94,10 @@ class _Recomputed:
             self._graph["context_fn"] = functools.partial(_selective, _policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it as it is where no gradient is wanted.
+        """Run the forward; keep only its inputs if gradients are enabled.
 
-        Raises ConfigError, in a pass before the model is compiled, for a buffer that a
-        graph would not have again as it was.
+        If the model will be compiled, raises ConfigError in an eager pass that changes
+        a buffer: a compiled graph could not restore it for recomputation.
         """
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
@@ -119,7 +119,10 @@ class _Recomputed:
         return outputs
 
     def _versions(self) -> dict[str, int]:
-        """Return how often each buffer was written to, in a pass before compiling."""
+        """Return how often each buffer was written to.
+
+        Empty unless this is an eager pass of a model that will be compiled.
+        """
         if not self._compiled or torch.compiler.is_compiling():
             return {}
         return {name: one._version for name, one in _buffers(self._block).items()}
@@ -128,7 +131,7 @@ class _Recomputed:
 def _buffers(block: nn.Module) -> dict[str, Tensor]:
     """Return a block's buffers by name, without BatchNorm's statistics.
 
-    No pass in training reads those.
+    In training, no pass reads those.
     """
     statistics = {buffer for norm in _norms(block) for buffer in norm.buffers()}
     buffers = block.named_buffers()
@@ -140,7 +143,7 @@ def _norms(block: nn.Module) -> list[Any]:
 
 
 def _contexts(block: nn.Module, mode: str) -> tuple[Any, Any]:
-    """Return the context of a block's first pass and that of its second."""
+    """Return the contexts of a block's first pass and of its recomputation."""
     first: Any = contextlib.nullcontext()
     second: Any = contextlib.nullcontext()
     if mode == "selective":
@@ -155,11 +158,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _second_pass(block: nn.Module, inner: Any) -> Any:
-    """Return the context of the second pass, with the buffers as the first found them.
+    """Return the context of the recomputation; call it before the first pass.
 
-    They stay as it left them.
-
-    To be called before the first pass.
+    Within it, buffers have the values from before the first pass; afterwards, they
+    again have those that it left.
     """
     buffers = [one.detach() for one in _buffers(block).values()]
     before = [buffer.clone() for buffer in buffers]

@@ -16,15 +16,15 @@ from trainers.model.state import parameters_of
 
 
 class MovingAverage:
-    """Average the optimizer's parameters and the floating buffers of a state_dict.
+    """Averages the optimizer's parameters and the floating buffers of a state_dict.
 
-    torchvision's reference averages buffers, too. Whole numbers (BatchNorm's count)
-    stay the model's own.
+    Averaging buffers follows torchvision's reference. Integer buffers (BatchNorm's
+    count) are not averaged.
 
-    They begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
+    Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
     decay) W_t after the optimizer's step t. A step that the loss scaler skips does not
     count. Averages are float32 or wider, since small steps vanish in narrower formats.
-    Of a sharded model each rank averages its own part.
+    For a sharded model, each rank averages its own part.
     """
 
     def __init__(
@@ -34,9 +34,10 @@ class MovingAverage:
         decay: float,
         without: Collection[str] = (),
     ) -> None:
-        """`decay`: share of the average that an update keeps.
+        """`decay` is the share of the old average that an update keeps.
 
-        `without`: parameters by name that checkpoints leave out, for they do not move.
+        `without` names parameters that checkpoints leave out, because they do not
+        change.
         """
         self.set_decay(decay)
         trained = set(parameters_of(optimizer))
@@ -59,22 +60,22 @@ class MovingAverage:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Its own tensors, beside the model's."""
+        """The tensors of the averages themselves."""
         return list(self._averages.values())
 
     def set_decay(self, decay: float) -> None:
-        """Let updates keep another share of the average from here on."""
+        """Set the share of the old average that updates keep from here on."""
         self._decay = decay
         self._average = get_ema_multi_avg_fn(decay)
 
     def follow(self, scaler: GradScaler) -> None:
-        """Follow this loss scaler, whose scale falls where a step changed nothing."""
+        """Watch this loss scaler, whose scale falls when a step was skipped."""
         if scaler.is_enabled():
             self._scaler = scaler
             self._scale = torch.tensor(scaler.get_scale())
 
     def take_unfrozen(self) -> None:
-        """Take in what is trained from the next step on, with its value as its average."""
+        """Start averaging newly unfrozen parameters from their present values."""
         self._add([name for name, one in self._frozen.items() if one.requires_grad])
 
     def _add(self, names: Iterable[str]) -> None:
@@ -85,7 +86,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the values after a step of the optimizer.
+        """Update the averages after a step of the optimizer.
 
         Does not wait for the device.
         """
@@ -100,9 +101,9 @@ class MovingAverage:
                     average.lerp_(value, weight)
 
     def _moved(self) -> Tensor | None:
-        """Whether the last step has changed the parameters; None where none is skipped.
+        """Whether the last step changed the parameters; None without a scaler.
 
-        Only a scaler skips steps.
+        Only a loss scaler skips steps.
         """
         if self._scaler is None or self._scale is None:
             return None
@@ -114,7 +115,7 @@ class MovingAverage:
         return moved
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return this rank's averages and values by format and device."""
+        """Return this rank's averages and values, grouped by format and device."""
         if not self._groups:
             by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
             for name, value in self._values.items():
@@ -127,7 +128,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the averages inside; its own values come back to the bit."""
+        """Swap the averages into the model within the block, then restore it."""
         for name, value in self._values.items():
             self._own[name] = value.detach().clone()
         self._copy(self._averages)
@@ -143,9 +144,10 @@ class MovingAverage:
             local(value).copy_(local(source[name]))
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return, inside `in_place`, what the model's state_dict does not hold then.
+        """Return what the model's state_dict lacks inside `in_place`.
 
-        That is its own values, and averages that are wider than they are.
+        These are the model's own values, and averages in a wider format than the
+        model's. Call it inside `in_place`.
         """
         assert self._own
         return {"own": self._own, "averages": self._wider()}
@@ -158,9 +160,9 @@ class MovingAverage:
         return wider
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is one of this model's `state_dict`.
+        """Raise CheckpointError unless `state` is a `state_dict` for this model.
 
-        With it come those that were unfrozen before it.
+        Also starts averaging the parameters that were already unfrozen in `state`.
         """
         own = _shapes(state.get("own"))
         self._add([name for name in self._frozen if name in own])
@@ -175,7 +177,7 @@ class MovingAverage:
     def load_state_dict(
         self, state: dict[str, dict[str, Tensor]], scaler: GradScaler
     ) -> None:
-        """Take back what `state_dict` gave, once model and `scaler` have their state."""
+        """Load what `state_dict` returned, after the model and `scaler` were loaded."""
         averages = {**self._values, **shard_like(state["averages"], self._wider())}
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))
@@ -184,7 +186,7 @@ class MovingAverage:
 
 
 def _shapes(tensors: Any) -> dict[str, Any]:
-    """Return the shapes of a checkpoint's tensors by name; nothing of what has none."""
+    """Return the shapes of a checkpoint's tensors by name; None for other values."""
     named = tensors.items() if isinstance(tensors, dict) else ()
     return {name: getattr(tensor, "shape", None) for name, tensor in named}
 

@@ -25,14 +25,14 @@ from trainers.model.state import left_beside, parameters_of
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("found_inf", "grad_scale")
-"""What a fused step reads of its optimizer."""
+"""Attributes of its optimizer that a fused step reads."""
 _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-"""What torch and torchao give Adam where nothing is said."""
+"""torch's and torchao's defaults for Adam."""
 
 
 ONLY = "train"
@@ -40,12 +40,12 @@ ONLY = "train"
 
 
 class JoinedOptimizer(Optimizer):
-    """Hold the groups and states of several optimizers; a step is one of each.
+    """Several optimizers as one, whose step is one step of each.
 
-    Groups and states stay the parts' own, in their order.
+    Groups and states remain those of the parts, in their order.
 
-    Its state_dict is that of one optimizer with all groups; each part takes its own
-    part of one.
+    Its state_dict is that of one optimizer with all groups; each part loads its share
+    of it.
     """
 
     def __init__(self, parts: Mapping[str, Optimizer]) -> None:
@@ -60,12 +60,12 @@ class JoinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parts' own groups."""
+        """The groups of all parts."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The parts' own states, by parameter."""
+        """The states of all parts, by parameter."""
         state: dict[Tensor, Any] = {}
         for part in self.parts.values():
             state |= part.state
@@ -73,7 +73,7 @@ class JoinedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether every part skips a step by itself, as torch's loss scaler asks it."""
+        """Whether every part skips bad steps itself, as torch's loss scaler asks."""
         return all(
             getattr(part, "_step_supports_amp_scaling", False)
             for part in self.parts.values()
@@ -93,7 +93,7 @@ class JoinedOptimizer(Optimizer):
             part.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all parts' states, with parameters numbered on from part to part."""
+        """Return all parts' states, with parameters numbered across the parts."""
         groups: list[dict[str, Any]] = []
         state: dict[int, Any] = {}
         first = 0
@@ -106,7 +106,7 @@ class JoinedOptimizer(Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         groups = iter(state_dict["param_groups"])
         first = 0
         for part in self.parts.values():
@@ -128,7 +128,7 @@ def _numbered(groups: list[dict[str, Any]], shift: int) -> list[dict[str, Any]]:
 
 
 def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the parts of a joined optimizer; any other one is its only part."""
+    """Return the parts of a joined optimizer; any other optimizer is its only part."""
     if isinstance(optimizer, JoinedOptimizer):
         return list(optimizer.parts.values())
     return [optimizer]
@@ -137,9 +137,9 @@ def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
 def join(
     given: Optimizer | Mapping[str, Optimizer], model: nn.Module, task: str
 ) -> Optimizer:
-    """Return what the class `task` gave as optimizer, as one.
+    """Return the optimizers that the class `task` returned as one optimizer.
 
-    Raises ConfigError where it is none, or two of several have one parameter.
+    Raises ConfigError if a value is not an optimizer, or if two share a parameter.
     """
     field = f"{task}.optimizer()"
     parts = given if isinstance(given, Mapping) else {ONLY: given}
@@ -168,7 +168,7 @@ def join(
 
 
 def lr_scale(scaling: ScalingRule, size: int) -> float:
-    """Return by what `lr_scaling` multiplies the learning rate at a global batch size.
+    """Return the factor of `lr_scaling` on the learning rate at a global batch size.
 
     linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt and sde: sqrt(k)
     (Malladi et al. 2022, arXiv 2205.10287), with k = global batch size / base batch
@@ -181,13 +181,13 @@ def lr_scale(scaling: ScalingRule, size: int) -> float:
 def scaled_options(
     scaling: ScalingRule, size: int, base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options that rule sde changes at a batch size, but the learning rate.
+    """Return the options, except learning rate, that rule sde sets at a batch size.
 
-    Gradients of k times the samples have noise of 1 / sqrt(k), which is what eps stands
-    beside: eps / sqrt(k). Betas forget as much a sample: beta^k, which is Malladi's 1 -
-    k (1 - beta) to the first order, and never below 0. Decoupled weight decay takes as
-    much off a sample (lr * weight_decay / size stays): weight_decay * sqrt(k). L2 is a
-    part of the loss, and stays.
+    Gradients of k times the samples have noise of 1 / sqrt(k), and eps is scaled with
+    it: eps / sqrt(k). Betas are set to forget as much per sample: beta^k, which equals
+    Malladi's 1 - k (1 - beta) to first order, and is never below 0. Decoupled weight
+    decay removes as much per sample (lr * weight_decay / size is constant):
+    weight_decay * sqrt(k). L2 is part of the loss, and is not scaled.
     """
     if scaling.rule != "sde":
         return {}
@@ -205,8 +205,8 @@ def scaled_options(
 def scaled_decay(decay: float | None, scaling: ScalingRule, size: int) -> float | None:
     """Return the decay of the weights' average at a batch size; None without one.
 
-    With rule sde it averages as many samples at any size (Busbridge et al. 2023, arXiv
-    2307.13813).
+    With rule sde it averages over the same number of samples at any size (Busbridge et
+    al. 2023, arXiv 2307.13813).
     """
     if decay is None or scaling.rule != "sde":
         return decay
@@ -214,9 +214,10 @@ def scaled_decay(decay: float | None, scaling: ScalingRule, size: int) -> float 
 
 
 def built_lr(config: TrainConfig) -> float:
-    """Return the learning rate that an optimizer is built with: that of the batch size.
+    """Return the learning rate with which to build an optimizer.
 
-    Where there is a schedule, whose steps multiply it, it is the base batch size's.
+    It is scaled to the batch size, unless there is a batch schedule: then it is that of
+    the base batch size, and each step scales it.
     """
     if config.batch_schedule is not None:
         return config.optimizer.lr
@@ -224,11 +225,12 @@ def built_lr(config: TrainConfig) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Build the configured optimizer over all parameters, fused where the device can.
+    """Build the configured optimizer over all parameters, fused where possible.
 
-    A frozen one has no gradient, and no step moves it; it may be unfrozen later.
+    Frozen parameters are included, because they may be unfrozen later; without a
+    gradient no step changes them.
 
-    Fused steps read `found_inf` on the device, so a bad step is skipped without a host
+    Fused steps read `found_inf` on the device, so a bad step is skipped without host
     synchronisation.
     """
     chosen = config.optimizer
@@ -255,10 +257,10 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
-    """Raise ConfigError for an optimizer that a step cannot use.
+    """Raise ConfigError for an optimizer that the run cannot use.
 
-    That is one with a torch LR scheduler attached, since the run sets the learning rate
-    in every step, and one without what the `rule` of `lr_scaling` scales.
+    It must not have a torch LR scheduler attached, since the run sets the learning rate
+    in every step, and must have the options that the `rule` of `lr_scaling` scales.
     """
     if rule == "sde" and any("betas" not in group for group in optimizer.param_groups):
         raise ConfigError(
@@ -278,7 +280,7 @@ def check_optimizer(optimizer: Optimizer, task: str, rule: str) -> None:
 def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
     """Warn of parameters that require a gradient and are in no optimizer.
 
-    They are the model's, or of the task's attributes.
+    They may be the model's, or in the task's attributes.
     """
     held = set(parameters_of(optimizer))
     names = []
@@ -295,7 +297,7 @@ def warn_untrained(model: nn.Module, optimizer: Optimizer, task: Any) -> None:
 
 
 def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
-    """Raise ConfigError where the optimizer's number of groups has changed."""
+    """Raise ConfigError if the optimizer's number of groups has changed."""
     if len(optimizer.param_groups) != count:
         raise ConfigError(
             f"{task}.optimizer()",
@@ -306,7 +308,7 @@ def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
 
 
 def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
-    """Raise ConfigError where a group's learning rate is not the one that was set."""
+    """Raise ConfigError if a group's learning rate is not the one that was set."""
     check_groups(optimizer, task, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
@@ -326,12 +328,12 @@ def _overruled(task: str, rule: str) -> ConfigError:
 
 
 def set_training(optimizer: Any, training: bool) -> None:
-    """Tell a schedule-free optimizer which of its weights the model is to have.
+    """Switch a schedule-free optimizer between its two sets of weights.
 
-    Those that it trains, or their average, which is evaluated and kept (Defazio et al.
-    2024, arXiv 2405.15682).
+    In training mode the model has the weights being trained; otherwise it has their
+    average, which is evaluated and saved (Defazio et al. 2024, arXiv 2405.15682).
 
-    Others have no such modes.
+    Other optimizers have no such modes and are left alone.
     """
     for part in optimizers_of(optimizer):
         switch = getattr(part, "train" if training else "eval", None)
@@ -341,9 +343,9 @@ def set_training(optimizer: Any, training: bool) -> None:
 
 @contextlib.contextmanager
 def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
-    """Let the model have inside the weights that are evaluated and kept.
+    """Swap in, within the block, the weights that are evaluated and saved.
 
-    They are the optimizer's own average, or `ema`'s.
+    They are the optimizer's own average, or that of `ema`.
     """
     set_training(optimizer, False)
     try:
@@ -356,9 +358,9 @@ def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
 def warmup_steps(
     schedule: ScheduleConfig, total_steps: int, batches: BatchSchedule | None = None
 ) -> int:
-    """Return how many of `total_steps` are the warm-up.
+    """Return how many of `total_steps` belong to the warm-up.
 
-    With `batches` a share is one of samples.
+    With `batches`, a fractional warm-up is a share of the samples, not of the steps.
     """
     warmup = schedule.warmup
     if not isinstance(warmup, float):
@@ -374,11 +376,11 @@ def lr_factor(
     total_steps: int,
     batches: BatchSchedule | None = None,
 ) -> float:
-    """Return the factor of the learning rate in `step` (from 0) of `total_steps`.
+    """Return the learning rate's factor in `step` (from 0) of `total_steps`.
 
-    Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or
-    half a cosine to 0 after the last step. That course counts steps, or, with
-    `batches`, the samples before them.
+    Warm-up rises linearly and reaches 1 at its last step. After it the factor is
+    constant, or falls, linearly or along half a cosine, to reach 0 just after the last
+    step. Progress is measured in steps or, with `batches`, in the samples before them.
     """
     steps = warmup_steps(schedule, total_steps, batches)
     if step < steps:

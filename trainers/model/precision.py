@@ -25,7 +25,7 @@ from trainers.model.state import parameters_of
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
-"""Of both sizes of a layer: what the GPU's float8 products take."""
+"""Both sizes of a layer must be multiples of this for the GPU's float8 products."""
 NARROW = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 """Classes of torchao.optim by `optimizer.name`."""
 _AMPERE = (8, 0)
@@ -45,14 +45,15 @@ def _import(module: str, key: str, value: str, instead: str) -> Any:
 
 
 def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
-    """Exchange the plain Linear layers of sizes that float8 products take.
+    """Convert the plain Linear layers whose sizes float8 products accept.
 
     Parameters and all names stay the same.
 
-    Inputs, weights and gradients are scaled by the largest value that each tensor has
-    at the time, which is torchao's default recipe (tensorwise); a number of rows that
-    is no multiple of 16 is padded. `emulate` computes the same without such products,
-    on any device. Raises ConfigError without torchao, or where there is no such layer.
+    Inputs, weights and gradients are scaled by the largest value in each tensor at the
+    time, which is torchao's default recipe (tensorwise). If the number of rows is not a
+    multiple of 16, it is padded. `emulate` computes the same results without float8
+    hardware, on any device. Raises ConfigError without torchao, or if there is no such
+    layer.
     """
     float8 = _import("torchao.float8", "precision", "fp8", "precision bf16")
     if not any(map(_fits, model.modules())):
@@ -70,7 +71,7 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
 
 
 def _fits(module: nn.Module) -> bool:
-    """A layer with a forward or hooks of its own would lose them."""
+    """Whether a layer can be converted; one with its own forward or hooks cannot."""
     if type(module) is not nn.Linear:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
@@ -83,7 +84,7 @@ def narrow_adamw(
 ) -> Optimizer:
     """Build torchao's AdamW of this `optimizer.name`; ConfigError without torchao.
 
-    Its steps are compiled, a graph for each shape of parameter, and are not fused.
+    Its steps are not fused, but compiled, with one graph for each shape of parameter.
     """
     library = _import("torchao.optim", "optimizer.name", name, "adamw")
     kind = getattr(library, NARROW[name])
@@ -93,13 +94,13 @@ def narrow_adamw(
 
 
 class _PlainState:
-    """Keep plain tensors in the state_dict of an optimizer of torchao's.
+    """Makes the state_dict of a torchao optimizer contain only plain tensors.
 
-    Its own kinds of tensors are in no checkpoint.
+    Checkpoints cannot contain torchao's own kinds of tensors.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; of a narrow moment a mapping of the tensors in it."""
+        """Return the state, with each narrow moment as a mapping of plain tensors."""
         whole: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         state = {}
         for number, entries in whole["state"].items():
@@ -107,9 +108,9 @@ class _PlainState:
         return {**whole, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Load what `state_dict` returned.
 
-        Raises ValueError where it is another optimizer's.
+        Raises ValueError if shapes or formats differ from this optimizer's.
         """
         super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
         optimizer: Any = self
@@ -155,9 +156,10 @@ def _filled(
 class PrecisionSpec:
     """One row of the table.
 
-    Without `autocast` operations keep their inputs' format; without `parameters` the
-    model stays as it was built; `matmul` is what fp32 products compute in; with
-    `float8` Linear layers multiply in that, by torchao; `min_capability` is CUDA's.
+    Without `autocast`, operations keep their inputs' format; without `parameters`, the
+    model keeps the format it was built in. `matmul` is the format in which fp32
+    products are computed. With `float8`, torchao's Linear layers multiply in float8.
+    `min_capability` is a CUDA compute capability.
     """
 
     name: Precision
@@ -169,13 +171,14 @@ class PrecisionSpec:
     devices: tuple[str, ...] = ("cpu", "cuda", "mps")
     min_capability: tuple[int, int] = (0, 0)
     channels_last: bool = False
-    """Memory format of 4-D tensors: not in the table, a run chooses it (`with_layout`).
+    """Memory format of 4-D tensors; not in the table, but chosen per run
+    (`with_layout`).
     """
 
     def autocast_context(
         self, device: torch.device
     ) -> contextlib.AbstractContextManager[Any]:
-        """Return the context for forward and loss."""
+        """Return the autocast context for forward and loss."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
@@ -185,7 +188,7 @@ class PrecisionSpec:
     ) -> PrecisionSpec:
         """Return the row with the memory format that `wanted` means for this model.
 
-        auto: channels last for convolutions on CUDA.
+        `auto` chooses channels last for models with convolutions on CUDA.
         """
         images = any(parameter.ndim == 4 for parameter in model.parameters())
         if wanted is True and not images:
@@ -197,9 +200,9 @@ class PrecisionSpec:
         return replace(self, channels_last=chosen)
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Convert a model to this row's format and layout, and its layers to float8.
+        """Convert a model to this row's format and layout, and layers to float8.
 
-        The layout is one of 4-D parameters and buffers.
+        The layout applies to 4-D parameters and buffers.
         """
         if self.float8:
             model = to_float8(model)
@@ -213,7 +216,7 @@ class PrecisionSpec:
         return model
 
     def convert_batch(self, batch: Batch) -> Batch:
-        """Convert floating tensors to this row's format and layout; others stay."""
+        """Convert floating tensors to this row's format and layout, and no others."""
         if self.parameters is None and not self.channels_last:
             return batch
         return map_tensors(self._convert, batch)
@@ -250,7 +253,7 @@ TABLE: dict[str, PrecisionSpec] = {spec.name: spec for spec in _ROWS}
 
 
 def resolve_precision(name: str, device: torch.device) -> PrecisionSpec:
-    """Return the row for `name`; raise ConfigError when `device` cannot do it."""
+    """Return the row for `name`; raise ConfigError if `device` does not support it."""
     able = able_precisions(device)
     if name not in able:
         what = device.type
@@ -261,7 +264,7 @@ def resolve_precision(name: str, device: torch.device) -> PrecisionSpec:
 
 
 def able_precisions(device: torch.device) -> list[Precision]:
-    """Return the names that `device` can do, in the table's order."""
+    """Return the names of the precisions that `device` supports, in table order."""
     capability: tuple[int, ...] = (100, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -273,9 +276,9 @@ def able_precisions(device: torch.device) -> list[Precision]:
 
 
 def check_device_type(name: str, device_type: str) -> None:
-    """Raise ConfigError when no device of this type can do the precision.
+    """Raise ConfigError if no device of this type supports the precision.
 
-    A device's capability is checked where it is.
+    A device's compute capability is checked where the device is.
     """
     if device_type not in TABLE[name].devices:
         able = [row.name for row in TABLE.values() if device_type in row.devices]
@@ -292,11 +295,11 @@ def _unable(name: str, what: str, able: Sequence[str]) -> ConfigError:
 
 
 def apply_matmul(spec: PrecisionSpec) -> None:
-    """Set what fp32 matmuls and convolutions compute in, in the whole process.
+    """Set the precision of fp32 matmuls and convolutions for the whole process.
 
-    torch's older switches set its newer `fp32_precision` too. Set alone, the newer ones
-    differ from the older, and reading those then raises: torch.compile does, for
-    convolutions and batched products.
+    torch's older switches also set its newer `fp32_precision`. If only the newer ones
+    were set, the two would differ, and reading the older ones would raise:
+    torch.compile reads them for convolutions and batched products.
     """
     lower = spec.matmul == "tf32"
     backends: Any = torch.backends

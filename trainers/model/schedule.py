@@ -1,9 +1,9 @@
-"""Run torch's schedulers: the task makes them, the loop steps and keeps them.
+"""Run torch's schedulers: the task creates them, the loop steps and saves them.
 
-A scheduler never sees the run's optimizer but a stand-in with the same groups and
-options, whose learning rates (and momenta, where it cycles them) are handed on before
-every step. So nothing is hooked into the step, which may be captured, compiled or
-skipped, and the rates stay exact numbers of the host.
+A scheduler does not see the run's optimizer, only a stand-in with the same groups and
+options. The stand-in's learning rates (and momenta, if the scheduler cycles them) are
+copied to the optimizer before every step. So nothing is hooked into the step, which may
+be captured, compiled or skipped, and the rates stay exact numbers on the host.
 """
 
 import copy
@@ -20,11 +20,11 @@ from trainers.model.optimizer import warmup_steps
 
 _CYCLED = ("momentum", "betas")
 _TRIED = 10_000
-"""Steps of a scheduler, some 20 microseconds each."""
+"""The most steps for which a scheduler is tried, at some 20 microseconds each."""
 
 
 class StandIn(Optimizer):
-    """Hold an optimizer's groups and options; a step of this one changes no parameter."""
+    """Has an optimizer's groups and options; its step changes no parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         given = optimizer.param_groups
@@ -33,9 +33,10 @@ class StandIn(Optimizer):
         self._given = [group.keys() for group in given]
 
     def written(self) -> list[dict[str, Any]]:
-        """Return of each group the options that a scheduler writes.
+        """Return, for each group, the options that a scheduler writes.
 
-        These are the learning rate and its own; momenta only where it cycles them.
+        These are the learning rate, options that the scheduler added, and momenta if it
+        cycles them.
         """
         found = []
         for group, given in zip(self.param_groups, self._given, strict=True):
@@ -46,15 +47,15 @@ class StandIn(Optimizer):
         return found
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Count as a step for the scheduler, which warns where there was none before."""
+        """Do nothing; a scheduler warns unless its optimizer's step was called."""
 
 
 class Schedule:
-    """Step a scheduler at its stand-in, and tell the optimizer what comes of it.
+    """Steps a scheduler on its stand-in, and provides the values for the optimizer.
 
-    After a linear warm-up (`lr_schedule.warmup`) it is stepped after every step or
-    epoch, or, where it reduces on a plateau, after every evaluation. Ranks do the same,
-    so nothing has to be agreed.
+    After a linear warm-up (`lr_schedule.warmup`), the scheduler is stepped after every
+    step or epoch; ReduceLROnPlateau, after every evaluation. All ranks do the same, so
+    they need not agree on anything.
     """
 
     def __init__(
@@ -65,15 +66,16 @@ class Schedule:
         total_steps: int,
         batches: BatchSchedule | None = None,
     ) -> None:
-        """`given` is what the task's schedule() has returned.
+        """`given` is what the task's schedule() returned.
 
-        With `batches` a share of warm-up is one of samples.
+        With `batches`, a fractional warm-up is a share of the samples, not of the
+        steps.
         """
         self.scheduler, self.every = (
             given if isinstance(given, tuple) else (given, "step")
         )
         self.figure = "val_loss"
-        """What one goes by that reduces on a plateau."""
+        """The metric that ReduceLROnPlateau depends on."""
         self._stand_in = stand_in
         self._warmup = warmup_steps(config, total_steps, batches)
         self.by_figure = isinstance(self.scheduler, ReduceLROnPlateau)
@@ -99,9 +101,9 @@ class Schedule:
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
         """Raise ConfigError for a scheduler that ends before the run.
 
-        It is tried, and put back.
+        The scheduler is stepped that far (at most 10,000 times), and then restored.
 
-        `epochs`: the steps at which each of them has ended.
+        `epochs` lists the step at which each epoch ends.
         """
         if self.by_figure:
             return
@@ -117,7 +119,7 @@ class Schedule:
         self.load_state_dict(before)
 
     def _step(self, rule: str) -> None:
-        """Step the scheduler; ConfigError where it has ended."""
+        """Step the scheduler; ConfigError if it fails because it has ended."""
         self._stand_in.step()
         try:
             self.scheduler.step()
@@ -129,14 +131,14 @@ class Schedule:
             ) from error
 
     def lrs(self, step: int) -> list[float]:
-        """Return each group's learning rate in `step`, from 0."""
+        """Return each group's learning rate for `step`, counted from 0."""
         share = 1.0
         if self._warmup:
             share = min(1.0, (step + 1) / self._warmup)
         return [float(group["lr"]) * share for group in self._stand_in.param_groups]
 
     def cycled(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
-        """Return group, name and value of each momentum that the scheduler has changed."""
+        """Return group, name and value of each momentum that the scheduler changed."""
         cycled = []
         groups = optimizer.param_groups
         for group, written in zip(groups, self._stand_in.written(), strict=True):
@@ -146,15 +148,15 @@ class Schedule:
         return cycled
 
     def stepped(self, step: int, ends_epoch: bool) -> None:
-        """Step the scheduler where it is due after so many steps of training."""
+        """Step the scheduler if it is due after training step `step`."""
         is_due = self.every == "step" or ends_epoch
         if is_due and step > self._warmup and not self.by_figure:
             self._step(f"ends at step {step}")
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by a figure.
+        """Step a scheduler that depends on a metric.
 
-        Raises ConfigError where an evaluation does not have it.
+        Raises ConfigError if the evaluation lacks that metric.
         """
         if not self.by_figure:
             return
@@ -163,19 +165,19 @@ class Schedule:
             self.scheduler.step(figures[self.figure])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data: the scheduler's own, and the options that it writes."""
+        """Return, as plain data, the scheduler's state and the options it writes."""
         return {
             "scheduler": self.scheduler.state_dict(),
             "groups": self._stand_in.written(),
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is such a scheduler's."""
+        """Raise CheckpointError unless `state` has the layout of this scheduler's."""
         if _layout(state) != _layout(self.state_dict()):
             raise CheckpointError(f"its schedule is none of a {self._name}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load what `state_dict` returned."""
         self.scheduler.load_state_dict(state["scheduler"])
         groups = self._stand_in.param_groups
         for group, saved in zip(groups, state["groups"], strict=True):
@@ -183,7 +185,7 @@ class Schedule:
 
 
 def _layout(state: Mapping[str, Any]) -> list[Any]:
-    """Return the keys of a schedule's state; None of what has none."""
+    """Return the keys of each part of a schedule's state; None for a non-mapping."""
     parts = [state.get("scheduler")]
     if isinstance(state.get("groups"), list):
         parts += state["groups"]
@@ -195,7 +197,7 @@ def _refused(value: str, rule: str, fix: str) -> ConfigError:
 
 
 def _check_mode(scheduler: ReduceLROnPlateau, figure: str) -> None:
-    """Raise ConfigError where a scheduler takes what is better of a figure for worse."""
+    """Raise ConfigError if a scheduler's mode is wrong for its metric."""
     better = direction_of(figure)
     if better not in (None, scheduler.mode):
         raise _refused(

@@ -12,13 +12,12 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """Find what fsdp gathers and frees on its own: blocks that a container repeats.
+    """Find the blocks that fsdp gathers and frees one by one.
 
-    Containers are ModuleList and Sequential.
-
-    A block is a child with parameters, at any depth, that is no such container itself;
-    nothing inside it is split further. What is left, and blocks that share a parameter
-    with something outside them, is the root's.
+    They are the repeated children of ModuleList and Sequential: children with
+    parameters, at any depth, that are not such containers themselves. Nothing inside a
+    block is split further. The rest, and any block that shares a parameter with
+    something outside it, belongs to the root.
     """
     uses = _uses(model)
 
@@ -37,7 +36,7 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
 
 
 def _uses(model: nn.Module) -> Counter[nn.Parameter]:
-    """Count how often a model has each of its parameters."""
+    """Count how often each parameter occurs in a model."""
     named = model.named_parameters(remove_duplicate=False)
     return Counter(parameter for _, parameter in named)
 
@@ -53,7 +52,7 @@ def is_shard(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part that this rank has, without autograd, on the tensor's own memory."""
+    """Return this rank's part of a tensor, detached, sharing the tensor's memory."""
     detached: Any = tensor.detach()
     part: Tensor = detached.to_local() if is_shard(detached) else detached
     return part
@@ -62,7 +61,7 @@ def local(tensor: Tensor) -> Tensor:
 def whole(tree: Any, group: Group) -> Any:
     """Gather every sharded tensor of nested plain data into host memory of rank 0.
 
-    Other ranks get None for it.
+    Other ranks get None in place of these tensors.
 
     Every rank must call it.
     """
@@ -77,7 +76,10 @@ def whole(tree: Any, group: Group) -> Any:
 
 
 def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
-    """Return a tensor of the shape of `whole`, sharded as `like`, from a rank's `rows`."""
+    """Return `rows` as this rank's part of a tensor sharded like `like`.
+
+    The whole tensor has the shape and stride of `whole`.
+    """
     from torch.distributed.tensor import DTensor
 
     placed: Tensor = DTensor.from_local(
@@ -92,7 +94,7 @@ def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
 
 
 def shard_like(tree: Any, like: Any) -> Any:
-    """Shard the tensors of nested plain data, whole on each rank, as those of `like`."""
+    """Shard nested tensors, which every rank has whole, like those in `like`."""
     if is_shard(like):
         from torch.distributed.tensor import distribute_tensor
 

@@ -1,8 +1,8 @@
-"""What a model and its task have to keep beside the values of the model's tensors.
+"""What a checkpoint of a model and its task holds besides the model's tensors.
 
-Which parameters are frozen, how modules and buffers have changed since the task's
-model() made them, and what the task trains beside the model: a checkpoint keeps these,
-and a resumed run makes the model anew.
+That is which parameters are frozen, how modules and buffers have changed since the
+task's model() made them, and what the task trains outside the model. A resumed run
+creates the model anew and needs these to restore it.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from trainers.model.sharding import is_sharded
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups, in order."""
+    """Return the parameters of all the optimizer's groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def frozen_digests(model: nn.Module) -> dict[str, str]:
-    """Return by name a SHA-256 of each parameter that needs no gradient.
+    """Return, by name, a SHA-256 of each parameter that requires no gradient.
 
-    A checkpoint with `checkpoint.parameters: trained` has these in their place. `model`
-    is as the task makes it, on the CPU, so that digests depend on neither
-    precision nor strategy.
+    With `checkpoint.parameters: trained`, checkpoints contain these digests instead of
+    the parameters. `model` must be as the task creates it, on the CPU, so that digests
+    depend on neither precision nor strategy.
     """
     digests = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -46,9 +46,9 @@ def _digest(tensor: Tensor) -> str:
 
 
 def check_frozen(saved: Any, now: Mapping[str, str] | None) -> None:
-    """Raise CheckpointError unless a checkpoint left out these very parameters.
+    """Raise CheckpointError unless the checkpoint left out these same parameters.
 
-    None: it, or this run, has them all.
+    None means that the checkpoint, or this run, has all parameters.
     """
     if not isinstance(saved, dict) or now is None:
         if saved is not now:
@@ -66,7 +66,7 @@ def check_frozen(saved: Any, now: Mapping[str, str] | None) -> None:
 def load_model(
     model: nn.Module, saved: Mapping[str, Any], frozen: Mapping[str, str] | None
 ) -> None:
-    """Load a model's state; `frozen` parameters, which it lacks, stay the model's own."""
+    """Load a model's state; `frozen` parameters, which it lacks, are left alone."""
     missing, unexpected = model.load_state_dict(saved, strict=not frozen)
     wrong = sorted({*missing, *unexpected} - (frozen or {}).keys())
     if wrong:
@@ -74,7 +74,7 @@ def load_model(
 
 
 def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
-    """Return the task's modules with parameters to train that are not the model's."""
+    """Return the task's modules with trainable parameters outside the model."""
     own = set(model.parameters())
     found = []
     for value in vars(task).values():
@@ -88,13 +88,14 @@ def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
 def trained_beside(
     task: Any, model: nn.Module, optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """Return by name what the optimizer holds beside the model, such as a loss's own.
+    """Return, by name, the task's tensors that the optimizer trains outside the model.
 
-    With it comes what else is in the same attributes of the task. All of it is the
-    model's equal: on its device, alike on all ranks, averaged over them, kept in
-    checkpoints.
+    An example is a loss with parameters. All tensors in the same attributes of the task
+    are included. They are treated like the model's: moved to its device, equal on all
+    ranks, averaged over ranks, and saved in checkpoints.
 
-    Raises ConfigError for what no checkpoint would find again.
+    Raises ConfigError for a parameter that is in no attribute of the task, since no
+    checkpoint could restore it.
     """
     own = _tensors_of(model)
     lost = set[Tensor](parameters_of(optimizer)) - own
@@ -131,7 +132,7 @@ def _tensors_of(model: nn.Module) -> set[Tensor]:
 
 
 def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, Tensor]:
-    """Return by name the tensors of a task that are neither the model's nor `kept`."""
+    """Return, by name, a task's tensors that are neither the model's nor in `kept`."""
     own = _tensors_of(model)
     left = {}
     for name, tensor in _all_tensors(task).items():
@@ -141,7 +142,7 @@ def left_beside(task: Any, model: nn.Module, kept: Iterable[str]) -> dict[str, T
 
 
 def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return by name the sums of floating tensors, which tell whether one has changed."""
+    """Return the sums of floating tensors by name, to detect later changes."""
     sums = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.is_meta and not is_lazy(tensor):
@@ -153,7 +154,7 @@ def sums_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 def place(
     tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype | None
 ) -> None:
-    """Move tensors to a device, in place; floating ones also to a format, if given."""
+    """Move tensors to a device, in place; cast floating ones to `dtype`, if given."""
     for tensor in tensors:
         wanted = dtype if tensor.is_floating_point() else None
         tensor.data = tensor.data.to(device, wanted)
@@ -180,9 +181,9 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return the task's tensors of these names.
+    """Return the task's tensors with these names.
 
-    Raises CheckpointError where one is missing.
+    Raises CheckpointError if one is missing.
     """
     there = _all_tensors(task)
     missing = sorted(names - there.keys())
@@ -193,7 +194,7 @@ def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Take back what a checkpoint has; CheckpointError where it has other tensors."""
+    """Load saved tensors in place; CheckpointError if names or shapes differ."""
     shapes = {name: one.shape for name, one in tensors.items()}
     if {name: one.shape for name, one in saved.items()} != shapes:
         raise CheckpointError(
@@ -204,7 +205,7 @@ def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
 
 
 class AsMade:
-    """A model as it was made: what is frozen, modes of modules, and which tensors."""
+    """Records a new model: frozen parameters, modules' modes and tensors' shapes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._required, self._training = _switches(model)
@@ -212,7 +213,7 @@ class AsMade:
         self._parameters = set(model.parameters())
 
     def changes(self, model: nn.Module) -> dict[str, Any]:
-        """Return what is otherwise now, as plain data; nothing where all is as it was."""
+        """Return what differs from the new model, as plain data; empty if nothing."""
         required, training = _switches(model)
         buffers = []
         for name, shape in _shapes(model).items():
@@ -226,7 +227,7 @@ class AsMade:
         return {name: changed for name, changed in found.items() if changed}
 
     def late_parameters(self, model: nn.Module) -> list[str]:
-        """Name the parameters that the model was made without, or that were exchanged."""
+        """Name trainable parameters that were added or replaced since then."""
         late = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter not in self._parameters:
@@ -235,7 +236,7 @@ class AsMade:
 
 
 def _others(now: dict[str, bool], before: dict[str, bool]) -> dict[str, bool]:
-    """Return what is otherwise than before, but for what was not there."""
+    """Return the values that differ from before, ignoring names that are new."""
     found = {}
     for name, on in now.items():
         if on != before.get(name, on):
@@ -258,7 +259,7 @@ def _switches(model: nn.Module) -> tuple[dict[str, bool], dict[str, bool]]:
 
 
 def apply_changes(model: nn.Module, changes: Mapping[str, Any]) -> None:
-    """Freeze, unfreeze and switch as `changes` says."""
+    """Freeze or unfreeze parameters and switch modes as `changes` says."""
     for name, required in changes.get("requires_grad", {}).items():
         model.get_parameter(name).requires_grad_(bool(required))
     for name, training in changes.get("training", {}).items():
@@ -268,7 +269,7 @@ def apply_changes(model: nn.Module, changes: Mapping[str, Any]) -> None:
 def add_buffers(
     model: nn.Module, changes: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> None:
-    """Register the buffers that forward passes had made, or given another shape."""
+    """Register the saved buffers that forward passes had created or reshaped."""
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors), None)
     for name in changes.get("buffers", []):
@@ -281,12 +282,12 @@ def add_buffers(
 
 
 def train_as_made(model: nn.Module) -> list[str]:
-    """Put a model into training mode but for what its maker put into evaluation mode.
+    """Put a model into training mode, except modules created in evaluation mode.
 
-    Returns the names of those modules, without what is in them.
+    Returns the names of these modules, without those nested in them.
 
-    A model that is in evaluation mode as a whole (as `from_pretrained` gives one) is
-    trained as a whole.
+    If the whole model is in evaluation mode (as `from_pretrained` returns it), all of
+    it is put into training mode.
     """
     kept: dict[str, nn.Module] = {}
     if model.training:

@@ -34,11 +34,12 @@ logger = logging.getLogger(__name__)
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 MAX_BYTES = 1 << 20
-"""What a rank may receive of one step; above this all-reduce moves less (2 / n of it).
+"""The most bytes that a rank may receive in a step; above it all-reduce moves less (2 /
+n of it).
 """
 _BUCKET_BYTES = 25 << 20  # DDP's own
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""torch's own: in training they normalise by the batch, and read no buffer."""
+"""torch's own layers, which in training normalise by the batch, and read no buffer."""
 _BROADCAST_BYTES = 250 << 20  # DDP's own
 _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
 ANOTHER_WAY = "the loss goes by another way than the model that forward() was given"
@@ -49,7 +50,7 @@ _WITHOUT_CUDA_GRAPHS = {
 
 
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """DDP's own average, to the last bit."""
+    """Average a bucket exactly as DDP itself does, to the last bit."""
     buffer = bucket.buffer()
     # As the reducer does it: dividing rounds otherwise.
     buffer.mul_(1.0 / dist.get_world_size())
@@ -58,9 +59,9 @@ def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
-    """Replace gradients by their averages over ranks, for what is trained without DDP.
+    """Average gradients over ranks in place, for parameters trained without DDP.
 
-    Every rank must call it with as many, of the same shapes.
+    Every rank must call it with equally many gradients of the same shapes.
     """
     if group.world_size == 1:
         return
@@ -74,7 +75,8 @@ def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
 def average_present(parameters: Sequence[Tensor], group: Group) -> None:
     """Average the gradients of `parameters` over ranks, in place.
 
-    A rank without one counts as zero; where no rank has one there is none.
+    A missing gradient counts as zero; a parameter without a gradient on any rank gets
+    none.
 
     Waits for the device; every rank must call it with the same parameters.
     """
@@ -97,13 +99,13 @@ def average_present(parameters: Sequence[Tensor], group: Group) -> None:
 
 
 def as_real(gradient: Tensor) -> Tensor:
-    """Return a gradient's numbers as a dense real tensor, on its own memory."""
+    """Return a gradient's values as a dense real tensor that shares its memory."""
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _average_rows(parameter: Tensor, group: Group) -> None:
-    """Average a sparse gradient, by the places that it has on any rank."""
+    """Average a sparse gradient over the indices that it has on any rank."""
     own = None if parameter.grad is None else parameter.grad.coalesce()
     of_rank = None if own is None else own.indices().cpu()
     every = [places for places in group.gather(of_rank) if places is not None]
@@ -118,13 +120,14 @@ def _average_rows(parameter: Tensor, group: Group) -> None:
 
 
 def exchanged(rank: int, world_size: int) -> Hook:
-    """Send gradients that are all in one small bucket to every rank directly.
+    """Return a DDP hook that sends small gradients to every rank directly.
 
-    A DDP communication hook for CPU workers. gloo's all-reduce passes parts of a buffer
-    around in turns, and hands each turn to a thread of its own. For gradients of a few
-    hundred kilobytes that waiting is the larger part of a step. Here every rank sends
-    all it has to all others at once and adds up what comes in the order of ranks: one
-    turn, and the same bits on every rank (with two those of gloo).
+    It is for CPU workers, and applies if all gradients are in one small bucket. gloo's
+    all-reduce passes parts of a buffer around in turns, and hands each turn to another
+    thread; for gradients of a few hundred kilobytes that waiting is most of a step.
+    With this hook every rank sends everything to all others at once, and adds up what
+    it receives in the order of ranks: one turn, and the same bits on every rank (with
+    two ranks, the same as gloo's).
     """
     peers = [peer for peer in range(world_size) if peer != rank]
 
@@ -157,7 +160,7 @@ def exchanged(rank: int, world_size: int) -> Hook:
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     """Move the model to the group's device, or shard it over all ranks (fsdp).
 
-    It comes before the optimizer is built.
+    Call it before building the optimizer.
 
     Every rank must call it with the same weights.
     """
@@ -180,12 +183,12 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
 
 
 def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
-    """Return the model with torch's SyncBatchNorm in place of its BatchNorm layers.
+    """Return the model with its BatchNorm layers replaced by torch's SyncBatchNorm.
 
     Parameters stay the same.
 
-    One worker has all samples of a microbatch: there it stays as it is. On a CPU torch
-    refuses such a layer in its first pass.
+    With one worker, which has all samples of a microbatch, the model is not changed. On
+    a CPU torch refuses such a layer in its first pass.
     """
     if group.world_size == 1:
         return model
@@ -198,7 +201,7 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
 
 
 def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Module:
-    """Return what training calls in place of the bare module, which may be itself."""
+    """Return the module that training calls: the bare one, or a wrapper around it."""
     if strategy == "dp":
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         if gpus > 1:
@@ -223,9 +226,10 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Modu
 
 
 class Replicated(DistributedDataParallel):
-    """Note in DDP whether a pass has gone through it: others are not averaged.
+    """DDP that records whether a pass went through it: otherwise it averages nothing.
 
-    It has the module's methods and parts (`model.encode`), which are such another way.
+    The module's methods and parts (such as `model.encode`) are accessible, but calling
+    them bypasses DDP.
     """
 
     called = False
@@ -242,12 +246,12 @@ class Replicated(DistributedDataParallel):
         return self.module[key]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; DDP averages the gradients of what follows."""
+        """Call the module; DDP averages the gradients of its outputs."""
         self.called |= torch.is_grad_enabled()
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def unfit(self) -> str | None:
-        """Say why DDP cannot average what the last pass left; None where it can."""
+        """Return why DDP cannot average the last pass's gradients; None if it can."""
         if not self.called:
             return ANOTHER_WAY
         names = unused_parameters(self.module)
@@ -260,12 +264,12 @@ class Replicated(DistributedDataParallel):
         return None
 
     def check_finished(self) -> None:
-        """Raise DDP's RuntimeError where it still waits for a gradient after backward."""
+        """Raise DDP's RuntimeError if it still waits for a gradient."""
         self.reducer._check_reducer_finalized()
 
 
 def _batchnorms(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that own all buffers if each is torch's BatchNorm; else none."""
+    """Return all modules with buffers if each is torch's BatchNorm; else none."""
     owners = []
     for module in model.modules():
         if list(module.buffers(recurse=False)):
@@ -278,10 +282,10 @@ def _batchnorms(model: nn.Module) -> list[nn.Module]:
 def _share_what_is_read(
     norms: Sequence[nn.Module], wrapped: DistributedDataParallel, inputs: object
 ) -> None:
-    """Let DDP send rank 0's buffers before a forward only where that reads them.
+    """Let DDP broadcast rank 0's buffers only before a forward that reads them.
 
-    BatchNorm in training does not, and evaluations and checkpoints have rank 0's
-    anyway.
+    BatchNorm in training does not read them, and evaluations and checkpoints use rank
+    0's anyway.
 
     (For ResNet-50, 159 tensors a step.)
     """
@@ -289,7 +293,7 @@ def _share_what_is_read(
 
 
 class _DataParallel(DataParallel[nn.Module]):
-    """Keep the caller's autocast format in replicas' threads, which take float16."""
+    """Keeps the caller's autocast format in replicas' threads, which use float16."""
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         in_format = functools.partial(_in_format, torch.get_autocast_dtype("cuda"))
@@ -307,10 +311,10 @@ def _in_format(
 def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     """Compile in place: the module keeps its class and its names.
 
-    dynamic=False: every size here comes back.
+    Shapes are static (dynamic=False), because every size recurs.
 
-    A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph
-    may hold; what the root does between its units stays eager.
+    A sharded model is compiled one unit at a time, inside FSDP's hooks, which a graph
+    cannot contain; what the root does between its units stays eager.
     """
     compiled = functools.partial(
         torch.compile, mode=mode, fullgraph=fullgraph, dynamic=False
@@ -330,9 +334,10 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
 
 
 def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call` in a frame of this file.
+    """Return a function in this file that calls `call`.
 
-    Frames of torch's own modules torch 2.11 leaves eager, with all in them.
+    torch 2.11 does not compile frames of torch's own modules, nor anything called from
+    them.
     """
 
     def called(*inputs: Any, **kwargs: Any) -> Any:
@@ -344,13 +349,13 @@ def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
 def compile_loss(
     loss: Callable[[Any, Any], Any], mode: str
 ) -> Callable[[Any, Any], Any]:
-    """Return a task's loss compiled, in the model's mode but for this.
+    """Return a task's loss compiled in the model's mode, except for CUDA graphs.
 
-    It may break the graph, and what torch cannot compile of it runs as it is, with
-    torch's warning: a loss is Python, with prints and gathered objects. CUDA graphs are
-    left to the model: a tensor that the task keeps (a running centre) would be
-    overwritten by the next pass. Sizes and counters may change without being compiled
-    anew each time.
+    Graph breaks are allowed, and what torch cannot compile runs eagerly with torch's
+    warning: a loss is arbitrary Python, with prints and gathered objects. CUDA graphs
+    are left to the model, because the next pass would overwrite a tensor that the task
+    keeps (a running centre). Sizes and counters may change without a recompilation each
+    time.
     """
 
     # A frame of its own: `loss` may be any callable.
@@ -368,7 +373,7 @@ def compile_loss(
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Name the parameters that want a gradient and have none after a backward pass."""
+    """Name the parameters that require a gradient but got none in backward."""
     return [
         name
         for name, one in model.named_parameters()
@@ -377,7 +382,7 @@ def unused_parameters(model: nn.Module) -> list[str]:
 
 
 def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
-    """Raise ConfigError, with names, where DDP waits for parameters without a gradient.
+    """Raise ConfigError, with names, if DDP waits for parameters without gradients.
 
     Returns for any other error.
     """
@@ -399,9 +404,9 @@ def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Return a context whose backward keeps gradients on the rank.
+    """Return a context in which backward does not reduce gradients over ranks.
 
-    It is for all microbatches of a step but the last.
+    It is for all microbatches of a step except the last.
     """
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
@@ -420,7 +425,7 @@ def _unreduced(model: Any) -> Iterator[None]:
 def share_buffers(model: nn.Module, group: Group) -> None:
     """Copy rank 0's buffers to every rank, as DDP does before a forward.
 
-    BatchNorm's statistics are one model's.
+    This keeps BatchNorm's statistics equal on all ranks.
     """
     share_tensors(list(model.buffers()), group)
 

@@ -26,7 +26,7 @@ from trainers.on_ray.internals import cluster_config, kuberay_config
 logger = logging.getLogger(__name__)
 
 Resources = dict[str, float]
-"""Amounts by name, as Ray has them."""
+"""Amounts by name, as in Ray."""
 BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 """Where `ray up` leaves the file on the head, with the resources of every type filled
 in.
@@ -38,7 +38,7 @@ _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def capacity() -> Resources:
-    """Return all that the cluster has, or may grow to by its cluster file."""
+    """Return all resources that the cluster has, or may grow to by its cluster file."""
     now = Counter[str](ray.cluster_resources())
     grown = Counter[str]()
     for resources in nodes_at_most():
@@ -49,7 +49,7 @@ def capacity() -> Resources:
 def nodes_at_most() -> list[Resources]:
     """Return the resources of each node that the cluster file allows.
 
-    The head is among them; none where that is unknown.
+    The head is included. Empty if the limits are unknown.
     """
     config = cluster_config()
     if config is not None and config.node_group_configs:
@@ -73,7 +73,7 @@ def _workers_up() -> list[Resources]:
 
 @functools.cache
 def _wait_for_a_worker() -> None:
-    """Wait, once a process, for a first worker.
+    """Wait, once per process, until the first worker node has joined.
 
     A job may be submitted while the hosts of `ray up` are still joining.
     """
@@ -87,7 +87,7 @@ def _wait_for_a_worker() -> None:
 
 
 def _sizes_unknown(config: Tree) -> bool:
-    """Return whether the file does not say how large workers are: hosts of one's own."""
+    """Return whether the file leaves worker sizes open, as for hosts of one's own."""
     for kind in (config.get("available_node_types") or {}).values():
         if kind.get("max_workers") and not _numbers(kind.get("resources") or {}):
             return True
@@ -95,11 +95,12 @@ def _sizes_unknown(config: Tree) -> bool:
 
 
 def allowed(config: Tree, like: Tree | None = None) -> list[Resources]:
-    """Return the resources of each node that a file prepared by Ray allows.
+    """Return the resources of each node that a cluster file allows, largest first.
 
-    Within every type's limit and the cluster's, largest nodes first.
+    The file must be prepared by Ray. The limits of every type and of the whole cluster
+    apply.
 
-    `like`: the resources of a worker that is up, which stand for hosts of one's own,
+    `like` is the resources of a worker that is up. It stands for hosts of one's own,
     whose size the file does not say.
     """
     nodes = []
@@ -116,7 +117,7 @@ def allowed(config: Tree, like: Tree | None = None) -> list[Resources]:
 
 
 def _numbers(resources: Tree) -> Resources:
-    """Return the resources without those of a single node, such as its address."""
+    """Return the resources, except those that name one node, such as its address."""
     return {
         name: float(amount)
         for name, amount in resources.items()
@@ -130,9 +131,9 @@ def _size(resources: Tree) -> tuple[float, float]:
 
 @functools.cache
 def _file(node_id: str) -> Tree:
-    """Read the file as the head has it, or Kubernetes.
+    """Return the cluster file, from the head node or from Kubernetes.
 
-    Empty where this is neither the head nor a pod of KubeRay's.
+    Empty if this is neither the head nor a pod of KubeRay.
     """
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
     name = None

@@ -64,17 +64,16 @@ from trainers.on_ray.internals import (
 logger = logging.getLogger(__name__)
 
 _NEEDED = ("gcs_server", "raylet")
-"""Processes without which an embedded cluster is gone."""
+"""Processes without which an embedded cluster cannot go on."""
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
 _RAYS_PATIENCE_S = 60.0
 _PATIENCE_SHARE = 0.75
 _BEAT_S = 5.0
-"""Between two signs of life, and two looks at those of others."""
+"""Time between two signs of life of an actor, and between two checks of them."""
 _LOOKS = 12
-"""How many times in a row, a beat apart, the driver hears nothing new before it kills:
-a machine that sleeps, or a driver that was stopped itself, hears nothing and counts
-nothing.
+"""How many checks in a row must find nothing new before the driver kills an actor.
+While a machine sleeps, or the driver itself is stopped, nothing is checked or counted.
 """
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 (a name)
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
@@ -82,19 +81,19 @@ _GIVEN_UP = (
     "Ray's GCS has given up the node of this process, whose raylet does not answer"
 )
 _DASHBOARD_AFTER_S = 15.0
-"""Its dozen processes would take the processors from a run that starts."""
+"""Started sooner, its dozen processes would take the processors from a starting run."""
 _before_end = contextlib.ExitStack()
-"""What has to be over before an embedded cluster ends."""
+"""What must be closed before an embedded cluster ends."""
 _put_back = contextlib.ExitStack()
-"""What an embedded cluster has changed in this process, put back when it ends."""
+"""Restores what an embedded cluster has changed in this process, when it ends."""
 
 
 def connect(show_workers: bool = True, metadata: dict[str, str] | None = None) -> None:
     """Join the cluster that RAY_ADDRESS names, or start an embedded one.
 
     Args:
-        show_workers: What workers print comes to this terminal.
-        metadata: What `ray job list` says of this process, where it joins.
+        show_workers: Whether workers' output appears in this terminal.
+        metadata: What `ray job list` shows for this process, if it joins a cluster.
     """
     if ray.is_initialized():
         return
@@ -122,7 +121,7 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
 def _start_embedded(show_workers: bool) -> None:
     """Start a cluster that ends with this process.
 
-    What Ray changes in the environment is put back then.
+    When it ends, the environment variables that Ray has set are removed.
     """
     _put_back.enter_context(_environment_as_before())
     directory = _put_back.enter_context(_own_token())
@@ -153,7 +152,7 @@ def _start_embedded(show_workers: bool) -> None:
 
 
 def start_as_ray() -> None:
-    """Do what a script's first use of Ray does, without an own cluster's extras."""
+    """Start Ray as a script's first use of it does, but without its extra processes."""
     with without_extras(show_workers=True):
         ray.init()
     if own_node().is_head():
@@ -162,9 +161,9 @@ def start_as_ray() -> None:
 
 
 def _show_dashboard_later(log: logging.Logger) -> None:
-    """Start an embedded cluster's dashboard, unless the cluster has ended before.
+    """Start an embedded cluster's dashboard later, if the cluster still exists.
 
-    `log` says where it is.
+    Its address is written to `log`.
     """
     is_over = threading.Event()
     node = own_node()
@@ -192,9 +191,9 @@ def _tell_dashboard(address: str | None, log: logging.Logger) -> None:
 
 @contextlib.contextmanager
 def _without_token_warning() -> Iterator[None]:
-    """Keep Ray from warning of its own default, that a cluster has a token.
+    """Suppress Ray's warning that, by its own default, a cluster has a token.
 
-    `_tell_dashboard` says where it is.
+    `_tell_dashboard` says where the token is.
     """
     logger = logging.getLogger(TOKEN_LOGGER)
     before = logger.level
@@ -218,7 +217,7 @@ def _environment_as_before() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Leave after the block the cluster that it has joined; not one joined before."""
+    """After the block, leave the cluster, unless it was joined before the block."""
     was_joined = ray.is_initialized()
     try:
         yield
@@ -230,8 +229,8 @@ def leaving() -> Iterator[None]:
 def disconnect() -> None:
     """Leave the cluster.
 
-    An embedded one ends, even where a process of it was stopped: Ray would wait for
-    that.
+    An embedded cluster ends. Processes that do not answer are killed after 20 s: Ray
+    would wait for them.
     """
     if not ray.is_initialized():
         return
@@ -269,13 +268,14 @@ def _not_joined(address: str, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
-    """Put SIGTERM back.
+    """Restore the handler of SIGTERM after the block.
 
-    Ray takes it when it starts, and when it ends leaves it to the system, which ends
-    the process though Python still names a handler.
+    Ray replaces the handler when it starts. When it ends, it restores the system's
+    default, which ends the process although Python still reports a handler.
 
-    `until_over` holds back what a thread of this process sends meanwhile, as a lost
-    lease does; not while Ray starts, whose processes would inherit that.
+    With `until_over`, a SIGTERM that a thread of this process sends meanwhile, such as
+    for a lost lease, is held back. Do not use it while Ray starts: Ray's processes
+    would inherit it.
     """
     before = signal.getsignal(signal.SIGTERM)
     blocked = signal.pthread_sigmask(
@@ -290,10 +290,10 @@ def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
 
 
 def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
-    """Connect, and return the device type of the run's workers.
+    """Connect; return the device type of the run's workers.
 
     Raises:
-        ConfigError: the cluster can never hold them.
+        ConfigError: the cluster can never be large enough for them.
     """
     connect()
     scaling = spec.config.scaling
@@ -313,12 +313,12 @@ def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
 
 
 def energy_is_counted(device_type: str) -> bool:
-    """Return whether a node tells what energy its devices use.
+    """Return whether a node can measure the energy of its devices.
 
-    For cuda a node with GPUs is asked; where there is none yet, True.
+    For cuda a node with GPUs is asked; True if there is none yet.
 
-    It takes no resources: lanes that are kept up would end for a task that waits for
-    any.
+    The task takes no resources: lanes that are kept alive would be ended for a task
+    that waits for resources.
     """
     resource = "GPU" if device_type == "cuda" else "CPU"
     nodes = [
@@ -346,7 +346,7 @@ def wants_gpu(config: TrainConfig | FunctionConfig, most: Resources) -> bool:
 
 
 def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
-    """Return our scaling section as Ray Train's."""
+    """Convert our scaling section to Ray Train's."""
     import ray.train  # it takes a second, in which a sweep's Ray could have started
 
     workers = scaling.num_workers
@@ -360,7 +360,7 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
 
 
 def _resources(scaling: ScalingConfig, gpu: bool) -> Resources:
-    """Return what one worker reserves."""
+    """Return the resources that one worker reserves."""
     each = {"CPU": float(scaling.cpus_per_worker)}
     if gpu:
         each["GPU"] = scaling.gpus_per_worker
@@ -369,13 +369,12 @@ def _resources(scaling: ScalingConfig, gpu: bool) -> Resources:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[Path | None]:
-    """Give a new embedded cluster a temporary token, readable by this user alone.
+    """Give a new embedded cluster a temporary token that only this user can read.
 
-    From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and
-    writes one to ~/.ray/auth_token where the user has none. From then on `ray start`
-    asks for it too, and scripts that worked before fail. A token or a mode that the
-    user has chosen is left as it is. The block gets the token's directory, if there is
-    one.
+    Since 2.59 Ray protects every cluster that `ray.init()` starts by a token, and
+    writes one to ~/.ray/auth_token if the user has none. From then on `ray start`
+    requires it too, and scripts that worked before fail. A token or a mode that the
+    user has chosen is left alone. Yields the token's directory, or None.
     """
     if "RAY_AUTH_MODE" in os.environ:
         yield None
@@ -399,7 +398,7 @@ def _own_token() -> Iterator[Path | None]:
 
 
 def where_the_token_is() -> str:
-    """Say which token a dashboard asks for; empty where it asks for none."""
+    """Say where the dashboard's token is; empty if it needs none."""
     if not asks_for_token():
         return ""
     if path := os.environ.get(_TOKEN_PATH):
@@ -411,16 +410,17 @@ def where_the_token_is() -> str:
 def ending_with_cluster(
     words: str, close: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Within the block, `close` and end this process once its cluster is gone.
+    """Within the block, end this process once its cluster is gone.
 
-    The exit code is 1; `words` come last.
+    First `close` is called and `words` are printed last. The exit code is 1.
 
     Ray itself waits for its GCS to come back, and then ends the process from C++
-    without a word. The processes of an embedded cluster never come back; those of any
-    other may.
+    without a message. An embedded cluster's processes never come back; those of another
+    cluster may.
 
-    Nothing can be cleaned up then: every call of Ray's waits for the dead. What an
-    embedded cluster leaves is killed by trainers/on_ray/reaper.py.
+    Nothing can be cleaned up at that point, since every call to Ray waits for dead
+    processes. What an embedded cluster leaves behind is killed by
+    trainers/on_ray/reaper.py.
     """
     over = threading.Event()
     patience_s = _patience_s(os.environ)
@@ -455,7 +455,7 @@ def ending_with_cluster(
 
 
 def _patience_s(environ: Mapping[str, str]) -> float:
-    """How long a GCS on another machine may be away: less than Ray's own patience."""
+    """Return how long a remote GCS may be silent: less than Ray itself would wait."""
     rays_s = _RAYS_PATIENCE_S
     with contextlib.suppress(KeyError, ValueError):  # Ray takes its default, too
         rays_s = float(environ["RAY_gcs_rpc_server_reconnect_timeout_s"])
@@ -463,7 +463,7 @@ def _patience_s(environ: Mapping[str, str]) -> float:
 
 
 def _dead(node: Any) -> str | None:
-    """Say how a process that this one's own cluster needs has ended; None: all live."""
+    """Say how a process that the cluster needs has ended; None if all are alive."""
     for kind, process in node.dead_processes():
         if kind in _NEEDED:
             how = ended_by(process.returncode)
@@ -472,7 +472,7 @@ def _dead(node: Any) -> str | None:
 
 
 def is_alive() -> bool | None:
-    """Whether the GCS counts this process's node as alive; None: it does not answer."""
+    """Whether the GCS considers this process's node alive; None without an answer."""
     try:
         return own_node_is_alive(_ANSWER_S)
     except ray.exceptions.RayError:
@@ -480,9 +480,9 @@ def is_alive() -> bool | None:
 
 
 def show_life() -> None:
-    """Begin to say that the process of this actor is alive, until it ends.
+    """Start signalling that this actor's process is alive, until the process ends.
 
-    Nothing happens in any other process.
+    Does nothing in a process that is not an actor.
     """
     context = ray.get_runtime_context() if ray.is_initialized() else None
     if context is None or context.get_actor_id() is None:
@@ -508,12 +508,12 @@ def _beat(name: str, handle: bytes) -> None:
 
 
 class VitalSigns:
-    """Kills the actors of this driver that have fallen silent, while its block runs.
+    """Within its block, kills actors of this driver that have fallen silent.
 
-    Ray notices that a process has died, and not that it was stopped or hangs: who waits
-    for its answer waits forever. So each says every few seconds, in the key-value store
-    of Ray's GCS, that it lives (`show_life`); the driver kills what has been silent for
-    a minute, and there follows what follows a death.
+    Ray notices if a process dies, but not if it is stopped or hangs: whoever waits for
+    its answer waits forever. So each actor signals every few seconds, in the key-value
+    store of Ray's GCS, that it is alive (`show_life`). The driver kills an actor that
+    has been silent for a minute; after that it is handled like any actor that died.
     """
 
     def __init__(self) -> None:
@@ -544,7 +544,7 @@ class VitalSigns:
                 logger.debug("nobody could be heard: %s", error)
 
     def look(self) -> None:
-        """Hear every actor once, and kill those that have been silent for too long."""
+        """Check every actor once, and kill those that were silent for too long."""
         for name in kv_list(_prefix()):
             if name.endswith(b"/handle"):
                 continue
@@ -557,7 +557,7 @@ class VitalSigns:
                 self._end(name)
 
     def _end(self, name: bytes) -> None:
-        """Kill a silent actor; one that is dead has nothing more to say."""
+        """Kill a silent actor, unless it is dead already, and delete its entries."""
         handle = kv_get(name + b"/handle")
         known = actor_record(name.decode().rpartition("/")[2])
         kv_delete(name, del_by_prefix=True)

@@ -1,10 +1,11 @@
 """What trainers and cluster use of Ray beyond its public API (Ray).
 
-The only other such file is tune/ray_internals.py; a test holds that. Names that every
-Ray of our range has are imported at the top: a Ray without them fails at once and by
-name, and not in the middle of a run. `make ray-contract` tries both ends of the range.
-What a run can do without is looked up in a function, which says what follows. Ray Train
-and the autoscaler are imported in functions: the watchers of a node need neither.
+The only other such file is tune/ray_internals.py; a test checks that. Names that every
+supported version of Ray has are imported at the top, so a version without them fails at
+once and names what is missing, not in the middle of a run. `make ray-contract` tests
+the oldest and the newest supported version. What a run can do without is looked up in a
+function, which says what happens without it. Ray Train and the autoscaler are imported
+in functions: a node's watchers need neither.
 """
 
 import contextlib
@@ -68,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 
 def accepted(call: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """Return those of the arguments that this Ray's `call` knows."""
+    """Return those of the arguments that `call` accepts in this version of Ray."""
     known = inspect.signature(call).parameters
     return {name: value for name, value in given.items() if name in known}
 
@@ -78,7 +79,7 @@ def accepted(call: Callable[..., Any], **given: Any) -> dict[str, Any]:
 
 
 def own_node() -> Any:
-    """Return the node that this process has started or joined; None before and after.
+    """Return the node that this process has started or joined; None otherwise.
 
     It knows Ray's processes.
     """
@@ -86,7 +87,7 @@ def own_node() -> Any:
 
 
 def own_node_is_alive(timeout_s: float) -> bool:
-    """Ask the GCS whether it counts this process's node as alive.
+    """Ask the GCS whether it considers this process's node alive.
 
     Raises:
         RayError: it does not answer.
@@ -98,7 +99,7 @@ def own_node_is_alive(timeout_s: float) -> bool:
 
 
 def actor_record(actor_id: str) -> dict[str, Any]:
-    """Return what the GCS knows of an actor, as State and Pid.
+    """Return what the GCS knows of an actor, such as State and Pid.
 
     The public `ray.util.state` needs the dashboard.
     """
@@ -106,10 +107,10 @@ def actor_record(actor_id: str) -> dict[str, Any]:
 
 
 def keep_on_loopback(wanted: bool) -> bool:
-    """Have a cluster that starts listen on the loopback alone.
+    """Make clusters started from now on listen on the loopback only, or undo that.
 
-    Its ports for metrics, too, as on macOS and Windows. Returns whether that was so
-    before.
+    This includes their ports for metrics, as on macOS and Windows. Returns the previous
+    setting.
     """
     before = not ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = not wanted
@@ -118,11 +119,12 @@ def keep_on_loopback(wanted: bool) -> bool:
 
 @contextlib.contextmanager
 def without_extras(show_workers: bool) -> Iterator[None]:
-    """Leave dashboard and autoscaler out of a cluster that starts in the block.
+    """Start clusters within the block without dashboard and autoscaler.
 
-    And what brings to this process what workers print, where that is not shown.
+    If `show_workers` is false, also without the process that forwards workers' output.
 
-    Public: a server without pages in the dashboard's place, for which a start waits too.
+    Public: an option that starts a server without pages in place of the dashboard, and
+    waits for it too.
     """
     extras = ["start_api_server", "start_monitor"]
     if not show_workers:
@@ -139,9 +141,9 @@ def without_extras(show_workers: bool) -> Iterator[None]:
 
 
 def start_dashboard() -> str | None:
-    """Start the dashboard of a cluster without one, and return its address.
+    """Start the dashboard of a cluster without one; return its address.
 
-    Ray has its process end with the thread that calls this.
+    Ray ends the dashboard's process when the calling thread ends.
     """
     node = own_node()
     node.start_api_server(include_dashboard=None, raise_on_failure=False)
@@ -152,9 +154,9 @@ def start_dashboard() -> str | None:
 def drain_node(
     gcs_address: str, node_id: str, reason: str, deadline_ms: int, timeout_s: float
 ) -> tuple[bool, str]:
-    """Have Ray drain a node before a spot machine goes.
+    """Ask Ray to drain a node before a spot machine is taken away.
 
-    Returns whether it will, and why not.
+    Returns whether Ray accepts, and if not, why.
 
     Public: a hidden command that says neither.
     """
@@ -172,18 +174,18 @@ def drain_node(
 
 
 def has_token() -> bool:
-    """Whether the user has one."""
+    """Whether the user has a token."""
     return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
 
 
 def read_token_again() -> None:
-    """Have Ray read mode and token from the environment anew."""
+    """Make Ray read the mode and the token from the environment again."""
     AuthenticationTokenLoader.instance().reset_cache()
     Config.initialize("")
 
 
 def asks_for_token() -> bool:
-    """Whether clusters of this process ask for one."""
+    """Whether clusters of this process require a token."""
     return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
 
 
@@ -191,17 +193,17 @@ def asks_for_token() -> bool:
 
 
 def cluster_config() -> Any:
-    """Return Ray's register of how far the cluster may grow; None where it is empty."""
+    """Return Ray's own record of how far the cluster may grow; None if empty."""
     return state.get_cluster_config()
 
 
 def kuberay_config(namespace: str, cluster: str) -> Mapping[str, Any]:
-    """Read a RayCluster from Kubernetes, with the pod's account.
+    """Read a RayCluster resource from Kubernetes, with the pod's account.
 
-    Ray's autoscaler beside the head does so, too.
+    Ray's autoscaler on the head does the same.
 
-    Raises ValueError where this Ray cannot: what the cluster may grow to is not known
-    then.
+    Raises ValueError if this version of Ray cannot: then it is unknown how far the
+    cluster may grow.
     """
     try:
         from ray.autoscaler._private.kuberay.autoscaling_config import (
@@ -226,7 +228,7 @@ def check_cluster_file(config: dict[str, Any]) -> None:
 
 
 def filled_in(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a file of `ray up` with Ray's defaults."""
+    """Return a file of `ray up` completed with Ray's defaults."""
     from ray.autoscaler._private.util import prepare_config
 
     prepared: dict[str, Any] = prepare_config(config)
@@ -234,9 +236,10 @@ def filled_in(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def autoscaler_parts() -> tuple[Any, Any, int]:
-    """Return what Ray's autoscaler decides by when a cloud refuses a machine.
+    """Return parts of Ray's autoscaler that handle a machine refused by a cloud.
 
-    The classes Reconciler and CloudResourceMonitor, and the state of such a machine.
+    They are the classes Reconciler and CloudResourceMonitor, and the state of such a
+    machine.
     """
     from ray.autoscaler.v2.instance_manager.reconciler import Reconciler
     from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import (
@@ -251,7 +254,7 @@ def autoscaler_parts() -> tuple[Any, Any, int]:
 
 
 def starts_again(state: Any) -> bool:
-    """Whether a state of the controller is that before a new worker group."""
+    """Whether the controller is in a state just before a new worker group."""
     from ray.train.v2._internal.execution.controller.state import (
         ReschedulingState,
         RestartingState,
@@ -263,9 +266,9 @@ def starts_again(state: Any) -> bool:
 def is_leaving() -> bool:
     """Whether a node of this worker's group is about to be taken away.
 
-    All ranks ask equally often.
+    All ranks must call it equally often.
 
-    Public from Ray 2.58 on; an older one never says so, and the end of a node is a
+    Public since Ray 2.58. An older Ray always gives False, and the loss of a node is a
     failure like any other.
     """
     import ray.train
@@ -275,9 +278,9 @@ def is_leaving() -> bool:
 
 
 def nodes_taken(before: Any, state: Any) -> set[str]:
-    """Return the nodes because of whose end a group starts again.
+    """Return the nodes whose preemption makes a group start again.
 
-    None where Ray is older than 2.58, which hears of no such end.
+    Empty if Ray is older than 2.58, which does not learn of preemptions.
     """
     try:
         from ray.train.v2._internal.execution.controller.state import (
@@ -292,14 +295,14 @@ def nodes_taken(before: Any, state: Any) -> set[str]:
 
 
 def coordinator() -> Any:
-    """Return the actor that counts the nodes for elastic groups."""
+    """Return the actor that counts nodes for elastic groups."""
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator
 
     return default_autoscaling_coordinator.get_or_create_autoscaling_coordinator()
 
 
 def run_register() -> Any:
-    """Return the actor that keeps the runs of the cluster; None where it has had none."""
+    """Return the actor that records the cluster's runs; None if there were none."""
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
     return get_state_actor()
@@ -308,10 +311,10 @@ def run_register() -> Any:
 def tell_of_job(words: Mapping[str, str]) -> None:
     """Add to the metadata of the submitted job that this process belongs to.
 
-    `ray job list` and the dashboard's page of the job show them. Outside such a job, or
-    where this Ray keeps it elsewhere, nothing happens.
+    `ray job list` and the job's page in the dashboard show them. Does nothing outside
+    such a job, or if this version of Ray stores them elsewhere.
 
-    Public: at its submission only.
+    Public: only when the job is submitted.
     """
     try:
         given = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
@@ -333,7 +336,7 @@ COORDINATOR_LOGGER = f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator
 
 
 def quiet_reports() -> None:
-    """Keep Ray from a line for every report, from every rank."""
+    """Suppress Ray's log line for every report of every rank."""
     from ray.train.v2._internal.execution import (
         context,
     )  # its logger is named by its file
@@ -342,5 +345,5 @@ def quiet_reports() -> None:
 
 
 def quiet_failures() -> None:
-    """Keep Ray from the traceback of what a training function raises."""
+    """Suppress Ray's traceback of what a training function raises."""
     logging.getLogger(f"{_TRAIN}.util").setLevel(logging.CRITICAL)

@@ -1,7 +1,7 @@
-"""A script beside the driver of an embedded cluster: with the driver, all ends.
+"""A script that ends an embedded cluster's processes when its driver ends.
 
-Ray's agents outlive a raylet that was killed by a minute, in which they tell a GCS that
-is dead too (ray/_private/process_watcher.py); a worker that was stopped notices nothing
+If a raylet is killed, Ray's agents outlive it by a minute, in which they report to a
+GCS that is dead too (ray/_private/process_watcher.py); a stopped worker notices nothing
 at all. Needs Linux.
 
 Run as: reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to
@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 
 GRACE_S = 3.0
-"""Ray's other processes end by themselves within this."""
+"""Time within which Ray's other processes end by themselves."""
 
 
 def start(session: str, directory: Path | None = None) -> None:
-    """Start one beside this process, which deletes `directory` too."""
+    """Start a reaper beside this process; it also deletes `directory`."""
     command = [sys.executable, "-I", "-S", __file__, session]
     if directory is not None:
         command.append(str(directory))
@@ -39,9 +39,10 @@ def start(session: str, directory: Path | None = None) -> None:
 
 
 def processes(session: str) -> list[int]:
-    """The raylet and all below it: they have its log open, to write.
+    """Return the raylet and all processes below it.
 
-    Their command lines are titles of Ray's.
+    They are recognised by having the raylet's log open for writing, since Ray replaces
+    their command lines by titles.
     """
     log = Path(session, "logs", "raylet.out")
     found = []
@@ -57,7 +58,7 @@ def processes(session: str) -> list[int]:
 
 
 def main(session: str, directory: str | None = None) -> None:
-    """Wait for the driver's end; kill what has not ended, and delete the directory."""
+    """Wait for the driver's end; kill remaining processes, and delete the directory."""
     os.chdir("/")
     sys.stdin.read()
     deadline = time.monotonic() + GRACE_S

@@ -1,6 +1,6 @@
 """Train a run or a user's own function, or do another job, by Ray's TorchTrainer (Ray).
 
-A run's records come from rank 0 to the driver through the key-value store.
+Rank 0 passes a run's records to the driver through the key-value store.
 """
 
 import contextlib
@@ -75,15 +75,15 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _AGAIN = "the same command goes on from the newest checkpoint"
 _NEWEST = "newest_report.json"
-"""The metrics that a training function has reported last."""
+"""File with the metrics that a training function last reported."""
 _ANSWER_S = 10.0  # within which Ray's coordinator answers
 _GONE_S = 15.0  # within which a node that is taken away is gone
 
 
 def send(run: Storage, records: list[Record]) -> None:
-    """Leave records of a run for its driver.
+    """Store records of a run for its driver to fetch.
 
-    For a thread: it waits for the cluster's head.
+    Call it in a thread: it waits for the cluster's head.
     """
     key = _prefix(run) + f"{time.time_ns():020d}".encode()
     kv_put(key, json.dumps(records, default=str).encode(), overwrite=True)
@@ -91,7 +91,7 @@ def send(run: Storage, records: list[Record]) -> None:
 
 @contextlib.contextmanager
 def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
-    """Leave the records of a run in a block, as its spec has it.
+    """Send the run's records to the driver in the block, if its spec asks for them.
 
     Every rank calls it.
     """
@@ -105,7 +105,7 @@ def telling(spec: RunSpec, context: RunContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def receiving(run: Storage, take: Take | None) -> Iterator[None]:
-    """Give the records that workers send in a block to `take`."""
+    """Pass the records that workers send during the block to `take`."""
     if take is None:
         yield
         return
@@ -161,10 +161,10 @@ class FunctionRun:
 
 
 class _Reports(ray.train.UserCallback):
-    """Keeps the newest report's metrics: Ray's result has them only with a checkpoint."""
+    """Stores the newest metrics, which Ray's result has only with a checkpoint."""
 
     def __init__(self, storage: Storage, told: bool) -> None:
-        """`told`: the driver hears of each."""
+        """With `told`, each report is also sent to the driver."""
         self._storage = storage
         self._told = told
 
@@ -178,15 +178,15 @@ class _Reports(ray.train.UserCallback):
 
 
 def _function_worker(loop_config: Tree) -> Any:
-    """Call the function as one worker of the TorchTrainer."""
+    """Call the training function, as one worker of the TorchTrainer."""
     return FunctionSpec(**loop_config).load()()
 
 
 def fit(trainer: TorchTrainer) -> ray.train.Result:
-    """Run Ray's `fit` without its handler of Ctrl-C.
+    """Run Ray's `fit`, but raise KeyboardInterrupt on Ctrl-C.
 
-    That aborts the run and ends the process as if all were well, and would keep the
-    run's controller, too.
+    Ray's own handler aborts the run and ends the process as if it had succeeded, and
+    would keep the run's controller alive.
 
     Raises RunFailedError.
     """
@@ -206,12 +206,12 @@ def fit(trainer: TorchTrainer) -> ray.train.Result:
 
 
 def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
-    """Train on the connected cluster, from the newest checkpoint where there is one.
+    """Train on the connected cluster, from the newest checkpoint if there is one.
 
     Args:
         spec: The run, with the training function's name and configuration.
-        take: Is given what is reported.
-
+        take: Receives what is reported.
+    :
     Raises:
         RunFailedError: A rank has failed, and no restart is left.
     """
@@ -269,7 +269,7 @@ def _execute(spec: RunSpec, context: RayContext) -> None:
 
 @contextlib.contextmanager
 def _failing(rank: int) -> Iterator[None]:
-    """Raise what fails in the block as plain data."""
+    """Convert errors in the block to RunFailedError, which is plain data."""
     try:
         yield
     except Exception as error:
@@ -289,14 +289,14 @@ def _job_worker(loop_config: Tree) -> Any:
 
 
 def run_job(job: Job[R]) -> R:
-    """Do a job that is no training run, such as a profile, in a worker group.
+    """Do a job other than training, such as a profile, in a worker group.
 
     Joins the cluster.
 
-    What Ray keeps of it beside the run's directory is deleted.
+    What Ray writes beside the run's directory for it is deleted.
 
-    Raises ConfigError where the cluster can never hold the group, RunFailedError where
-    a worker failed.
+    Raises ConfigError if the cluster can never be large enough for the group, and
+    RunFailedError if a worker failed.
     """
     gpu = check_cluster(job) == "cuda"
     with (
@@ -318,11 +318,11 @@ def run_job(job: Job[R]) -> R:
 
 
 def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
-    """Train on the connected cluster; needs `check_cluster` before it.
+    """Train on the connected cluster; call `check_cluster` first.
 
-    `take` is given the run's records.
+    `take` receives the run's records.
 
-    Raises RunFailedError when the budget for a kind of failure is used up.
+    Raises RunFailedError when the restarts for a kind of failure are used up.
     """
     config = spec.config
     gpu = wants_gpu(config, capacity())
@@ -363,7 +363,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:
     """Run Ray's `fit` in a thread, so that signals ask the workers to stop.
 
-    They die with this process.
+    The workers end with this process.
     """
     request_stop(storage, False)
     failed: list[BaseException] = []
@@ -394,17 +394,17 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
 
 
 class NodeCount(ControllerCallback):
-    """Lets Ray's coordinator count the nodes before a group starts again.
+    """Makes Ray's coordinator count the nodes before a group starts again.
 
-    An elastic group that is started before the next count waits for the dead node until
-    RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S. The coordinator counts nodes every 20 s, and
-    keeps what a run has reserved for 180 s: it learns late of a node that is gone, and
-    of a run whose driver was killed.
+    The coordinator counts nodes every 20 s, and keeps a run's reservation for 180 s, so
+    it learns late of a node that is gone, and of a run whose driver was killed. An
+    elastic group that is started before the next count waits for the dead node until
+    RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
 
     Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
 
     After a preemption notice it waits until the nodes are gone, since Ray chooses the
-    group's size at the deadline, seconds before it misses them.
+    group's size at the deadline, seconds before it notices that they are missing.
     """
 
     def after_controller_start(self, train_run_context: Any) -> None:
@@ -417,7 +417,7 @@ class NodeCount(ControllerCallback):
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any
     ) -> None:
-        """Called by Ray in its control loop, with no other group to look after."""
+        """Called by Ray in its control loop, while there is no other group."""
         if not starts_again(current_state):
             return
         taken = nodes_taken(previous_state, current_state)
@@ -436,7 +436,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def count_nodes() -> None:
-    """Let Ray's coordinator count the nodes now; warns where it does not."""
+    """Make Ray's coordinator count the nodes now; warn if it does not."""
     try:
         counted = coordinator().get_reserved_resources.remote("", recompute=True)
         ray.get(counted, timeout=_ANSWER_S)
@@ -448,9 +448,10 @@ def count_nodes() -> None:
 
 
 def free_dead_runs() -> None:
-    """Free what runs reserved whose controller is dead, as after `kill -9`.
+    """Free the reservations of runs whose controller is dead, as after `kill -9`.
 
-    A resumed run would have to wait for it, or start with what is left.
+    Otherwise a resumed run would have to wait for these resources, or start without
+    them.
     """
     try:
         register = run_register()

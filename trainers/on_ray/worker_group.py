@@ -1,7 +1,7 @@
-"""A worker group of Ray Train: its ranks' contexts, GPUs, metrics and process group (Ray).
+"""A Ray Train worker group: its ranks' contexts, GPUs, metrics, process group (Ray).
 
-And whether it starts again after a failure, which Ray's controller asks. No torch is
-imported where that runs.
+It also decides, for Ray's controller, whether the group restarts after a failure. The
+controller's process does not import torch.
 """
 
 import logging
@@ -42,7 +42,7 @@ from trainers.storage import Storage
 logger = logging.getLogger(__name__)
 
 PREEMPTION_POLL_S = 2.0
-"""Seconds between two looks for a drained node; each is a small collective of Ray's
+"""Seconds between two checks for a drained node; each is a small collective of Ray's
 own.
 """
 REPORT_EVERY_S = 20.0
@@ -57,8 +57,8 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "data_wait_share": ("run", "rank"),
     "gpu_memory_bytes": ("run", "rank"),
 }
-"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends
-it.
+"""The figures of a run that are exported to Prometheus, and their tags; those without
+the tag `rank` are sent by rank 0.
 """
 _LEAVE_S = 10.0
 
@@ -66,7 +66,7 @@ _LEAVE_S = 10.0
 class FailurePolicy(UserCallback):
     """Gives each kind of failure its own budget of restarts.
 
-    Ray itself is told to retry for ever (`max_failures=-1`); an exception raised here
+    Ray itself is set to retry for ever (`max_failures=-1`); an exception raised here
     ends the run.
     """
 
@@ -82,7 +82,7 @@ class FailurePolicy(UserCallback):
         """Called by Ray with the exception of each failed rank.
 
         Raises:
-            RunFailedError: no budget is left for the kind of failure.
+            RunFailedError: no restart is left for this kind of failure.
         """
         cause = RunFailedError.first(
             [as_failure(rank, error) for rank, error in worker_exceptions.items()]
@@ -116,7 +116,7 @@ class FailurePolicy(UserCallback):
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
-    """Return a rank's exception as ours, freed of the wrappers that Ray puts around it."""
+    """Convert a rank's exception, inside Ray's wrappers, to RunFailedError."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, RunFailedError):
@@ -144,26 +144,26 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
 
 
 def hide_unassigned_gpus() -> None:
-    """Let torch see no GPU in a process that Ray has given none.
+    """Hide all GPUs from torch in a process to which Ray has assigned none.
 
-    Ray 2.60 hides none from it, and all such workers of a node would train on the
-    first.
+    Ray 2.60 does not hide them, and all such workers of a node would train on the first
+    GPU.
 
-    To be called before torch looks for GPUs.
+    Call it before torch looks for GPUs.
     """
     if not ray.get_runtime_context().get_accelerator_ids()["GPU"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def own_gpu() -> int:
-    """Return the index of this worker's GPU among those it sees; 0 without any."""
+    """Return the index of this worker's GPU among the visible ones; 0 without any."""
     given = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return visible.index(given[0]) if given and given[0] in visible else 0
 
 
 class WorkerContext(RunContext):
-    """RunContext of a worker of a Ray TorchTrainer: its place, as Ray knows it."""
+    """RunContext of a TorchTrainer's worker, with its ranks as Ray assigns them."""
 
     def __init__(self, storage: Storage | None, launcher: str) -> None:
         worker = ray.train.get_context()
@@ -181,7 +181,7 @@ class WorkerContext(RunContext):
     def preempted(self, elapsed_s: float) -> bool:
         """Whether Ray knows that a node of the group will be drained.
 
-        All ranks ask, every two seconds.
+        Ray is asked every two seconds, by all ranks.
         """
         if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
             return False
@@ -190,7 +190,7 @@ class WorkerContext(RunContext):
 
 
 class RayContext(WorkerContext):
-    """RunContext of a run on Ray: hears of stops and drained nodes from Ray."""
+    """RunContext of a run on Ray, which learns of stops and drained nodes from Ray."""
 
     def __init__(self, storage: Storage | None) -> None:
         super().__init__(storage, "ray")
@@ -199,10 +199,10 @@ class RayContext(WorkerContext):
         self._gauges = Gauges(storage.name, self.rank) if storage else None
 
     def report(self, metrics: Tree, checkpoint: str | None, elapsed_s: float) -> None:
-        """Give Ray the metrics, and a reference to a checkpoint that is on storage.
+        """Report metrics to Ray, and a reference to a checkpoint on storage.
 
-        Not more often than every 20 s, because Ray's report waits for its controller's
-        next look; `flush` gives the last.
+        Reports at most every 20 s, because Ray's report waits for its controller's next
+        poll; `flush` sends the last one.
         """
         known = self._untold[1] if self._untold else None
         self._untold = (metrics, checkpoint or known)
@@ -211,7 +211,7 @@ class RayContext(WorkerContext):
             self.flush()
 
     def flush(self) -> None:
-        """Tell Ray what it has not been told. Every rank calls it."""
+        """Report to Ray what has not been reported yet. Every rank calls it."""
         if self._untold is None:
             return
         (metrics, checkpoint), self._untold = self._untold, None
@@ -226,7 +226,7 @@ class RayContext(WorkerContext):
         )
 
     def observe(self, figures: dict[str, float]) -> None:
-        """To Ray's metrics, which Prometheus reads."""
+        """Set the figures as Ray metrics, which Prometheus reads."""
         if self._gauges is not None:
             # The workers of lanes do without torch.
             from trainers.devices.device import with_gpu_memory
@@ -236,7 +236,7 @@ class RayContext(WorkerContext):
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the driver was asked to stop (Ctrl-C, `ray job stop`).
 
-        Rank 0 looks for all.
+        Only rank 0 looks; the loop tells the other ranks.
         """
         if self.rank != 0 or self.storage is None:
             return False
@@ -246,7 +246,7 @@ class RayContext(WorkerContext):
 class Gauges:
     """The newest figures of one worker as Ray metrics.
 
-    Prometheus gets them as `ray_paceline_...`, named as in metrics.csv.
+    Prometheus reads them as `ray_paceline_...`, named as in metrics.csv.
     """
 
     def __init__(self, run: str, rank: int) -> None:
@@ -258,7 +258,7 @@ class Gauges:
         self._known: dict[str, Gauge] = {}
 
     def set(self, figures: dict[str, float]) -> None:
-        """Set those of the figures that Prometheus gets."""
+        """Set those of the figures that are exported to Prometheus."""
         for name in figures.keys() & self._names.keys():
             keys = self._names[name]
             if name not in self._known:
@@ -272,7 +272,7 @@ def _stop_key(storage: Storage) -> bytes:
 
 
 def request_stop(storage: Storage, wanted: bool) -> None:
-    """Ask the workers of the run in this directory to stop, or withdraw it."""
+    """Ask the workers of the run in this directory to stop, or withdraw the request."""
     if wanted:
         kv_put(_stop_key(storage), b"1", overwrite=True)
     else:
@@ -281,12 +281,12 @@ def request_stop(storage: Storage, wanted: bool) -> None:
 
 @dataclass
 class GroupConfig(BackendConfig):
-    """Takes the place of Ray's TorchConfig.
+    """Replaces Ray's TorchConfig.
 
-    That does the same, imports torch wherever it is unpickled (in the controller and in
-    Ray's own record of the runs, too), leaves the choice of a backend to the
-    controller's node, which may be a head without a GPU, and lets the store in which
-    the ranks meet listen on every address of rank 0's node.
+    TorchConfig does the same, but imports torch wherever it is unpickled (also in the
+    controller and in Ray's own record of runs), lets the controller's node choose the
+    backend, which may be a head without a GPU, and lets the ranks' store listen on
+    every address of rank 0's node.
     """
 
     backend: str
@@ -299,24 +299,24 @@ class GroupConfig(BackendConfig):
 
     @property
     def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
-        """Read by Ray: what it runs the training function in."""
+        """Read by Ray: the context in which it runs the training function."""
         return _on_own_gpu if self.backend == "nccl" else nullcontext
 
 
 class _GroupBackend(Backend):
-    """Forms and dissolves the group, from the controller."""
+    """Forms and dissolves the process group, at the controller's request."""
 
     # NCCL's direct paths between GPUs of a node need to see them all.
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray when all workers are there."""
+        """Called by Ray when all workers are running."""
         assert isinstance(backend_config, GroupConfig)
         place = worker_group.execute_single(0, _listen)
         worker_group.execute(_join, *place, backend_config.backend)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Called by Ray before the workers end; some of them may be dead already."""
+        """Called by Ray before the workers end; some may be dead already."""
         count = len(worker_group)
         if count > 1:
             leaving = worker_group.execute_async(_leave)
@@ -332,8 +332,8 @@ def _is_alone() -> bool:
 def listen() -> tuple[socket.socket, str, int]:
     """Return, on rank 0, the socket of the ranks' store, its address and its port.
 
-    It listens on the loopback where all ranks are on this node, else on the node's
-    address in the cluster: whoever connects may read and write all of it.
+    It listens on the loopback if all ranks are on this node, else on the node's address
+    in the cluster: whoever can connect may read and write the whole store.
     """
     address = "127.0.0.1" if _is_alone() else ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -349,16 +349,17 @@ def listen() -> tuple[socket.socket, str, int]:
 
 
 def _listen() -> tuple[str, int, int]:
-    """Return the store's address and port, and its socket's descriptor on rank 0.
+    """Return the store's address, its port, and the descriptor of its socket.
 
-    It stays open until `_join`, so that nobody else can take the port.
+    Runs on rank 0. The socket stays open until `_join`, so that no other process can
+    take the port.
     """
     server, address, port = listen()
     return address, port, server.detach()
 
 
 def _join(address: str, port: int, descriptor: int, backend: str) -> None:
-    """On every worker at once."""
+    """Join the process group; runs on all workers at once."""
     hide_unassigned_gpus()
     with without_collection(own_process=True):
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
@@ -389,8 +390,8 @@ def _join(address: str, port: int, descriptor: int, backend: str) -> None:
 def _on_own_gpu() -> Iterator[None]:
     """Set the CUDA device of this thread.
 
-    It is each thread's own, and Ray trains in another thread than the one that has
-    joined.
+    Each thread has its own, and Ray trains in another thread than the one that joined
+    the group.
     """
     import torch
 

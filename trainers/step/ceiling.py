@@ -1,10 +1,10 @@
 """Remember which microbatch ran out of memory in mid-training.
 
-It is kept with the run, and read by its next start.
+It is stored with the run, and read at its next start.
 
-The probe tries the worst case that the task names, so a step may still need more:
-longer sequences, another process on the device, fragmentation. The next start takes
-half of what failed. Does not import torch: a sweep's actor reads it.
+The probe tries the task's worst-case batch, yet a step may need more memory: for longer
+sequences, another process on the device, or fragmentation. The next start uses half of
+the size that failed. Does not import torch: a sweep's actor reads it.
 """
 
 import json
@@ -33,22 +33,22 @@ class Ceiling:
     """The largest microbatch that may still fit in one setting of a run."""
 
     def __init__(self, context: RunContext, setting: str, may_shrink: bool) -> None:
-        """`setting` is what it holds for: device, strategy, number of workers, compile."""
+        """`setting` names the device, strategy, worker count and compile mode."""
         self._context = context
         self._setting = setting
         self._may_shrink = may_shrink
 
     def read(self) -> int | None:
-        """Return it; None when no size is known not to fit."""
+        """Return the ceiling, or None when no size is known not to fit."""
         kept = self._kept().get(self._setting)
         known = (kept, self._context.microbatch_ceiling)
         return min((size for size in known if size is not None), default=None)
 
     def refuse(self, error: BaseException, failed_size: int) -> None:
-        """Report a microbatch of `failed_size` that ran out of memory, and store it.
+        """Record that `failed_size` ran out of memory, and raise TooLargeError.
 
-        Returns for any other error, and where no smaller one may be chosen. Raises
-        TooLargeError. Any rank may call it.
+        Returns if `error` is not about memory, or if no smaller microbatch may be
+        chosen. Any rank may call it.
         """
         if classify(error) not in OUT_OF_MEMORY:
             return

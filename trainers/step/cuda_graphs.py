@@ -1,21 +1,22 @@
-"""Capture whole steps as CUDA graphs, and replay them for every step of the same shapes.
+"""Capture whole steps as CUDA graphs, and replay them for steps of the same shapes.
 
 A replay launches forward, backward, checks and optimizer in one call, so a small model
 does not wait for the host.
 
-- The first steps of a shape run as they are, in the stream that captures. They are
-  warm-up and training at once, so neither weights nor optimizer nor random state have
-  to be put back.
+- The first steps of a shape run normally, on the capture stream. They are warm-up and
+  training at once, so neither weights nor optimizer nor random state are restored.
 - The next one is captured, which computes nothing, and replayed.
-- Steps of the same shapes are copied into the graph's own batches and replayed.
-- All others (an epoch's last, shorter step) run as they are, with the same code.
+- Batches of later steps with the same shapes are copied into the graph's own batches,
+  and the graph is replayed.
+- All other steps (such as an epoch's last, shorter one) run normally, with the same
+  code.
 
-Random numbers go on from where the generator is, in a replay too. The task's Python
-code runs only in steps that are captured or run as they are: a schedule in forward(), a
-counter, an `if` stand still in replays. So a graph is proved by throw-away steps: when
-it is captured, and before its 2nd, 11th, 101st and 1,001st replay. A few replays and
-the same steps as they are begin from the same state, and must end in the same. What
-differs ends capturing for good.
+Replays continue the sequence of random numbers. The task's Python code only runs in
+steps that are captured or run normally: a schedule in forward(), a counter or an `if`
+does not advance in replays. So a graph is verified by throw-away steps, when it is
+captured and before its 2nd, 11th, 101st and 1,001st replay: a few replays and the same
+steps run normally start from the same state, and must end in the same state. Any
+difference ends capturing for good.
 """
 
 import functools
@@ -46,17 +47,19 @@ from trainers.step.train_step import TrainStep
 logger = logging.getLogger(__name__)
 
 STEPS = 3
-"""Of a pass: what counts steps, or draws outside torch, shows in the second."""
+"""Number of steps in a pass; a step counter, or a draw outside torch, shows in the
+second.
+"""
 _SPREADS = 3.0  # times what plain steps differ by from each other
 CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP).
 """
 PROVED_BEFORE = (1, 10, 100, 1000)
-"""Replays of a graph after which it is proved again, besides at its start."""
+"""Numbers of replays after which a graph is verified again, besides at its start."""
 LEAST_GAIN = 1.03
-"""By which captured steps must be faster."""
+"""Factor by which captured steps must be faster."""
 _HOST_SHARE = 0.5
-"""Of a step: where the host has issued it sooner, the device is what takes long."""
+"""Share of a step: if the host issues it in less, the device is what takes the time."""
 _REPEATS = 3  # of steps that do not repeat to the bit, to see how far apart they are
 _MOST_SHAPES = 64  # that are counted: more of them never come back
 # One of a device: cuBLAS keeps a workspace for each that it sees.
@@ -65,13 +68,12 @@ _capture_stream = functools.cache(torch.cuda.Stream)
 
 @dataclass(frozen=True)
 class Pass:
-    """What a few steps have left, which are forgotten."""
+    """The state after a few trial steps, which were then undone."""
 
     state: dict[str, Tensor]
-    """By name, in host memory."""
+    """Tensors by name, copied to host memory."""
     changed: str | None
-    """An attribute of the task, the model or the optimizer that the steps have changed.
-    """
+    """An attribute of the task, the model or the optimizer that the steps changed."""
     step_s: float
 
 
@@ -81,9 +83,9 @@ def take_pass(
     optimizer: Optimizer,
     own: Mapping[str, Tensor],
 ) -> Pass:
-    """Take a step a few times, note what it leaves, and put everything back.
+    """Take a step a few times, record the resulting state, and put everything back.
 
-    `own` are tensors that it writes to besides those of model and optimizer.
+    `own` names tensors that the step writes to besides those of model and optimizer.
     """
     device = forward.device
     with throwaway(forward, optimizer) as snapshot:
@@ -119,9 +121,10 @@ def take_pass(
 
 
 def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
-    """Name what two passes from one state have left otherwise, to the last bit.
+    """Name the first tensor that two passes left different, by any bit, or return None.
 
-    With `repeats` of the eager one: by more than these differ from it.
+    Both passes must have started from the same state. With `repeats` of the eager pass,
+    a difference counts only if it clearly exceeds the spread among those repeats.
     """
     for name, theirs in eager.state.items():
         ours = captured.state[name]
@@ -144,14 +147,14 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 class CudaCapture:
-    """CUDA graphs of one device, on a stream beside the current one."""
+    """Records and runs work of one device on its own capture stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _capture_stream(device)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do the work on the capturing stream, for which the current one waits."""
+        """Run the work on the capture stream; the current stream waits for it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -159,7 +162,7 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture the work without doing it; what is returned does it, each time.
+        """Capture the work without running it; return a function that replays it.
 
         Waits for the device.
         """
@@ -194,15 +197,16 @@ class _Graph:
     gradients: list[Tensor | None]
     replay: Callable[[], None]
     replays: int = 0
-    """That have trained."""
+    """Number of replays that have trained."""
 
 
 class GraphedStep(TrainStep):
-    """A TrainStep whose repeated shape is captured and replayed.
+    """A TrainStep that captures recurring steps as a CUDA graph and replays them.
 
-    Where that is `asked` for, ConfigError says why it cannot be: no CUDA, an optimizer
-    whose step reads the device. Else steps are captured where that is faster, there is
-    room for it and no attribute of the task changes in a step.
+    If capture is explicitly `asked` for, ConfigError says why it is impossible: without
+    CUDA, say, or if the optimizer's step reads from the device. Otherwise steps are
+    captured only if that is faster, memory allows it, and no attribute of the task
+    changes in a step.
     """
 
     def __init__(
@@ -239,8 +243,8 @@ class GraphedStep(TrainStep):
         self._given_up = False
         self._graph: _Graph | None = None
         self._has_gradients = False
-        """Whether the parameters have the graph's own, as after a step that is none
-        they have not.
+        """Whether the parameters' gradients are the graph's; after a step that was not
+        replayed they are not.
         """
         self._seen: Counter[Hashable] = Counter()
         self._last: tuple[list[int], Hashable] = (
@@ -303,7 +307,7 @@ class GraphedStep(TrainStep):
                 parameter.grad = gradient
 
     def _waits_for_host(self, issue: Callable[[], None]) -> bool:
-        """Take a step; return whether the host takes about as long to issue it."""
+        """Take a step; return whether issuing it takes about as long as the step."""
         synchronize(self.group.device)
         began = time.perf_counter()
         issue()
@@ -312,7 +316,7 @@ class GraphedStep(TrainStep):
         return issued_s > _HOST_SHARE * (time.perf_counter() - began)
 
     def _begin(self, record: Callable[[], _Graph], issue: Callable[[], None]) -> None:
-        """Capture the step and prove it; raise only where capturing was asked for."""
+        """Capture the step and verify it; raise only if capture was asked for."""
         try:
             spare = None if self.asked else take_spare(self.group.device)
             self._graph = record()
@@ -334,9 +338,9 @@ class GraphedStep(TrainStep):
         torch.cuda.empty_cache()
 
     def _prove(self, graph: _Graph, issue: Callable[[], None]) -> None:
-        """Give the graph up unless it leaves what plain steps leave.
+        """Give the graph up unless replays leave the same state as plain steps.
 
-        After its first replay also unless it is faster.
+        After its first replay, also give it up unless it is faster.
         """
         self.strayed = True
         eager = self._pass(issue)
@@ -401,7 +405,7 @@ class GraphedStep(TrainStep):
         self._lr_versions = [lr._version for lr in self._lrs]
 
     def check_lr(self) -> None:
-        """Check as TrainStep does; read only what something has written to."""
+        """Check as TrainStep does, but only if something has written to a rate."""
         same = all(
             group["lr"] is lr
             for group, lr in zip(self.optimizer.param_groups, self._lrs, strict=False)
@@ -410,12 +414,12 @@ class GraphedStep(TrainStep):
             super().check_lr()
 
     def resized(self) -> None:
-        """Let go of the graph: a step of the new size is captured in its place."""
+        """Drop the graph, so that a step of the new size is captured."""
         self._graph = None
         self._seen.clear()
 
     def average_by_hand(self, why: str) -> None:
-        """ConfigError: which gradients there are is agreed by the host."""
+        """Raise ConfigError: which gradients exist would be decided by the host."""
         rule = "needs gradients that DDP averages in the backward pass, and here they are averaged after it"
         raise _impossible(
             f"{rule} ({why})",
@@ -427,10 +431,10 @@ class GraphedStep(TrainStep):
         self.resized()
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Follow as TrainStep does.
+        """Set learning rates and momenta as TrainStep does.
 
-        Raises ConfigError where capturing is asked for and the scheduler changes what
-        is captured.
+        Raises ConfigError if capture was asked for and the scheduler cycles the
+        momentum, which a graph holds as a constant.
         """
         if schedule.cycled(self.optimizer) and not self._given_up:
             rule = (
@@ -486,9 +490,9 @@ class GraphedStep(TrainStep):
         return _Graph(shape, tensors_of(inputs), gradients, replay)
 
     def _count(self, shape: Hashable, sizes: list[int]) -> None:
-        """Count a step that runs as it is.
+        """Count a step that was not replayed.
 
-        Warns once where its shape, not its size, is the reason.
+        Warns once if it was not replayed because shapes changed at the same sizes.
         """
         if sizes == self._last[0] and shape != self._last[1] and not self._warned:
             self._warned = True
@@ -502,7 +506,7 @@ class GraphedStep(TrainStep):
 
 
 def layout(batch: Batch) -> Hashable:
-    """Describe what batches of one graph share: nesting, shapes, formats, other values."""
+    """Return what batches of one graph must share: nesting, shapes, formats, values."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
     if isinstance(batch, PackedSequence):  # a graph has its sizes from the host

@@ -1,10 +1,11 @@
 """Evaluate exactly: the same figures for any number of workers, to the last sample.
 
-Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a
-table, which is added over ranks (to zeros, so exactly) and then summed without
-rounding. Of a torchmetrics.Metric (the package is not imported) the states are taken
-after every batch and reduced once, at the end, as torchmetrics reduces over ranks: as
-if every batch had been a rank, in the order of batches.
+Batches are fixed, and each is given whole to one rank. A batch's float64 sums fill its
+own row of a table; the tables are added over ranks (exactly, because all other ranks
+have zeros there), and the rows are then summed without rounding. For a
+torchmetrics.Metric (the package is not imported), the states are stored after every
+batch and reduced once, at the end, as torchmetrics reduces over ranks: as if every
+batch were a rank, in the order of batches.
 """
 
 import contextlib
@@ -35,11 +36,13 @@ from trainers.task import weight_of
 logger = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
-"""The number of a batch, and where in it a part of it starts."""
+"""The number of a batch, and where a part of it starts."""
 _LOSS, _WEIGHT = 0, 1  # beside the names of metrics
 _TOLERANCE = 1e-3
 _NARROW_TOLERANCE = 0.05
-"""Of figures, as shares: in float32, and where products are rounded to fewer bits."""
+"""Relative tolerances of figures: in float32, and where products are rounded to fewer
+bits.
+"""
 _ROUNDING = 1e-6  # of figures near zero
 _FEW = 64
 # torchmetrics' names; exact for whole numbers
@@ -55,22 +58,22 @@ def evaluate(
     seeds: tuple[int, ...] = (0,),
     collective: bool = False,
 ) -> dict[str, float]:
-    """Return `val_loss` and the task's metrics over every sample once.
+    """Evaluate every sample exactly once; return `val_loss` and the task's metrics.
 
-    Metrics are `val_<name>`. A metric of some batches alone is over theirs; there is no
-    `val_loss` where the task's loss is None here.
+    Metrics are named `val_<name>`. A metric that only some batches report is averaged
+    over those batches. There is no `val_loss` if the task's loss is None in evaluation.
 
     Every rank must call it.
 
-    `forward` is that of the bare module: nothing here is a collective until the end,
-    but the forwards of a sharded one, and of a task of which `collective` says so.
-    Those are equally many on every rank: a rank with a batch less runs one whose result
-    is left out. What is drawn for a batch follows from `seeds` and its number; random
-    state is put back.
+    `forward` must be that of the bare module. Before the final reduction there are no
+    collectives, unless the model is sharded or `collective` says that the task's
+    forward has some. Then every rank runs equally many forwards: a rank with one batch
+    fewer runs one whose result is ignored. Random numbers of a batch follow from
+    `seeds` and its number; random state is restored.
 
-    A batch that runs out of memory is taken in halves, from then on: the figures are
-    the same but for rounding. Where forwards are collectives, or one sample is too
-    large, RunFailedError says so.
+    If a batch runs out of memory, it and all later ones are evaluated in halves: the
+    figures are the same up to rounding. If forwards are collectives, or a single sample
+    is too large, RunFailedError is raised.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = list(torch.arange(length).split(microbatch_size))
@@ -111,15 +114,13 @@ def evaluate(
 def check_evaluation(
     forward: ForwardPass, dataset: Dataset[Any], size: int
 ) -> ConfigError | str | None:
-    """Return a warning where figures depend on which samples are evaluated together.
+    """Return a warning if figures depend on which samples are evaluated together.
 
-    Compared are those of the first `size` samples at once, or of the first 64 where
-    they have to be read one by one, with those of their halves.
+    The figures of the first `size` samples evaluated at once (at most 64 unless the
+    dataset is a TensorDataset) are compared with those of their halves.
 
-    Return what to raise for metrics of a wrong shape.
-
-    For a `throwaway` block. Where the pass fails, or draws at random what it gives,
-    nothing can be said. Every rank must call it.
+    Returns a ConfigError for metrics of a wrong shape, and None if the pass fails or
+    its results are random. Call it in a `throwaway` block, on every rank.
     """
     most = size if type(dataset) is TensorDataset else min(size, _FEW)
     rows = torch.arange(min(most, len(dataset)))  # type: ignore[arg-type]
@@ -157,7 +158,7 @@ def check_evaluation(
 def _figures_of(
     forward: ForwardPass, dataset: Dataset[Any], pieces: Sequence[Tensor]
 ) -> dict[str, float]:
-    """The loss and the averaged metrics of some samples, in these pieces."""
+    """Return the loss and the averaged metrics of samples evaluated in these pieces."""
     measured = _Measured(forward)
     start = 0
     for rows in pieces:
@@ -175,7 +176,7 @@ def _figures_of(
 def too_large(
     error: BaseException, size: int, group: Group, smaller: int
 ) -> RunFailedError:
-    """Return what to raise where a batch of `size` in evaluation ran out of memory."""
+    """Return the error for an evaluation batch of `size` that ran out of memory."""
     words = f"rank {group.rank}: an evaluation batch of {size} ran out of memory ({first_line(error)})"
     return RunFailedError(
         classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}"
@@ -187,18 +188,18 @@ class _Piece(NamedTuple):
 
     batch: int
     start: int
-    """Of the part, within the batch."""
+    """Where the part starts within the batch."""
     rows: Tensor
-    """int64 [samples]."""
+    """Rows of the dataset, int64 [samples]."""
 
     def seed(self, seeds: tuple[int, ...]) -> int:
-        """Return what is drawn by; of the first part that of the batch."""
+        """Return the piece's seed; a batch's first piece has the batch's seed."""
         part = [self.start] if self.start else []
         return batch_seed(*seeds, self.batch, *part)
 
 
 def _halved(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
-    """Split what has more than `most` samples."""
+    """Split pieces of more than `most` samples."""
     halved = []
     for piece in pieces:
         start = piece.start
@@ -209,19 +210,19 @@ def _halved(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
 
 
 class _Measured:
-    """What one rank has measured of its batches."""
+    """The sums and metric states that one rank has collected from its batches."""
 
     def __init__(self, forward: ForwardPass) -> None:
         self.sums = dict[tuple[int, str | int], Tensor]()
-        """By the batch's number and a name: the loss times its weight, the weight, and
-        the sums of its metrics.
+        """By batch number and name: the loss times its weight, the weight, and the sums
+        of the metrics.
         """
         self.samples = Counter[str]()
-        """By the metric's name: those of the batches that have it."""
+        """By metric name: the number of samples in the batches that have it."""
         self.has_loss: set[bool] = set()
         self.states = MetricStates()
         self.done = 0
-        """Pieces of the last `take`."""
+        """Number of pieces done in the last `take`."""
         self.forward = forward
         self._exact = torch.float32 if forward.device.type == "mps" else torch.float64
 
@@ -233,11 +234,11 @@ class _Measured:
         seeds: tuple[int, ...],
         with_loss: bool,
     ) -> tuple[BaseException | None, int]:
-        """Measure the pieces, and run the `idle` ones.
+        """Measure the pieces; run the `idle` ones without measuring them.
 
-        Returns the error of one that ran out of memory, and its size.
-
-        Only a forward pass may: a metric that has seen a batch would see it again.
+        Returns the out-of-memory error of a forward pass and the size of its piece, or
+        None and 0. An out-of-memory error in a metric is raised: a metric that has
+        already seen the batch would count it twice.
         """
         self.done = 0
         forward = self.forward
@@ -266,7 +267,7 @@ class _Measured:
     def add(
         self, piece: _Piece, batch: Batch, outputs: Any, loss: Tensor | None
     ) -> None:
-        """Take in what a forward pass has given."""
+        """Add the loss and the metrics of one forward pass to the sums."""
         task = self.forward.task
         owner = type(task).__name__
         samples = len(piece.rows)
@@ -297,7 +298,7 @@ class _Measured:
 
 
 def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, float]:
-    """Add up what all ranks have measured."""
+    """Compute the figures from what all ranks have measured."""
     task = type(measured.forward.task).__name__
     said = group.gather((measured.samples, measured.has_loss))
     samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
@@ -331,7 +332,7 @@ def _figures(measured: _Measured, num_batches: int, group: Group) -> dict[str, f
 
 
 def _flat(found: Any, task: str) -> dict[str, Any]:
-    """Take apart the mappings among a task's metrics: `<name>_<key>` each.
+    """Flatten nested mappings of a task's metrics to names `<name>_<key>`.
 
     `task` is the name of its class.
     """
@@ -354,7 +355,7 @@ def _flat(found: Any, task: str) -> dict[str, Any]:
 
 
 def check_names(names: Iterable[str], task: str) -> None:
-    """Raise ConfigError where a metric has no name, or one that evaluation takes."""
+    """Raise ConfigError for a metric whose name is not text, or is reserved."""
     for name in names:
         if not isinstance(name, str):
             raise _taken(name, "must be text", task)
@@ -399,10 +400,10 @@ class MetricStates:
     def take(
         self, values: Mapping[str, Any], place: _Place, samples: int, task: str
     ) -> dict[str, Tensor]:
-        """Keep and reset the metrics of a part of a batch; return its tensors.
+        """Store and reset the metrics of a piece of a batch; return its plain tensors.
 
-        Raises ConfigError, which names the class `task`, for what is neither a tensor
-        [samples] nor a metric.
+        Raises ConfigError, which names the class `task`, for a value that is neither a
+        tensor [samples] nor a metric.
         """
         tensors = {}
         for name, value in values.items():
@@ -434,9 +435,10 @@ class MetricStates:
     def figures(self, group: Group) -> dict[str, float]:
         """Compute each metric's figure over all batches of all ranks.
 
-        A vector's are `<name>_<index>`.
+        A vector gives figures named `<name>_<index>`.
 
-        Every rank must call it. Raises ConfigError for a figure of more dimensions.
+        Every rank must call it. Raises ConfigError for a figure of more than one
+        dimension.
         """
         ranks = group.gather(map_tensors(Tensor.cpu, self._states))
         if not any(ranks):
@@ -474,7 +476,7 @@ class MetricStates:
 
 
 def _numbers(name: str, figure: Any) -> dict[str, float]:
-    """What a metric has computed, by name; ConfigError for more than a vector."""
+    """Return a metric's figures by name; ConfigError for more than one dimension."""
     if isinstance(figure, Tensor) and figure.numel() == 1:
         return {name: float(figure)}
     if not isinstance(figure, Tensor) or figure.ndim > 1:
@@ -494,9 +496,9 @@ def _keep(
     state: Any,
     reduction: Callable[[Any], Any] | None,
 ) -> None:
-    """Keep a batch's state.
+    """Store a batch's state.
 
-    Whole numbers that are summed are one state for all of a rank's batches.
+    Integer states whose reduction ignores order are merged into one state per rank.
     """
     if isinstance(state, list):
         kept[place] = [item.detach() for item in state]
@@ -511,9 +513,9 @@ def _keep(
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """Return what torchmetrics makes of the ranks' states.
+    """Reduce the states as torchmetrics reduces over ranks.
 
-    Floating sums are made in float64.
+    Floating-point states are reduced in float64.
     """
     if isinstance(states[0], list):
         items = [item for state in states for item in state]

@@ -1,8 +1,8 @@
 """Count what one sample costs in FLOPs, and look up the peak of the GPU.
 
-Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of
-all workers together, as data sheets have it (peaks.csv, with the source of each row). A
-device without one has no utilisation: nothing is guessed.
+Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs per second divided by the
+total peak of all workers, taken from data sheets (peaks.csv, with the source of each
+row). A device without a row has no utilisation: nothing is guessed.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 PEAKS = Path(__file__).with_name("peaks.csv")
-"""Dense peaks by data sheet."""
+"""Dense peaks from data sheets."""
 # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 _LIKE_SAMPLES = 8
 
@@ -37,17 +37,16 @@ def count_flops(
     microbatch: Tensor,
     phases: Sequence[ForwardPass] = (),
 ) -> float | None:
-    """Count the FLOPs of a sample's forward and backward pass.
+    """Count the FLOPs per sample of a forward and backward pass, or return None.
 
-    Counted are matrix products, convolutions and attention, an addition and a
-    multiplication each.
+    Matrix products, convolutions and attention are counted; an addition and a
+    multiplication count one each. What activation checkpointing recomputes is not
+    counted. Returns None if the count fails or differs from step to step.
 
-    None when they cannot be counted, or differ from step to step.
-
-    For a `throwaway` block: a pass over the samples `microbatch` (int64 [n]) of the
-    training split, real ones because padding costs too: not the memory probe's worst
-    case. `forward` is that of the bare module, neither compiled nor wrapped, so one
-    rank may count alone. What activation checkpointing computes again is not counted.
+    Call it in a `throwaway` block. It runs a pass over the training samples
+    `microbatch` (int64 [n]): real samples, not the memory probe's worst case, because
+    padding costs FLOPs too. `forward` must be that of the bare module, neither compiled
+    nor wrapped, so that one rank may count alone.
     """
     task = forward.task
     modules = forward.model.modules()
@@ -79,7 +78,7 @@ def count_flops(
 
 
 class _AllModules(contextlib.nullcontext[None]):
-    """Count no FLOPs by module: torch's own tracker refuses a gradient by an input."""
+    """Replaces torch's module tracker, which fails on gradients by an input."""
 
     parents = frozenset({"Global"})
 
@@ -90,11 +89,9 @@ def utilisation(
     world_size: int,
     peak: float | None,
 ) -> float | None:
-    """Return model FLOPs utilisation over all workers, 0 to 1.
+    """Return model FLOPs utilisation over all workers, 0 to 1, or None if unknown.
 
-    `peak` is one device's, in FLOP/s.
-
-    None when not known.
+    `peak` is the peak of one device, in FLOP/s.
     """
     if flops_per_sample is None or peak is None:
         return None
@@ -109,11 +106,10 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """Return the same by torch's name of the GPU, which a row must match whole.
+    """Return a GPU's dense peak by its name in torch, or None if unknown.
 
-    A slice of a GPU (MIG) has no row.
-
-    What is not in `peaks.csv` is not known.
+    The name must match the pattern of a row of `peaks.csv` completely. A slice of a GPU
+    (MIG) has no row.
     """
     if " MIG " in gpu:
         return None

@@ -1,6 +1,6 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision.
 
-Where torch complains about mixed devices, the tensors that are elsewhere are named.
+If torch complains about mixed devices, the error names the tensors that are elsewhere.
 """
 
 import contextlib
@@ -54,13 +54,13 @@ class ForwardPass:
     compiled_loss: Callable[[Any, Batch], Any] | None = field(
         default=None, kw_only=True
     )
-    """The task's loss() as `compile` has it; None: as it is."""
+    """The task's compiled loss(); None if it is not compiled."""
 
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
-        """Return the task's outputs and its scalar loss, or None for the loss.
+        """Return the task's outputs and its scalar loss, which may be None.
 
-        Raises DeviceMismatchError where torch refuses tensors of different devices,
-        ConfigError where DDP waits for gradients that do not come.
+        Raises DeviceMismatchError if torch rejects tensors of different devices, and
+        ConfigError if DDP waits for gradients that never come.
         """
         try:
             with self.spec.autocast_context(self.device):
@@ -72,19 +72,19 @@ class ForwardPass:
 
     @torch.no_grad()
     def read(self, dataset: Dataset[Any], rows: Tensor, training: bool = True) -> Batch:
-        """Return samples of a dataset as a pass gets them; `rows` int64 [n]."""
+        """Read samples of a dataset as a batch for a pass; `rows` is int64 [n]."""
         batch = fetch(dataset, rows.tolist(), self.task.collate)
         return self.prepare(batch, training)
 
     @torch.no_grad()
     def prepare(self, batch: Batch, training: bool = True) -> Batch:
-        """Return a batch of its own on the device, transformed."""
+        """Return a transformed copy of the batch on the device."""
         moved = map_tensors(lambda tensor: tensor.to(self.device, copy=True), batch)
         return self.task.transform(moved, training)
 
     @property
     def said(self) -> str:
-        """The task's method that gives the loss, for a sentence."""
+        """The name of the task's method that returns the loss, for messages."""
         return "loss()"
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
@@ -92,24 +92,24 @@ class ForwardPass:
         return contextlib.nullcontext()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Any:
-        """Return the task's loss of outputs that are there; None where it gives none.
+        """Return the task's loss for given outputs, or None if the task returns None.
 
-        ConfigError as `loss`.
+        Raises ConfigError if it is not one number.
         """
         loss = (self.compiled_loss or self.task.loss)(outputs, batch)
         return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss alone.
+        """Run the forward pass and return its loss alone.
 
-        Raises ConfigError where it is not one number, or nothing can be learned from
-        it.
+        Raises ConfigError if it is not one number, or does not depend on trained
+        parameters.
         """
         _, loss = self(batch)
         return self.learnable(self.scalar(loss))
 
     def learnable(self, loss: Tensor) -> Tensor:
-        """Return a loss; ConfigError where nothing can be learned from it."""
+        """Return the loss; ConfigError if it should have a gradient and has none."""
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError(
                 f"{type(self.task).__name__}.{self.said}",
@@ -120,9 +120,9 @@ class ForwardPass:
         return loss
 
     def scalar(self, loss: Any) -> Tensor:
-        """Return the task's loss as a tensor of no dimension.
+        """Return the task's loss as a zero-dimensional tensor.
 
-        Raises ConfigError where it is something else.
+        Raises ConfigError if it is not a tensor of one number.
         """
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss if loss.ndim == 0 else loss.reshape(())
@@ -134,13 +134,13 @@ class ForwardPass:
         )
 
     def explain(self, error: RuntimeError, batch: Batch) -> None:
-        """Raise ours for torch's words on devices or unused parameters."""
+        """Raise a clearer error for mixed devices or unused parameters."""
         raise_if_unused(error, self.model)
         raise_if_mismatch(error, self.task, self.model, batch, self.device)
 
 
 def bare_of(model: nn.Module) -> nn.Module:
-    """Return the module that DDP or DP is around; any other one itself."""
+    """Return the module inside DDP or DP, or the module itself if it is not wrapped."""
     if isinstance(model, DistributedDataParallel | DataParallel):
         bare: nn.Module = model.module
         return bare
@@ -148,7 +148,7 @@ def bare_of(model: nn.Module) -> nn.Module:
 
 
 def shape_of(value: Any) -> list[int] | str:
-    """Return what a sentence shows of a tensor, or of what is none."""
+    """Return a tensor's shape, or the type's name of any other value, for messages."""
     if isinstance(value, Tensor):
         return list(value.shape)
     return type(value).__name__
@@ -161,7 +161,7 @@ def raise_if_mismatch(
     batch: Batch,
     device: torch.device,
 ) -> None:
-    """Raise DeviceMismatchError from torch's complaint about devices; else return.
+    """Raise DeviceMismatchError if torch's error is about devices; otherwise return.
 
     Looks at the batch, at the model's parameters and buffers, and at tensors that
     modules or the task hold as plain attributes, which `model.to(device)` does not
@@ -208,7 +208,7 @@ def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an object's attributes, without what a module registers."""
+    """Yield the tensors in an object's attributes, except those a module registers."""
     for key, value in vars(owner).items():
         if key not in ("_parameters", "_buffers", "_modules"):
             yield from named_tensors(value, f"{name}.{key}", depth - 1)
@@ -217,9 +217,9 @@ def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Ten
 def named_tensors(
     value: Any, name: str, depth: int = _DEPTH
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nested batch with its path, and those in other objects.
+    """Yield every tensor of a nested batch, or inside objects in it, with its path.
 
-    A path is one such as `batch['image'][0]`.
+    An example of a path is `batch['image'][0]`.
     """
     if isinstance(value, Tensor):
         yield f"`{name}`", value

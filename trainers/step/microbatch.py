@@ -1,12 +1,12 @@
 """Choose the microbatch: what size fits, and whether the loss may be split at all.
 
-Whether one fits is forecast from a few samples where memory is ample, else probed
-locally, without a collective inside; then agreed by all ranks. Under DDP a rank that
-runs out of memory leaves the others waiting in all-reduce. So a size is tried on the
-bare module first: worst-case batch, forward, backward and optimizer step, everything
-put back after.
+Whether a size fits is forecast from a few samples if memory is ample. Otherwise each
+rank probes it locally, without collectives, and then all ranks agree: under DDP a rank
+that ran out of memory would leave the others waiting in all-reduce. The probe uses the
+bare module: worst-case batch, forward, backward and optimizer step, after which
+everything is restored.
 
-Only a loss that is a weighted mean adds up over microbatches.
+Only a loss that is a weighted mean may be accumulated over microbatches.
 """
 
 import functools
@@ -47,7 +47,8 @@ from trainers.task import Task, weight_of
 logger = logging.getLogger(__name__)
 
 SAMPLES = 64
-"""Among which those are chosen that are looked at; of a TensorDataset among all."""
+"""Number of samples among which those to check are chosen; for a TensorDataset all are.
+"""
 _AT_ONCE = 8
 _MOST_LEAVES = 3
 _MOST_NUMBERS = 2**22  # of a leaf that samples are told apart by
@@ -62,49 +63,52 @@ _DRAWS = 4  # of what is random
 _ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
 _REFUSED = "cannot be trained: "
 _FEW = 8
-"""Samples of the pass from which the memory of a whole microbatch is forecast."""
+"""Number of samples in the pass from which a whole microbatch's memory is forecast."""
 _MARGIN = 2
-"""How many times the forecast must fit into what is free, to need no probe."""
+"""How many times the forecast must fit into the free memory to make a probe
+unnecessary.
+"""
 _STATE_COPIES = 4
-"""Of the parameters beside them: gradients, DDP's buckets and two moments."""
+"""Memory besides the parameters, in multiples of theirs: gradients, DDP's buckets and
+two moments.
+"""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Take whole steps of a size, to see whether they fit, and put everything back."""
+    """Takes trial steps of a given size to see whether they fit, then undoes them."""
 
     forward: ForwardPass
-    """Of the bare module, before DDP has put its hooks into it."""
+    """The forward pass of the bare module, before DDP adds its hooks."""
     optimizer: Optimizer
-    """A fresh one."""
+    """The optimizer, before its first step."""
     dataset: Dataset[Any]
     group: Group
     phases: Sequence[PhasePass] = ()
-    """Of a step that has some: each is taken."""
+    """The phases of a step, if it has any; all of them are run."""
 
     @property
     def passes(self) -> Sequence[ForwardPass]:
-        """What a step may take: the forward pass of each phase, or the only one."""
+        """The forward passes of a step: one per phase, or the only one."""
         return self.phases or (self.forward,)
 
     def run(
         self, size: int, accumulates: bool, with_spare: bool
     ) -> BaseException | None:
-        """Return this rank's out-of-memory error in steps of `size`, if any.
+        """Take steps of `size`; return this rank's out-of-memory error, or None.
 
-        A step that `accumulates` has several such microbatches.
-
-        `with_spare`: it fits only if a little is left.
+        A step that `accumulates` has several such microbatches. With `with_spare`, a
+        size fits only if some memory is left over.
         """
         error = self._error(size, accumulates, with_spare)
         let_go(self.forward.device)
         return error
 
     def fits_by_far(self, size: int) -> bool:
-        """Return whether memory is so ample on every rank that `size` needs no probe.
+        """Return whether every rank has so much free memory that `size` needs no probe.
 
-        Every rank must call it. Only CUDA counts what a pass takes; whether a forecast
-        was right shows in the first step.
+        Every rank must call it. Only CUDA reports the memory that a pass takes;
+        elsewhere it returns False. A wrong forecast shows in the first step.
         """
         forward = self.forward
         if forward.device.type != "cuda" or is_sharded(forward.model):
@@ -117,9 +121,9 @@ class Probe:
 
     @functools.cached_property
     def _few_bytes(self) -> float:
-        """Memory that a pass of a few samples takes; infinite where it fails.
+        """Memory that a pass of a few samples takes; infinite if the pass fails.
 
-        The probe explains why.
+        The probe that follows will report why it failed.
         """
         device = self.forward.device
         before = torch.cuda.memory_allocated(device)
@@ -152,9 +156,9 @@ class Probe:
         return None
 
     def take_steps(self, size: int, accumulates: bool) -> None:
-        """Take the first two steps, or one where the second needs no more memory.
+        """Take the first two steps, or just one if the second needs no more memory.
 
-        Model and optimizer change.
+        Changes model and optimizer.
         """
         optimizer = self.optimizer
         sharded = is_sharded(self.forward.model)
@@ -190,7 +194,7 @@ class Probe:
             raise
 
     def batch(self, size: int) -> Batch:
-        """Return the batch of `size` samples that takes most memory, as a step gets it."""
+        """Return the batch of `size` samples that takes most memory, on the device."""
         with torch.no_grad():
             batch = self.forward.task.worst_case_batch(self.dataset, size)
         return self.forward.prepare(batch)
@@ -206,18 +210,18 @@ def choose_microbatch(
 ) -> int:
     """Return the microbatch size: the wanted one, or for `auto` the largest that fits.
 
-    The share is split into as few parts as that takes.
+    For `auto` the share is split evenly into as few microbatches as possible.
 
-    `share` is the most samples that a rank has in a step, or the most to try where a
-    step `accumulates` anyway. `bounds` are the largest size that is known to fit and
-    the smallest that is known not to: neither is tried again; `tell` is called with
-    each size that was tried. Every rank must call it, with equal bounds. Raises the
-    out-of-memory error, on every rank, when the wanted size (or, for auto, a single
-    sample) does not fit. So it does when a smaller size than one that did not fit meets
-    another error: BatchNorm and losses over pairs refuse a single sample.
+    `share` is the most samples that a rank has in a step, or the most to try if a step
+    `accumulates` anyway. `bounds` are the largest size known to fit and the smallest
+    known not to; neither is tried again. `tell` is called with each size that was
+    tried. Every rank must call it, with equal bounds. Raises the out-of-memory error,
+    on every rank, if the wanted size (for auto: a single sample) does not fit. Raises
+    it too if, after a size that did not fit, a smaller one fails with another error:
+    BatchNorm and losses over pairs refuse a single sample.
 
-    The forward of a sharded model is a collective: there a rank that runs out of memory
-    raises at once, whatever is wanted, since the others wait for it and can only be
+    The forward of a sharded model is a collective. There a rank that runs out of memory
+    raises at once, because the other ranks are already waiting for it and can only be
     ended from outside.
     """
     search = _Search(wanted, share, probe, accumulates, bounds, tell)
@@ -232,7 +236,7 @@ def choose_microbatch(
 
 @dataclass
 class _Search:
-    """Ask all ranks which sizes fit, and remember why larger ones did not."""
+    """Tries sizes on all ranks, and remembers why larger ones did not fit."""
 
     wanted: int | str
     share: int
@@ -241,9 +245,9 @@ class _Search:
     bounds: tuple[int | None, int | None]
     tell: Callable[[int, bool], None]
     too_large: str = ""
-    """Why a larger one did not fit."""
+    """Why a larger size did not fit."""
     kind: type[BaseException] = torch.OutOfMemoryError
-    """Of memory that it did not fit into."""
+    """The out-of-memory error to raise."""
 
     def fits(self, size: int) -> bool:
         """Return whether a size fits on every rank; raise if none smaller is left."""
@@ -273,7 +277,7 @@ class _Search:
         return False
 
     def _probed(self, size: int, last: bool) -> tuple[BaseException | None, str | None]:
-        """Return this rank's error, and the first reason of any rank."""
+        """Return this rank's error, and the reason of the first rank that failed."""
         refused = ""
         accumulates = self.accumulates or size < self.share
         try:
@@ -303,13 +307,10 @@ class _Search:
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest part when `share` samples are split into the fewest that fit.
+    """Split `share` samples evenly into the fewest parts that fit; return the largest.
 
-    Parts are even.
-
-    Parts are doubled until one fits, then bisected: `fits` is asked at most once for a
-    size, and for sizes that are known not to fit no more than that takes. It must raise
-    when a single sample does not fit.
+    The number of parts is doubled until they fit, then bisected. `fits` is asked at
+    most once per size, and must raise if a single sample does not fit.
     """
 
     def size(parts: int) -> int:
@@ -338,17 +339,17 @@ def check_loss(
     microbatch_size: int,
     pieces: int,
 ) -> ConfigError | str | None:
-    """Check that the gradient of a few samples is the weighted mean of their halves'.
+    """Check that a few samples' gradient is the weighted mean of their halves'.
 
-    Returns what to raise, or to warn of, where it is not.
+    Returns an error or a warning if it is not, and None if it is or if nothing can be
+    concluded: the pass fails, or its random draws change the gradient as much.
 
-    For a `throwaway` block. `order` (int64 [n]) are training samples, of which the
-    first are taken, and then others, whose halves differ in their labels. `pieces` is
-    what a step is split into, with 1 only of a sum over samples is something said. A
-    task with a weight() of its own is warned, since mixtures of experts and contrastive
-    losses are trained so knowingly, and so is one that draws at random. Where the pass
-    fails, or what it draws changes the gradient as much, nothing can be said. Every
-    rank must call it.
+    `order` (int64 [n]) lists training samples. The first are checked, then others whose
+    halves differ in their labels. `pieces` is how many microbatches a step has over all
+    ranks; with 1, only a loss that is a sum over samples is reported. A task with its
+    own weight() gets a warning rather than an error, since mixtures of experts and
+    contrastive losses are knowingly trained that way; so does a task that draws random
+    numbers. Call it in a `throwaway` block, on every rank.
     """
     # Two samples where one is a microbatch; not of a sharded model, where one rank must
     # not fail alone.
@@ -394,7 +395,7 @@ def _first_difference(
     size: int,
     only_sums: bool,
 ) -> tuple[float, float, float, bool] | None:
-    """Return the first `_difference` of the samples that are looked at."""
+    """Return the first `_difference` among the choices of samples, or None."""
     with (
         evaluating(forward.model, *modules_beside(forward.task, forward.model)),
         forward.alone(),
@@ -414,7 +415,7 @@ def _first_difference(
 def _choices(
     forward: ForwardPass, dataset: Dataset[Any], order: Tensor, size: int
 ) -> Iterator[Tensor]:
-    """Yield rows of `size` samples: the first, then by each label rare and common ones."""
+    """Yield `size` rows each: the first ones, then rare and common ones by label."""
     yield order[:size]
     pool = order
     leaves = []
@@ -437,7 +438,7 @@ def _choices(
 
 
 def _is_label(leaf: Any, samples: int) -> bool:
-    """Whether samples differ by it: by class, weight, or how much is masked; no input."""
+    """Whether a leaf is small enough for a label, weight or mask, and is no input."""
     if not isinstance(leaf, Tensor) or leaf.shape[:1] != (samples,):
         return False
     most = samples if leaf.is_floating_point() else _MOST_NUMBERS
@@ -447,12 +448,13 @@ def _is_label(leaf: Any, samples: int) -> bool:
 def _difference(
     forward: ForwardPass, dataset: Dataset[Any], rows: Tensor, only_sums: bool
 ) -> tuple[float, float, float, bool] | None:
-    """Return how a batch's loss and gradient differ from their halves'; None if not.
+    """Compare a batch's loss and gradient with those of its halves; None if they agree.
 
-    It is the loss, the halves' weighted mean, the share by which gradients differ, and
-    whether anything was drawn at random meanwhile.
+    Returns the batch's loss, the halves' weighted mean, the relative difference of the
+    gradients, and whether random numbers were drawn meanwhile.
 
-    `only_sums`: nor where forward passes alone show that it is no sum.
+    With `only_sums`, also returns None if forward passes alone show that the loss is
+    not a sum.
     """
     batch = forward.read(dataset, rows)
     parts = rows.tensor_split(2)
@@ -503,7 +505,7 @@ def _difference(
 def _is_sum(loss: float, mean: float) -> bool:
     """Return whether a batch's loss looks like a sum over its samples.
 
-    `mean` is that of the halves.
+    `mean` is the mean of its halves' losses.
     """
     return abs(loss) > _OF_A_SUM * abs(mean)
 
@@ -511,9 +513,9 @@ def _is_sum(loss: float, mean: float) -> bool:
 def _compare(
     forward: ForwardPass, batch: Batch, parts: list[Batch], shares: list[float]
 ) -> tuple[float, float, float]:
-    """Return the batch's loss, the mean of its parts', and how gradients differ.
+    """Return a batch's loss, its parts' mean loss, and how far gradients differ.
 
-    The difference is a norm, and the larger of theirs stands beside it.
+    That is the norm of the difference relative to the largest norm before it.
     """
 
     def norm() -> float:

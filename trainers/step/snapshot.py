@@ -1,4 +1,4 @@
-"""Take throw-away passes, after which every object is as if there had been none."""
+"""Run throw-away passes, and restore every object they may have changed."""
 
 import contextlib
 import copy
@@ -32,9 +32,9 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 20
-"""Of a tensor or array that is copied without being asked for."""
+"""The largest tensor or array that is copied without being passed to `keep`."""
 _TOTAL_BYTES = 1 << 24
-"""Of all of them."""
+"""The most bytes that all of these copies may take."""
 _MANY = 1000  # items: what is in a longer list or dict is data, not state
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
@@ -65,16 +65,16 @@ _GENERATORS = (
 
 
 class Snapshot:
-    """Keep the state of all that can be reached from some objects, by identity.
+    """Records the state of all objects reachable from some roots, to restore it later.
 
-    `restore` changes what differs, in place.
-
-    Taken are attributes (with those of classes, closures and globals of the users' own
-    modules), containers, random generators, the tensors that `keep` is told and all
-    small ones, in host memory. A larger tensor is watched: a warning names it when it
-    was changed. Objects of libraries are left alone but for modules, optimizers,
-    schedulers and datasets, and so are sharded modules, which move their parameters
+    It records attributes (including those of classes, closures and globals in the
+    user's own modules), containers, random generators, the tensors given to `keep`, and
+    all small tensors, copied to host memory. A larger tensor is only watched: a warning
+    names it if it was changed. Library objects are skipped, except modules, optimizers,
+    schedulers and datasets. Sharded modules are skipped too: they move their parameters
     themselves.
+
+    `restore` puts changed values back in place.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Snapshot:
             self._take(*self._left.pop())
 
     def keep(self, tensor: Tensor) -> None:
-        """Copy a tensor of any size."""
+        """Copy a tensor, whatever its size, so that `restore` puts its values back."""
         self._seen[id(tensor)] = tensor
         self._watched.pop(id(tensor), None)
         mine = local(tensor)
@@ -124,9 +124,9 @@ class Snapshot:
                 )
 
     def changed(self) -> str | None:
-        """Name something in an object or container that is another one now.
+        """Name an attribute or item that now refers to another object, or return None.
 
-        Tensors that changed in place are not looked at.
+        Tensors that were changed in place do not count.
         """
         for name, read, before in self._held:
             now = read()
@@ -140,13 +140,13 @@ class Snapshot:
         return None
 
     def _hold(self, name: str, read: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-        """Return what is there now, and look later whether it still is."""
+        """Return what `read` gives now, and remember it for `changed`."""
         before = read()
         self._held.append((name, read, before))
         return before
 
     def _hold_items(self, container: Any, name: str) -> dict[Any, Any]:
-        """Put a container's items back where they differ; return them."""
+        """Register a container's items to be put back if they change; return them."""
         before = self._hold(name, functools.partial(_items, container))
         self._undo.append(functools.partial(_refill, container, before))
         return before
@@ -187,9 +187,9 @@ class Snapshot:
         self._descend([("", method.__self__), ("", method.__func__)], name)
 
     def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
-        """Take the items later; keys that are no text or number are left out of names.
+        """Queue the items; only text and integer keys become part of their names.
 
-        They would be long.
+        Other keys could make names very long.
         """
         for key, item in items:
             if isinstance(item, _PLAIN):
@@ -224,7 +224,7 @@ class Snapshot:
             self._take_cell(cell, name)
 
     def _take_cell(self, cell: CellType, name: str) -> None:
-        """A variable of an enclosing function."""
+        """Record a variable of an enclosing function."""
         try:
             content = cell.cell_contents
         except ValueError:  # it has no value yet
@@ -244,7 +244,7 @@ class Snapshot:
             self._take(owner, owner.__name__)
 
     def _take_slots(self, value: Any, owner: type, name: str) -> None:
-        """What an object keeps in the `__slots__` of a class of its."""
+        """Record what an object keeps in the `__slots__` of one of its classes."""
         names = vars(owner).get("__slots__", ())
         for slot in [names] if isinstance(names, str) else names:
             if not slot.startswith("__") and hasattr(value, slot):
@@ -254,7 +254,7 @@ class Snapshot:
                 self._descend([(slot, content)], name)
 
     def _take_class(self, owner: type, name: str) -> None:
-        """The attributes of a user's class, and the globals of its module."""
+        """Record the attributes of a user's class, and the globals of its module."""
         if not self._is_users(owner.__module__):
             return
         module = sys.modules[owner.__module__]
@@ -269,9 +269,9 @@ class Snapshot:
         self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
-        """Whether a module is the users' own code.
+        """Whether a module is the user's own code.
 
-        Such is one of the task's package, or of none that is installed.
+        It is if it belongs to the task's package, or to no installed package.
         """
         package = (module or "").partition(".")[0]
         file = getattr(sys.modules.get(module or ""), "__file__", None)
@@ -291,11 +291,11 @@ _KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
     (FunctionType, Snapshot._take_function),
     (type, Snapshot._take_class),
 ]
-"""What is done with each kind of object."""
+"""How each kind of object is recorded."""
 
 
 def _items(container: Any) -> dict[Any, Any]:
-    """The items of a dict, list, set or deque, past methods of a subclass."""
+    """Return the items of a dict, list, set or deque without a subclass's methods."""
     if isinstance(container, dict):
         return dict(zip(dict.keys(container), dict.values(container), strict=True))
     if isinstance(container, set):
@@ -304,7 +304,7 @@ def _items(container: Any) -> dict[Any, Any]:
 
 
 def _refill(container: Any, before: dict[Any, Any]) -> None:
-    """Give a dict, list, set or deque its items back, past methods of a subclass."""
+    """Restore the items of a dict, list, set or deque without a subclass's methods."""
     now = _items(container)
     are_there = map(operator.is_, now.values(), before.values())
     if list(now) == list(before) and all(are_there):
@@ -327,7 +327,7 @@ def _names(owner: type | ModuleType) -> dict[str, Any]:
 
 
 def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
-    """Put back the names of a class or module, but not later imports or definitions."""
+    """Restore a class's or module's names, but keep later imports and definitions."""
     now = _names(owner)
     for name in now.keys() - before.keys():
         if not isinstance(now[name], _DEFINED):
@@ -370,14 +370,14 @@ class CollectiveWatch(TorchDispatchMode):
 def throwaway(
     forward: ForwardPass, optimizer: Optimizer | None = None, dataset: Any = None
 ) -> Iterator[Snapshot]:
-    """Restore model, task, dataset and random state at the end, to the bit.
+    """Restore model, task, dataset and random state exactly at the end of the block.
 
-    All gradients are dropped.
+    Gradients are dropped. With `optimizer`, its state and all parameters are restored
+    too, so its steps may be taken inside. Copies are kept in host memory; call `keep`
+    of the yielded snapshot to add tensors.
 
-    With `optimizer`, whose steps may be taken inside, its state and all parameters too.
-    Copies are kept in host memory; the snapshot that is given may be told of more to
-    keep. Collectives of a bare module's task are answered on the rank itself: it may
-    fail, or be alone, and nobody waits.
+    If the model is bare and not sharded, each rank answers collectives by itself, so it
+    may fail or run alone without leaving other ranks waiting.
     """
     task = forward.task
     device = forward.device

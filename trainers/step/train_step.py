@@ -1,7 +1,7 @@
 """Take one optimizer step: the exact global mean over microbatches, and an update.
 
-Or steps of several phases, each with its own loss and optimizer, as adversarial
-training and gradient penalties have them. A Replica is what one worker trains with.
+A step may also have several phases, each with its own loss and optimizer, for
+adversarial training or gradient penalties. A Replica is what one worker trains with.
 """
 
 import contextlib
@@ -51,26 +51,23 @@ from trainers.task import Task, weight_of
 logger = logging.getLogger(__name__)
 
 Losses = dict[str, tuple[float, int]]
-"""By the name under which each is logged: the sum of a loss over steps, and how many
-they are.
-"""
+"""By the name that is logged: the sum of a loss over steps, and the number of steps."""
 WEIGHTLESS = "weightless"
-"""Among them: of how many steps the samples weigh nothing, and the loss is the mean of
-nothing.
+"""The key among them for the number of steps whose samples all have weight zero, so
+that the loss is the mean of nothing.
 """
 
 
 class TrainStep:
-    """Take steps and keep their sums on the device: nothing here waits for it.
+    """Takes optimizer steps and sums losses on the device, without waiting for it.
 
     The loss of a step is the mean over its global weight: microbatch m of rank r
     contributes `loss * weight / global weight`, times the world size because DDP
-    averages. So short last steps, uneven microbatches and ranks without a sample come
-    out as one process would have them.
+    averages. So short last steps, uneven microbatches and ranks without samples give
+    the same result as one process.
 
-    After a gradient that is not finite no step changes the parameters any more: the
-    loop reads `bad` every few steps and ends the run. A loss scaler handles such
-    gradients itself.
+    After a non-finite gradient no further step changes the parameters: the loop reads
+    `bad` every few steps and ends the run. A loss scaler handles such gradients itself.
     """
 
     def __init__(
@@ -90,23 +87,23 @@ class TrainStep:
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=exact, device=device)
         self.weightless = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps whose samples all weigh nothing, since they were last taken: their loss
-        is the mean of nothing.
+        """Number of steps, since the last `take_losses`, whose samples all have weight
+        zero: their loss is the mean of nothing.
         """
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self.capture = ""
-        """What became of capturing it as a CUDA graph, in words."""
+        """What became of capturing the step as a CUDA graph, in words."""
         self.strayed = False
-        """Whether the last step took others beside it, which were thrown away."""
+        """Whether throw-away steps were run along with the last step."""
         self.number = 0
-        """Of the next step, from 0: counted by steps of phases, which are not all
-        alike.
+        """Number of the next step, from 0; only steps of phases count it, because they
+        differ.
         """
         self.copies_gradients = False
-        """Whether the model's next pass overwrites the gradients of this one, as CUDA
-        graphs do: they are copied.
+        """Whether gradients are copied because the model's next pass would overwrite
+        them, as CUDA graphs do.
         """
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
@@ -131,7 +128,7 @@ class TrainStep:
                 _start_momentum(part)
 
     def _find_beside(self) -> None:
-        """Find what is trained, and what of it DDP does not average."""
+        """Find all trained parameters, and those that DDP does not average."""
         model = self.forward.model
         self._every = list(dict.fromkeys([*model.parameters(), *self._parameters]))
         self._required = [parameter.requires_grad for parameter in self._every]
@@ -146,15 +143,15 @@ class TrainStep:
 
     @property
     def bad(self) -> Tensor:
-        """Bool: whether a loss or, without a loss scaler, a gradient was not finite.
+        """Bool: whether a loss or a gradient was not finite on this rank.
 
-        This rank's.
+        With a loss scaler, gradients do not count.
         """
         return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
 
     @property
     def sums(self) -> list[Tensor]:
-        """What it adds up over steps, on the device."""
+        """The device tensors that a step adds to."""
         return [self.loss_sum, self._bad_loss, self._found_inf]
 
     def __call__(
@@ -166,8 +163,8 @@ class TrainStep:
     ) -> None:
         """Take `len(sizes)` microbatches from `batches` and update the parameters.
 
-        `step_samples` is the global batch of this step; an `idle` rank has no sample in
-        it and takes part at weight zero, so that collectives match, as does a
+        `step_samples` is the step's global batch size. An `idle` rank has no samples in
+        it, and takes part with weight zero so that collectives match; so does a
         microbatch of size zero. Adds this rank's part of the step's mean loss to
         `loss_sum`. Every rank must call it.
         """
@@ -200,7 +197,7 @@ class TrainStep:
         self._update()
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Return the loss of a microbatch, which must leave earlier gradients alone."""
+        """Return a microbatch's loss; ConfigError if it changed earlier gradients."""
         before = [
             (parameter, parameter.grad, parameter.grad._version)
             for parameter in self._parameters
@@ -239,7 +236,7 @@ class TrainStep:
         return loss
 
     def average_by_hand(self, why: str) -> None:
-        """Average gradients after the backward pass from here on.
+        """From now on, average gradients after the backward pass and not within it.
 
         Every rank must call it.
         """
@@ -250,7 +247,7 @@ class TrainStep:
         self.by_hand = True
 
     def follow_frozen(self) -> None:
-        """Take in where parameters were frozen or unfrozen since the last step.
+        """Adapt to parameters that were frozen or unfrozen since the last step.
 
         Every rank must call it.
         """
@@ -278,7 +275,7 @@ class TrainStep:
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Compute gradients of `loss * share * world size`.
 
-        The factor is the seed of the backward pass where it can be.
+        If possible, the factor is passed as the initial gradient of the backward pass.
         """
         scale = share * self.group.world_size
         if isinstance(scale, Tensor) or self.scaler.is_enabled():
@@ -298,10 +295,10 @@ class TrainStep:
         step_samples: int,
         idle: bool,
     ) -> tuple[Sequence[float | Tensor], Iterator[Batch]]:
-        """Each microbatch's share of the global weight.
+        """Return each microbatch's share of the global weight, and the batches.
 
-        Samples are counted without looking at the data; any other weight needs the
-        step's batches first and one sum over ranks.
+        If weights are sample counts, no data is read; any other weight needs all
+        batches of the step first, and one sum over ranks.
         """
         if self._weighs_samples:
             return [0.0 if idle else size / step_samples for size in sizes], batches
@@ -319,7 +316,7 @@ class TrainStep:
         return list(weights / total.clamp(min=least)), iter(held)
 
     def _gradients(self) -> list[Tensor]:
-        """The numbers of all gradients, on their own memory."""
+        """Return all gradients as real tensors that share their memory."""
         found = []
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -329,9 +326,9 @@ class TrainStep:
         return found
 
     def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
-        """Scale gradients down to a norm of `most`; return the norm that they had.
+        """Scale gradients down to a norm of at most `most`; return the norm before.
 
-        It is the norm over all ranks' shards.
+        The norm is taken over all ranks' shards.
         """
         sharded = any(map(is_shard, gradients))
         if sharded:  # else torch takes each gradient by itself
@@ -344,7 +341,7 @@ class TrainStep:
         return norm
 
     def _average(self) -> None:
-        """Average over ranks what the backward pass has not."""
+        """Average over ranks the gradients that the backward pass did not average."""
         average_present(self._parameters if self.by_hand else self._beside, self.group)
 
     def _update(self) -> None:
@@ -378,7 +375,7 @@ class TrainStep:
             self.optimizer.step()
 
     def set_lr(self, factor: float) -> None:
-        """Multiply every group's base learning rate."""
+        """Set every group's learning rate to its base rate times `factor`."""
         self.set_lrs([base * factor for base in self._base_lrs])
 
     def set_lrs(self, lrs: list[float]) -> None:
@@ -393,31 +390,28 @@ class TrainStep:
         self.wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
-        """Set learning rates, times `scale`, and cycled momenta of `step` (from 0).
-
-        A scheduler says what they are.
-        """
+        """Set the learning rates, times `scale`, and momenta of a step (from 0)."""
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         for param_group, name, value in schedule.cycled(self.optimizer):
             param_group[name] = value
 
     def set_options(self, scaling: ScalingRule, size: int) -> None:
-        """Set what else `lr_scaling` has for steps of another global batch size."""
+        """Set the other options that `lr_scaling` changes at this batch size."""
         groups = self.optimizer.param_groups
         for param_group, base in zip(groups, self._base_options, strict=True):
             param_group.update(scaled_options(scaling, size, base))
 
     def resized(self) -> None:
-        """Note that steps have another number of samples from here on."""
+        """Note that the number of samples in a step changes from here on."""
 
     def check_lr(self) -> None:
         """Raise ConfigError where something else has changed the learning rate."""
         check_lr(self.optimizer, type(self.forward.task).__name__, self.wanted_lrs)
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """Return a function that waits for sums of the losses of `steps` steps.
+        """Return a function that waits for the summed losses of `steps` steps.
 
-        They are over steps and ranks, since they were last taken, and stay.
+        The sums cover all ranks and all steps since `take_losses`; they are not reset.
 
         Every rank must call it.
         """
@@ -431,13 +425,13 @@ class TrainStep:
         return losses
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
-        """Go on with what `open_losses` gave on any number of ranks."""
+        """Continue from sums that `open_losses` returned, on any number of ranks."""
         loss, _ = losses["train_loss"]
         self.loss_sum.fill_(loss if self.group.rank == 0 else 0.0)
         self.weightless.fill_(losses[WEIGHTLESS][1])
 
     def take_losses(self, steps: int) -> Callable[[], Losses]:
-        """Return the same, and begin anew."""
+        """Return the same as `open_losses`, and reset the sums."""
         losses = self.open_losses(steps)
         self._bad_loss |= ~torch.isfinite(self.loss_sum)
         self.loss_sum.zero_()
@@ -446,10 +440,10 @@ class TrainStep:
 
 
 def _start_momentum(optimizer: Optimizer) -> None:
-    """Give SGD momentum from zero, which makes the same first step as none.
+    """Start SGD momentum at zero, which gives the same first step as no momentum.
 
-    A fused first step that the loss scaler skips, as it often does, would leave
-    momentum that was never written (seen in torch 2.15).
+    Otherwise a fused first step that the loss scaler skips, as it often does, would
+    leave a momentum buffer that was never written (seen in torch 2.15).
     """
     for param_group in optimizer.param_groups:
         if param_group.get("momentum") and param_group.get("dampening") == 0:
@@ -460,18 +454,19 @@ def _start_momentum(optimizer: Optimizer) -> None:
 
 @dataclass
 class Trained:
-    """A model, neither compiled nor wrapped yet, and what is trained with it."""
+    """A bare model, neither compiled nor wrapped, and what is trained with it."""
 
     forward: ForwardPass
-    """Of the bare module: its state_dict has no wrapper's prefix."""
+    """The forward pass of the bare module, whose state_dict has no wrapper's prefix."""
     optimizer: Optimizer
     ema: MovingAverage | None
     as_made: AsMade
-    """What of the model may be switched, as model() has made it."""
+    """What model() made, to find out what has been switched since."""
     beside: dict[str, Tensor]
-    """What the task trains beside the model, by the names of its attributes."""
+    """The task's tensors outside the model that are trained with it, by attribute name.
+    """
     frozen: dict[str, str] | None
-    """Digests of the parameters that checkpoints leave out; None where they have them
+    """Digests of the parameters that checkpoints leave out; None if checkpoints contain
     all.
     """
 
@@ -490,32 +485,31 @@ class Replica(Trained):
     sampler: StepSampler
     train_feed: Feed
     val_feed: Feed | None
-    """None where the task has no validation split."""
+    """None if the task has no validation split."""
     total_steps: int
     microbatch_size: int
     accumulation: int
     ceiling: Ceiling
-    """Told of a microbatch that runs out of memory."""
+    """Records a microbatch that runs out of memory."""
     schedule: Schedule | None
-    """A scheduler of torch's; None where the learning rate is a function of the step.
-    """
+    """A torch scheduler; None if the learning rate is a function of the step."""
     flops_per_sample: float | None
     samples: str
-    """What tells a few training samples from others."""
+    """Digest of a few training samples."""
     held_back: str
-    """The same of validation."""
+    """Digest of a few validation samples."""
     even: bool
-    """Whether forward is a collective, FSDP's or one of the task's: every rank takes as
-    many microbatches.
+    """Whether forward is a collective, by FSDP or by the task: then every rank runs
+    equally many microbatches.
     """
     warnings: list[str]
-    """What was found before the first step that makes figures doubtful; the same on
-    every rank.
+    """Findings before the first step that make figures doubtful; the same on every
+    rank.
     """
 
     @property
     def device(self) -> torch.device:
-        """This worker's."""
+        """This worker's device."""
         return self.group.device
 
     @property
@@ -525,19 +519,19 @@ class Replica(Trained):
 
     @property
     def feeds(self) -> list[Feed]:
-        """Those of all splits that there are."""
+        """The feeds of all splits that exist."""
         return [feed for feed in (self.train_feed, self.val_feed) if feed is not None]
 
     def close(self) -> None:
-        """End loader processes and let go of the data."""
+        """End the loader processes of the feeds and release the data."""
         for feed in self.feeds:
             feed.close()
 
 
 def is_phased(task: Task) -> bool:
-    """Return whether the task says itself what a step does.
+    """Return whether the task defines its own steps or phases.
 
-    Else all of its optimizers go by one backward of its loss.
+    If not, one backward pass of its loss serves all of its optimizers.
     """
     return any(
         getattr(type(task), name) is not getattr(Task, name)
@@ -547,23 +541,23 @@ def is_phased(task: Task) -> bool:
 
 @dataclass(frozen=True)
 class PhasePass(ForwardPass):
-    """The bare model in one phase, and what it trains."""
+    """A forward pass of the bare model in one phase, and what the phase trains."""
 
     phase: str
     optimizer: Optimizer
     others: tuple[nn.Parameter, ...]
-    """What the optimizers of other phases hold."""
+    """Parameters of the other phases' optimizers."""
 
     @property
     def said(self) -> str:
-        """The task's method, for a sentence."""
+        """The task's method and phase, for messages."""
         return f"training_step() in phase {self.phase}"
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no parameter of another phase require a gradient inside.
+        """Let no parameter of another phase require a gradient within the block.
 
-        Gradients only go through it.
+        Gradients still flow through those parameters to the phase's own.
         """
         trained = [parameter for parameter in self.others if parameter.requires_grad]
         for parameter in trained:
@@ -589,7 +583,7 @@ class PhasePass(ForwardPass):
 
 
 def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
-    """Return a task's phases in the order of its optimizers; none of usual steps."""
+    """Return the task's phases in the order of its optimizers; none without phases."""
     task = forward.task
     if not is_phased(task):
         return []
@@ -615,12 +609,12 @@ def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
 
 
 class PhasedStep(TrainStep):
-    """Take for each phase in turn a whole step of its optimizer, of all microbatches.
+    """Takes a whole step over all microbatches for each phase in turn.
 
     The model stays bare: a phase's gradients are averaged over ranks once they are
-    complete, so that a loss may have gradients in it. Buffers are rank 0's when a phase
-    begins, as DDP has it. A gradient that is not finite in one phase ends the updates
-    of all.
+    complete, so a loss may itself contain gradients. Buffers are copied from rank 0
+    when a phase begins, as DDP does. A non-finite gradient in one phase stops the
+    updates of all phases.
     """
 
     def __init__(
@@ -636,7 +630,7 @@ class PhasedStep(TrainStep):
 
     @property
     def bad(self) -> Tensor:
-        """As TrainStep's, of any phase."""
+        """Whether `bad` is set in any phase."""
         return torch.stack([phase.bad for phase in self.phases.values()]).any()
 
     def __call__(
@@ -646,7 +640,7 @@ class PhasedStep(TrainStep):
         step_samples: int,
         idle: bool,
     ) -> None:
-        """As TrainStep's; holds all its microbatches."""
+        """Take the step as TrainStep does; holds all its microbatches at once."""
         names = self._due()
         held = [next(batches) for _ in sizes]
         for name in names:
@@ -656,7 +650,7 @@ class PhasedStep(TrainStep):
         self.number += 1
 
     def _due(self) -> Sequence[str]:
-        """The phases of this step."""
+        """Return the names of the phases of this step."""
         names = self.forward.task.phases(self.number)
         if names is None:
             return list(self.phases)
@@ -671,9 +665,9 @@ class PhasedStep(TrainStep):
         return names
 
     def open_losses(self, steps: int) -> Callable[[], Losses]:
-        """Open those of all phases together and, where there are several, of each.
+        """Open the losses of all phases together and, if there are several, of each.
 
-        A phase's are over its own steps.
+        The loss of a phase is summed over the steps in which it ran.
         """
         opened = {
             name: phase.open_losses(phase.steps) for name, phase in self.phases.items()
@@ -694,7 +688,7 @@ class PhasedStep(TrainStep):
         return losses
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
-        """As TrainStep's."""
+        """Continue from sums that `open_losses` returned."""
         for name, phase in self.phases.items():
             loss, phase.steps = losses.get(f"train_loss_{name}", losses["train_loss"])
             phase.set_losses(
@@ -702,7 +696,7 @@ class PhasedStep(TrainStep):
             )
 
     def take_losses(self, steps: int) -> Callable[[], Losses]:
-        """As TrainStep's."""
+        """Return the same as `open_losses`, and reset the sums."""
         losses = self.open_losses(steps)
         for phase in self.phases.values():
             phase.take_losses(steps)
@@ -720,9 +714,10 @@ class _Phase(TrainStep):
         self.scaler = whole.scaler
         self._found_inf = whole._found_inf
         self.steps = 0
-        """Since the loss was last taken."""
+        """Number of steps since the loss was last taken."""
         self._looks = self.group.rank == 0
-        """Whether the next step looks for parameters that have no part in it."""
+        """Whether the next step looks for parameters that the loss does not depend on.
+        """
 
     def _update(self) -> None:
         self.steps += 1

@@ -1,13 +1,13 @@
 """Send what a run left on storage to its trackers, each step at least once.
 
 A run has the same id in every resume. `tracking/<tracker>.json` in the run's directory
-keeps, for the run (of a sweep for each trial too), the id and what was sent. Storage is
-the queue: what a tracker has not got is sent later, by this process or the next.
+stores the id and what was sent, for the run and, in a sweep, for each trial. Storage is
+the queue: what a tracker has not received is sent later, by this process or the next.
 
 `python -m trainers.tracking.delivery` is the process that sends a run while it trains.
-Its arguments are what to send; standard input says how the driver has ended: an end
-without a word, that it was killed. Its standard output is the log, a sentence in each
-line; what clients print there is nobody's.
+Its arguments say what to send. The driver writes to its standard input how it has
+ended; if the input ends without that, the driver was killed. Its standard output is the
+log, one sentence per line; what trackers' clients print is discarded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from trainers.tracking.sinks import (
 logger = logging.getLogger(__name__)
 
 KILLED = "killed"
-"""How a run has ended whose driver could not say it."""
+"""The end of a run whose driver was killed, and so could not report it."""
 _OF_RESULT = (
     "epochs",
     "train_time_s",
@@ -62,22 +62,22 @@ _OF_RESULT = (
 LOOK_EVERY_S = 5.0
 _RETRY_S = 20.0
 _SHARE = 20
-"""A pause is so many times as long as the sending before it: no more than 5 % of a core
-goes to one tracker.
+"""A pause lasts this many times as long as the sending before it, so one tracker uses
+no more than 5 % of a core.
 """
 GRACE_S = 10.0
 """How long trackers may take for the rest, after the driver's end."""
 _REST_S = 120.0
-"""The same, where the run had ended before and its driver is there for nothing else."""
+"""The same if the run had ended before, and its driver has nothing else to do."""
 _LATE_S = 5.0  # what the process itself may take besides
 _NICE = 10
-"""So much the process that sends steps back for the run."""
+"""Niceness of the sending process, so that the run has priority."""
 _CODE = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
 class History:
-    """One run: what it is, and what there is of it so far, as trackers are told."""
+    """What trackers are told of one run: what it is, and its data so far."""
 
     name: str
     kind: str
@@ -85,27 +85,27 @@ class History:
     params: Params
     tags: dict[str, str]
     rows: Sequence[Row] = ()
-    """In the order of the log; some may have been there before."""
+    """In the order of the log; some may have been returned before."""
     key: str = ""
-    """Of a trial its id."""
+    """The id of a trial, else empty."""
     artifacts: dict[str, bytes] = field(default_factory=dict)
     """Content by file name, once the run has ended."""
     ended: str | None = None
-    """How it has ended."""
+    """How it has ended, or None."""
 
 
 class Source(Protocol):
-    """Where histories come from; each tracker asks one of its own again and again."""
+    """Where histories come from; each tracker polls a source of its own."""
 
     def poll(self, ended: str | None) -> list[History]:
-        """Return what is new, a sweep before its trials; with all rows the first time.
+        """Return what is new, a sweep before its trials; the first time, all rows.
 
-        `ended` is how the driver has ended, None while it has not.
+        `ended` is how the driver has ended, or None while it runs.
         """
 
 
 def as_params(tree: Mapping[str, Any]) -> Params:
-    """Return a configuration by dotted keys; lists as text, secrets hidden."""
+    """Flatten a configuration to dotted keys, with lists as text and secrets hidden."""
     shown: Params = {}
     for key, value in flat(tree).items():
         text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -117,15 +117,15 @@ def as_params(tree: Mapping[str, Any]) -> Params:
 
 
 class RunHistory:
-    """A training run: parts of the log, and copies of what no part has yet."""
+    """A training run: the parts of its log, and copies of records not yet in a part."""
 
     def __init__(self, run: Storage) -> None:
         self._run = run
         self._read: dict[str, tuple[str, float]] = {}
-        """By directory the last file that was read, and when it was written."""
+        """By directory: the last file that was read, and when it was written."""
 
     def poll(self, ended: str | None) -> list[History]:
-        """As `Source` has it; nothing until a worker has said what it runs on."""
+        """Poll as in `Source`; empty until a worker has written its environment."""
         if ended is None and not self._run.exists("environment.json"):
             return []
         tree = read_mapping(self._run, MARK)
@@ -155,7 +155,7 @@ class RunHistory:
         return [history]
 
     def _new(self, directory: str) -> list[Row]:
-        """Return the rows of new parts, and of the last one where it has grown."""
+        """Return the rows of new parts, and of the last part if it has grown."""
         storage = self._run.child(directory)
         rows = []
         for name in storage.names():
@@ -183,25 +183,25 @@ class RunHistory:
         return rows
 
     def _time(self, name: str) -> float:
-        """When a file was written, Unix time, s."""
+        """Return when a file was written, as Unix time in s."""
         info = self._run.filesystem.get_file_info(f"{self._run.path}/{name}")
         return float(info.mtime.timestamp()) if info.mtime is not None else 0.0
 
 
 @dataclass
 class Sent:
-    """What one tracker has of one run."""
+    """What one tracker has received of one run."""
 
     id: str
-    """Ours; a tracker that lets its users choose ids has it, too."""
+    """Our own id; a tracker that lets users choose ids uses it, too."""
     run: str | None = None
     """The tracker's own name of the run."""
     last: dict[str, int] = field(default_factory=dict)
-    """For each metric the last step."""
+    """The last step sent of each metric."""
     ended: str | None = None
 
     def new_rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the values of later steps than were sent, a row for each step."""
+        """Return the values not sent yet, one row per step."""
         last = dict(self.last)
         found: dict[int, Row] = {}
         for row in rows:
@@ -222,13 +222,13 @@ def _file(tracker: str) -> str:
 
 
 def read_sent(storage: Storage, tracker: str) -> dict[str, Sent]:
-    """What a tracker has, by the trial's id (empty for the run or the sweep itself)."""
+    """Return what a tracker has received, by trial id (empty for the run or sweep)."""
     name = _file(tracker)
     return storage.read_json(name, dict[str, Sent]) if storage.exists(name) else {}
 
 
 class Delivery:
-    """One tracker of a run or a sweep."""
+    """Sends a run or a sweep to one tracker."""
 
     def __init__(
         self,
@@ -237,10 +237,12 @@ class Delivery:
         storage: Storage,
         make_source: Callable[[Storage], Source],
     ) -> None:
-        """`path` has the directories of the user's modules."""
+        """`path` lists the directories of the user's modules."""
         self.name = tracker.tracker
         self.is_over = False
-        """Whether the tracker has all, or another process sends the rest."""
+        """Whether the tracker has received everything, or another process sends the
+        rest.
+        """
         self._tracker = tracker
         self._path = path
         self._storage = storage
@@ -249,12 +251,12 @@ class Delivery:
         self._how: str | None = None
 
     def end(self, how: str) -> None:
-        """The driver has ended; `follow` sends the rest, and returns."""
+        """Note that the driver has ended; `follow` sends the rest and returns."""
         self._how = how
         self._has_ended.set()
 
     def follow(self) -> None:
-        """Send until the driver has ended and everything is sent; the body of a thread."""
+        """Send until the driver has ended and all is sent; the body of a thread."""
         has_warned = False
         while not self.is_over:
             try:
@@ -280,10 +282,11 @@ class Delivery:
                 self._has_ended.wait(_RETRY_S)
 
     def _send_to(self, sink: Sink) -> None:
-        """Send what there is, again and again until the driver has ended."""
+        """Send what is new, repeatedly, until the driver has ended."""
         self._sent = read_sent(self._storage, self.name)
         self._kept: dict[str, dict[str, int]] = {}
-        """Of a run that is started, the last steps that its tracker has for certain."""
+        """For each started run, the last steps that its tracker has certainly stored.
+        """
         source = self._make_source(self._storage)
         while True:
             is_last = self._has_ended.is_set()
@@ -361,11 +364,12 @@ def followed(
     again: str,
     has_ended: bool,
 ) -> Iterator[None]:
-    """Send a run or a sweep to its trackers in the block, by a process of its own.
+    """During the block, a separate process sends a run or a sweep to its trackers.
 
-    Nothing in the block waits for it, and its end takes seconds at most (GRACE_S).
-    `module` is what the process runs, `again` says what sends what is left; `has_ended`
-    that the run is complete, so that the rest is all there is to do.
+    The block does not wait for it, and ending it takes seconds at most (GRACE_S).
+    `module` is what the process runs; `again` names the command that would send what is
+    left. `has_ended` says that the run is already complete, so there is more time to
+    send the rest.
     """
     if not trackers:
         yield
@@ -426,16 +430,16 @@ def followed(
 
 
 def _listen(stream: IO[bytes]) -> None:
-    """Repeat the log of the process in this one's."""
+    """Repeat the process's log in the log of this process."""
     with stream:
         for line in stream:
             logger.warning("%s", line.decode(errors="replace").rstrip("\n"))
 
 
 def serve(mark: str, make_source: Callable[[Storage], Source]) -> None:
-    """Send until the driver has ended and trackers have everything, or its grace is over.
+    """Send until the driver has ended and all is sent, or its grace time is over.
 
-    Ends this process, with exit code 1 where something is left.
+    Ends this process, with exit code 1 if something is left to send.
     """
     os.nice(_NICE)
     for number in (

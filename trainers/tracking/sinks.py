@@ -1,4 +1,4 @@
-"""What an experiment tracker has to do (Sink), and those around trackers' own clients.
+"""The interface of an experiment tracker (Sink), and sinks for known trackers' clients.
 
 A sink of your own derives from Sink (`tracking: [my_module:MySink]`).
 
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker is told of it."""
+    """What a tracker is told of a run when it starts."""
 
     id: str
     """Hex digits, the same in every resume and different in every tracker."""
@@ -64,52 +64,52 @@ class TrackedRun:
     tags: Tags
     """Versions, hardware, git commit, and where the run is."""
     parent: str | None = None
-    """Of a trial, what `start` of its sweep returned."""
+    """For a trial, what `start` returned for its sweep."""
 
 
 class Sink(ABC):
     """One tracker.
 
-    All calls come from one thread, of a process in which nothing trains.
+    All calls come from one thread, in a process that does no training.
 
-    Any method may raise or block: what was not taken is sent again, to a new instance.
-    So `start` must find the run that it was asked to start before, and a step that
-    comes again stands in place of the one before.
+    Any method may raise or block: what it did not accept is sent again, to a new
+    instance. So `start` must find a run that it has already started, and a repeated
+    step must replace the earlier one.
     """
 
     keeps_at_end: ClassVar[bool] = False
-    """Whether what `log` took is safe only when `end` has returned: a client of that kind
-    is given it again where its process died before.
+    """Whether what `log` sent is only stored once `end` has returned. Then it is sent
+    again if the process died before.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
-        """Take the configuration's `project` and the directory of the run or sweep."""
+        """Store the configured `project` and the directory of the run or sweep."""
         self.project = project
         self.storage = storage
 
     @abstractmethod
     def start(self, run: TrackedRun) -> str:
-        """Begin the run `run.id`, or go on with it; return the tracker's name of it.
+        """Begin or continue the run `run.id`; return the tracker's name for it.
 
-        Another name where it is new.
+        If the tracker has to make a new run, it must return another name.
 
         Called once in each process for each run that has something to send.
         """
 
     @abstractmethod
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """Take metrics, in the order of the log."""
+        """Send metrics, in the order of the log."""
 
     # What not every tracker has.
 
     def artifact(self, run: str, file: Path) -> None:  # noqa: B027
-        """Take a file, in place of an earlier one of its name."""
+        """Send a file, which replaces an earlier one of the same name."""
 
     def end(self, run: str, status: str, tags: Tags) -> None:  # noqa: B027
         """End the run with a status of `trainers.errors`, or `killed`."""
 
     def close(self) -> None:  # noqa: B027
-        """Called when nothing more will come."""
+        """Called when nothing more will be sent."""
 
 
 def _client(name: str) -> Any:
@@ -118,7 +118,7 @@ def _client(name: str) -> Any:
 
 
 class MlflowSink(Sink):
-    """Trials are nested runs of their sweep."""
+    """Sends to MLflow; trials are nested runs of their sweep."""
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
@@ -138,7 +138,7 @@ class MlflowSink(Sink):
         return str(self._mlflow.set_experiment(name).experiment_id)
 
     def start(self, run: TrackedRun) -> str:
-        """Find the run by a tag that it was made with, or make it."""
+        """Find the run by the tag it was created with, or create it."""
         experiment = self._experiment()
         known = self._client.search_runs(
             [experiment], f"tags.`paceline.id` = '{run.id}'", max_results=1
@@ -162,7 +162,7 @@ class MlflowSink(Sink):
         return str(found.info.run_id)
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """Every value is one metric at its step."""
+        """Send every value as one metric at its step."""
         metrics = []
         for row in rows:
             time_ms = round(row.time_s * 1000)
@@ -173,11 +173,11 @@ class MlflowSink(Sink):
         self._client.log_batch(run, metrics=metrics)
 
     def artifact(self, run: str, file: Path) -> None:
-        """An artifact of the run."""
+        """Send the file as an artifact of the run."""
         self._client.log_artifact(run, str(file))
 
     def end(self, run: str, status: str, tags: Tags) -> None:
-        """End as FINISHED, KILLED (it can go on) or FAILED; a tag has the status."""
+        """End as FINISHED, KILLED (may be resumed) or FAILED; a tag has our status."""
         tags = self._tags({**tags, "status": status})
         for key, value in tags.items():
             self._client.set_tag(run, key, value)
@@ -185,7 +185,7 @@ class MlflowSink(Sink):
         self._client.set_terminated(run, ends.get(status, "FAILED"))
 
     def _name(self, name: str) -> str:
-        """The name with `_` for what MLflow does not take."""
+        """Return the name with `_` in place of characters that MLflow rejects."""
         return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
     def _tags(self, tags: Tags) -> Tags:
@@ -193,9 +193,9 @@ class MlflowSink(Sink):
 
 
 class WandbSink(Sink):
-    """Trials have the job type `trial`, in one group with their sweep.
+    """Sends to W&B; trials have the job type `trial`, in one group with their sweep.
 
-    W&B has no runs below runs. Its client writes in a process of its own, which dies with
+    W&B has no nested runs. Its client writes in a process of its own, which dies with
     this one.
     """
 
@@ -218,7 +218,7 @@ class WandbSink(Sink):
         self._runs: Tree = {}
 
     def start(self, run: TrackedRun) -> str:
-        """The run's own id is W&B's, which goes on with it where it knows it."""
+        """Start a W&B run under our own id; W&B resumes a run that it knows."""
         groups = {"trial": run.parent, "sweep": run.id}
         self._runs[run.id] = self._wandb.init(
             project=self.project,
@@ -235,19 +235,19 @@ class WandbSink(Sink):
         return run.id
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """A row of W&B's history for each step."""
+        """Send one row of W&B's history per step."""
         for row in rows:
             values = {**row.values, "_timestamp": row.time_s}
             self._runs[run].log(values, step=row.step)
 
     def artifact(self, run: str, file: Path) -> None:
-        """An artifact of the run, whose versions W&B keeps."""
+        """Send the file as an artifact of the run, which W&B versions."""
         artifact = self._wandb.Artifact(f"{run}-{file.name}", type="paceline")
         artifact.add_file(str(file))
         self._runs[run].log_artifact(artifact)
 
     def end(self, run: str, status: str, tags: Tags) -> None:
-        """Finished, or failed where the status is that of a failure."""
+        """End as finished, or as failed if the status is a failure."""
         ended = self._runs.pop(run)
         known = _tags({"status": status, **tags})
         ended.config.update(known, allow_val_change=True)
@@ -255,7 +255,7 @@ class WandbSink(Sink):
         ended.finish(exit_code=int(has_failed))
 
     def close(self) -> None:
-        """End wandb's own process, with what it still has to send."""
+        """End wandb's own process, after it has sent what is left."""
         self._wandb.teardown()
 
 
@@ -264,14 +264,14 @@ def _tags(tags: Tags) -> Tree:
 
 
 class EventsSink(Sink):
-    """`tensorboard/<trial>/` of a sweep: a directory for each trial."""
+    """Writes a sweep's `tensorboard/<trial>/`, one directory for each trial."""
 
     def start(self, run: TrackedRun) -> str:
-        """The sweep itself has a directory, too."""
+        """Return the name of the directory; the sweep itself has one, too."""
         return run.key or "sweep"
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """One file for all that is sent at once."""
+        """Write one file with all the given rows."""
         records = []
         for row in rows:
             records.append((row.time_s, {"step": row.step, **row.values}))
@@ -289,9 +289,9 @@ _SINKS: Mapping[str, type[Sink]] = {
 def check_trackers(
     trackers: Sequence[TrackerConfig], path: Sequence[str], source: str
 ) -> None:
-    """Raise ConfigError where a tracker's package is missing, or a sink cannot be used.
+    """Raise ConfigError if a tracker's package is missing, or a sink is unusable.
 
-    `path` has the directories of the user's modules.
+    `path` lists the directories of the user's modules.
     """
     for tracker in trackers:
         name = tracker.tracker
