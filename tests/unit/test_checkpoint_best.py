@@ -115,6 +115,19 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
     assert found.metrics["val_score"] == pytest.approx(scores[best // 2 - 1])
 
 
+@pytest.mark.parametrize("smaller", [True, False])
+def test_an_equal_evaluation_is_no_improvement(smaller):
+    assert not Best("val_score", smaller).improves({"val_score": 0.5}, 0.5)
+
+
+def test_without_a_metric_no_checkpoint_is_the_best(tmp_path):
+    train(tmp_path, [0.5])
+    archive = Checkpoints(Storage(str(tmp_path)), Group(0, 1, CPU), 1, None).archive
+    assert archive.choose("newest")
+    with pytest.raises(CheckpointError):
+        archive.choose("best")
+
+
 def test_only_an_evaluated_step_can_be_the_best(tmp_path):
     """Checkpoints fall between evaluations, with metrics of an earlier step at hand:
     they must not count.

@@ -14,6 +14,7 @@ from cluster.files.capacity import (
     load_prices,
     nodes_of,
     read_prices,
+    total,
     worker_slots,
 )
 from tests.specs import REPOSITORY
@@ -169,3 +170,7 @@ def test_a_sweep_on_each_shipped_file_costs_what_a_calculation_by_hand_says(
         in out
     )
     assert out.count("price of ") == 2
+
+
+def test_a_node_without_a_resource_adds_nothing():
+    assert total([{"CPU": 4.0}, {"CPU": 8.0, "GPU": 1.0}], "GPU") == 1.0

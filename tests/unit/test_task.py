@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
+from trainers.config import TrainConfig
+from trainers.config.model import build
 from trainers.data.batch import concatenate, fetch, map_tensors, num_samples, tensors_of
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.storage import Storage
 from trainers.task import Task
 
 
@@ -149,3 +154,39 @@ def test_only_a_plain_tensor_dataset_is_indexed_whole():
     (plain,) = fetch(TensorDataset(torch.arange(5)), [1, 2], default_collate)
     (changed,) = fetch(Augmented(torch.arange(5)), [1, 2], default_collate)
     assert (plain.tolist(), changed.tolist()) == ([1, 2], [-1, -2])
+
+
+class Downloaded(Task):
+    """Has its data in a file that `setup` writes."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def setup(self):
+        assert not self.file.exists(), "it is called once"
+        torch.save(torch.ones(8, 2), self.file)
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def dataset(self, split):
+        return TensorDataset(torch.load(self.file)) if split == "train" else None
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+
+def test_setup_comes_before_the_data(tmp_path):
+    given = {
+        "task": "task:Downloaded",
+        "epochs": 1,
+        "global_batch_size": 4,
+        "device": "cpu",
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    }
+    result = fit(
+        Downloaded(tmp_path / "data.pt"),
+        build(TrainConfig, given, "test"),
+        LocalContext(Storage(str(tmp_path / "run")), "local"),
+    )
+    assert result.steps == 2
