@@ -52,7 +52,7 @@ class Channel:
         self.files = files
 
     def call(self, method: str, *args: Any, **given: Any) -> Any:
-        """Call a method on the other side; return its result, or raise its exception."""
+        """Call a method on the other side; return its result, or raise its error."""
         with self._lock:
             self._connection.send_bytes(pack((method, args, given)))
             raised, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from the process that wanted it)
