@@ -18,14 +18,14 @@ _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
-    """Drop-in replacement for `ray.train.torch.TorchTrainer`.
+    """Takes the place of `ray.train.torch.TorchTrainer`.
 
     Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on workers that
-    are already running; anywhere else it is Ray's own `fit`.
+    are up; anywhere else it is Ray's own.
     """
 
     def fit(self) -> Any:
-        """Train as Ray's `fit` does, in a lane if inside a trial."""
+        """As Ray's."""
         ask = getattr(get_session(), "ask", None)
         if ask is None or self.running_in_local_mode:  # type: ignore[attr-defined] # Ray's first version is typed
             return super().fit()

@@ -110,9 +110,9 @@ def _new_name() -> str:
 
 
 class Tuner(tune.Tuner):
-    """Drop-in replacement for `ray.tune.Tuner`: same arguments, same ResultGrid.
+    """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
-    A function that makes no TorchTrainer runs as under Ray's Tuner.
+    A function without a TorchTrainer runs as Ray runs it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Tuner(tune.Tuner):
     def restore(  # type: ignore[override]
         cls, path: str, trainable: Any, **given: Any
     ) -> Self:
-        """Continue a sweep that was interrupted, as Ray's `restore` does."""
+        """As Ray's: go on with the trials of a sweep that was cut off."""
         drives = makes_trainer(trainable)
         pool = _new_name()
         driver = trainable
@@ -167,7 +167,7 @@ class Tuner(tune.Tuner):
         return restored
 
     def fit(self) -> tune.ResultGrid:
-        """Run the trials as Ray's `fit` does; the lanes end when it returns."""
+        """As Ray's. The lanes end with it."""
         if self._driver is None:
             return super().fit()
         with contextlib.closing(Zygote.of_functions(self._pool_name)):
