@@ -1,4 +1,4 @@
 """Clusters: files for `ray up` and Slurm, live nodes, and spot machines.
 
-The door is `python -m cluster` (cluster/__main__.py).
+The entry point is `python -m cluster` (cluster/__main__.py).
 """

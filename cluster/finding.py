@@ -1,4 +1,4 @@
-"""A remark on a cluster file or a node: field, value, rule and fix."""
+"""A finding about a cluster file or a node: field, value, rule and fix."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +11,10 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One remark.
+    """One finding.
 
-    An error is what would not work, or would run the code of strangers; a warning may be
-    intended.
+    An error marks what would not work, or would let strangers run code. A warning marks
+    what may be intended.
     """
 
     level: Level

@@ -1,7 +1,7 @@
-"""Ask the metadata services of EC2, Google Cloud and Azure for the end of a machine.
+"""Ask the metadata services of EC2, Google Cloud and Azure for spot notices.
 
-The machine asks its own link-local address by plain HTTP: no credentials, and no proxy,
-whatever the environment says.
+A machine asks a link-local address by plain HTTP, without credentials and without a
+proxy, even if the environment sets one.
 """
 
 import email.utils
@@ -20,15 +20,15 @@ _LONGEST = 2**20
 
 
 class UnansweredError(Exception):
-    """The metadata service is out of reach, refuses, or its answer cannot be read."""
+    """Raised if the metadata service is unreachable, refuses, or answers nonsense."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A machine is about to be taken back."""
+    """A notice that a machine is about to be taken back."""
 
     deadline_s: float
-    """UNIX time at which it may be gone."""
+    """Unix time from which on the machine may be gone."""
     reason: str
 
 
@@ -36,7 +36,7 @@ class MetadataService(ABC):
     """The metadata service of one cloud, at `address` (HOST or HOST:PORT)."""
 
     every_s: ClassVar[float]
-    """Seconds between two looks."""
+    """Seconds between two requests."""
 
     def __init__(self, address: str = ADDRESS) -> None:
         self._address = address
@@ -52,7 +52,7 @@ class MetadataService(ABC):
     def _ask(
         self, path: str, headers: Mapping[str, str], method: str = "GET"
     ) -> tuple[int, str]:
-        """Return status and text of an answer."""
+        """Send a request; return the status and the text of the answer."""
         try:
             connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
             try:
@@ -67,17 +67,17 @@ class MetadataService(ABC):
             ) from None
 
     def _read(self, path: str, headers: Mapping[str, str]) -> Any:
-        """Return the JSON of an answer."""
+        """Send a request; return the JSON of the answer."""
         return _as_json(_require(path, *self._ask(path, headers)), path)
 
 
 class Ec2(MetadataService):
     """EC2's instance metadata, version 2: `spot/instance-action`, two minutes ahead.
 
-    A token comes first, by PUT.
+    The service requires a session token, which is fetched first, by PUT.
 
-    A rebalance recommendation is no notice: it names no time, and most of those
-    machines stay.
+    A rebalance recommendation does not count as a notice: it names no time, and most
+    machines that get one stay.
     """
 
     every_s = 5.0  # as its documentation advises
@@ -94,7 +94,7 @@ class Ec2(MetadataService):
         return _require(path, *self._get(path)) == "spot"
 
     def notice(self) -> Notice | None:
-        """Return what is about to be done to the instance; 404 says nothing."""
+        """Return the notice for this instance; status 404 means that there is none."""
         path = "spot/instance-action"
         status, text = self._get(path)
         if status == http.HTTPStatus.NOT_FOUND:
@@ -108,7 +108,7 @@ class Ec2(MetadataService):
         )
 
     def _get(self, item: str) -> tuple[int, str]:
-        """Return status and text of an item; replace a token that has expired."""
+        """Return status and text of an item; renew the token if it has expired."""
         status = http.HTTPStatus.UNAUTHORIZED.value
         text = ""
         if self._token:
@@ -138,7 +138,7 @@ class Google(MetadataService):
         return self._flag("scheduling/preemptible")
 
     def notice(self) -> Notice | None:
-        """Return the notice once there is one."""
+        """Return the notice for this instance, if any."""
         if not self._flag("preempted"):
             return None
         return Notice(time.time() + self._NOTICE_S, "Google Cloud's notice: preempted")
@@ -154,8 +154,7 @@ class Google(MetadataService):
 class Azure(MetadataService):
     """Azure's scheduled events: `Preempt`, at least half a minute ahead.
 
-    An event is shown to all machines of a scale set, so it counts only where it names
-    this one.
+    All machines of a scale set see an event, so it counts only if it names this one.
     """
 
     every_s = 1.0  # as its documentation advises
@@ -163,7 +162,7 @@ class Azure(MetadataService):
     _HEADERS: ClassVar = {"Metadata": "true"}
 
     def is_spot(self) -> bool:
-        """Return whether the machine's priority is another than `Regular`."""
+        """Return whether the machine's priority is other than `Regular`."""
         priority = self._machine().get("priority")
         if priority is None:
             raise UnansweredError("/metadata/instance/compute: no priority")
@@ -211,12 +210,12 @@ def wait_for_notice(
     has_ended: Callable[[float], bool],
     say: Callable[[str], None],
 ) -> Notice | None:
-    """Wait until the machine is to be taken back.
+    """Wait for a notice that this machine is to be taken back, and return it.
 
-    Returns None where it is no spot machine, or Ray has ended here before.
+    Returns None if this is no spot machine, or once Ray has ended here.
 
-    `has_ended` waits so many seconds for Ray's end. A service that does not answer is
-    asked again, and `say` told once.
+    `has_ended` waits the given number of seconds for Ray to end, and returns whether it
+    has. If the service does not answer, it is asked again, and `say` is called once.
     """
     is_spot = False
     trouble = ""
@@ -242,7 +241,7 @@ def wait_for_notice(
 
 
 def _require(path: str, status: int, text: str) -> str:
-    """Return the text of an answer with status 200; raises UnansweredError."""
+    """Return the text of an answer; UnansweredError unless its status is 200."""
     if status != http.HTTPStatus.OK or not text:
         raise UnansweredError(f"{path}: status {status}, {len(text)} characters")
     return text
@@ -259,14 +258,14 @@ def _as_json(text: str, path: str) -> dict[str, Any]:
 
 
 def _is_among(name: str, names: object) -> bool:
-    """Whether Azure's name of a machine is listed; case does not count."""
+    """Return whether a machine's name is in Azure's list, ignoring case."""
     if not isinstance(names, list):
         return False
     return name.casefold() in [str(other).casefold() for other in names]
 
 
 def _unix_time(text: object, notice_s: float) -> float:
-    """Return a time in ISO 8601 or HTTP's form; without one `notice_s` from now."""
+    """Parse a time in ISO 8601 or HTTP format; if invalid, `notice_s` from now."""
     for parse in (datetime.fromisoformat, email.utils.parsedate_to_datetime):
         try:
             moment = parse(str(text))

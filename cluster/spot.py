@@ -1,4 +1,4 @@
-"""Spot machines on Ray: a notice drains the node, a refusal makes way (Ray).
+"""Spot machines on Ray: drain nodes on notice, and avoid types that are refused (Ray).
 
 Needs Linux.
 """
@@ -36,18 +36,17 @@ class Raylet:
     """A file descriptor that is readable once the process has ended."""
 
     def has_ended(self, wait_s: float) -> bool:
-        """Wait for its end for so many seconds; return whether it has ended."""
+        """Wait up to `wait_s` for the process to end; return whether it has ended."""
         poll = select.poll()
         poll.register(self.process, select.POLLIN)
         return bool(poll.poll(wait_s * 1e3))
 
 
 def watch(cloud: str, address: str, node_id: str | None = None) -> int:
-    """Wait for this machine's spot notice, and drain its Ray node; return the exit code.
+    """Wait for this machine's spot notice, then drain its Ray node; return exit code.
 
-    Runs on it write a checkpoint then. Ends with Ray, and at once on a machine that is
-    not spot. Raises ClusterError where
-    there is no such node.
+    Runs on the node then write a checkpoint. Returns when Ray ends, and at once if this
+    is not a spot machine. Raises ClusterError if there is no such node.
     """
     raylet = find_raylet(node_id)
     try:
@@ -59,7 +58,10 @@ def watch(cloud: str, address: str, node_id: str | None = None) -> int:
 
 
 def find_raylet(node_id: str | None = None) -> Raylet:
-    """Return this machine's raylet, of several that of `node_id`; raises ClusterError."""
+    """Return this machine's raylet; `node_id` chooses among several.
+
+    Raises ClusterError if there is not exactly one such raylet.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
@@ -93,9 +95,9 @@ def find_raylet(node_id: str | None = None) -> Raylet:
 
 
 def drain(raylet: Raylet, notice: Notice) -> bool:
-    """Have Ray drain the node until the notice's deadline; return whether it will.
+    """Ask Ray to drain the node by the notice's deadline; return whether it accepts.
 
-    Asked again until then.
+    Until the deadline, the request is repeated if it fails.
     """
     say(f"{notice.reason}; gone in {notice.deadline_s - time.time():.0f} s")
     is_first = True
@@ -103,14 +105,14 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
         time.time() < notice.deadline_s and not raylet.has_ended(_AGAIN_S)
     ):
         is_first = False
-        # 0 would be none at all.
+        # Always in the future: to Ray, 0 means no deadline.
         deadline_s = max(notice.deadline_s, time.time() + 1)
         deadline_ms = int(deadline_s * 1e3)
         try:
             accepted, words = drain_node(
                 raylet.gcs_address, raylet.node_id, notice.reason, deadline_ms, _RPC_S
             )
-        # Whatever it is, the time that is left is for trying again.
+        # Whatever the error is, use the remaining time to try again.
         except Exception as error:
             accepted = False
             words = f"{type(error).__name__}: {error}"
@@ -122,19 +124,19 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
 
 
 def say(words: str) -> None:
-    """Print a line with the time."""
+    """Print a line that begins with the current time."""
     print(time.strftime("%Y-%m-%d %H:%M:%S"), words, flush=True)
 
 
 def heed_refusals() -> None:
-    """Have Ray's autoscaler count machines that the cloud refuses as failed.
+    """Make Ray's autoscaler count machines that the cloud refuses as failures.
 
-    Ray 2.60 ranks node types by whether they could be had of late before it looks at
-    their `priority`: for ten minutes after a failure the other type is taken, and then
-    the preferred one again. But it counts as failures only machines that never came up
-    (ALLOCATION_TIMEOUT), none that the cloud refused at once, such as EC2's
-    InsufficientInstanceCapacity (ALLOCATION_FAILED): it asks for those again every few
-    seconds, for ever.
+    Ray 2.60 ranks node types by their recent availability before it considers their
+    `priority`: for ten minutes after a failure it takes another type, and then the
+    preferred one again. But it counts as failures only machines that never came up
+    (ALLOCATION_TIMEOUT), not those that the cloud refused at once (ALLOCATION_FAILED),
+    as EC2 does with InsufficientInstanceCapacity. It requests those again every few
+    seconds, forever.
     """
     reconciler, subscriber, failed = autoscaler_parts()
     for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
@@ -155,9 +157,9 @@ def heed_refusals() -> None:
 
 
 def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any]:
-    """Wrap a step of Ray's that decides on a requested instance.
+    """Wrap a step of Ray's autoscaler that decides about a requested instance.
 
-    A failure then says of which node type it is.
+    The wrapped step adds the node type to each failure.
     """
 
     def named(instance: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +174,8 @@ def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any
 def autoscale(config: str, node_id: str | None = None) -> int:
     """Run Ray's autoscaler for the head on this machine, until Ray ends.
 
-    In the place of the one that `ray start --no-monitor` leaves out, with its log where
-    that one has it.
+    It replaces the autoscaler that `ray start --no-monitor` leaves out, and writes its
+    log to the same place.
     """
     raylet = find_raylet(node_id)
     threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()

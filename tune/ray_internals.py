@@ -1,9 +1,9 @@
-"""What tune uses of Ray Train and Tune beyond their public API (Ray).
+"""The parts of Ray Train and Tune beyond their public API that tune uses (Ray).
 
-The only other such file is trainers/on_ray/internals.py, which says more. The names are
-Ray's own: tune/lanes and tune/ray derive classes from them, because Ray's public API
-starts new processes for each run, and a lane keeps them. Ray imports this file in its
-controllers, so it must not import torch.
+The only other such file is trainers/on_ray/internals.py, which explains more. The names
+are Ray's own: tune/lanes and tune/ray derive classes from them, because Ray's public
+API starts new processes for each run, and a lane reuses its processes. Ray imports this
+file in its controllers, so it must not import torch.
 """
 
 import contextlib
@@ -107,9 +107,9 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
 
 
 def named_worker(words: str) -> type[RayTrainWorker]:
-    """Return Ray's worker, for which Ray shows these words.
+    """Return a class of Ray workers that Ray displays by these words.
 
-    In `ray list actors --detail` and the dashboard.
+    They appear in `ray list actors --detail` and in the dashboard.
     """
 
     class NamedWorker(RayTrainWorker):
@@ -121,16 +121,17 @@ def named_worker(words: str) -> type[RayTrainWorker]:
 
 
 def make_barrier() -> Any:
-    """Return what the ranks of a trial meet at: the object behind Ray's actor."""
+    """Return a barrier for a trial's ranks: the plain object behind Ray's actor."""
     actor: Any = SynchronizationActor
     return actor.__ray_metadata__.modified_class()
 
 
 @contextlib.contextmanager
 def without_tags() -> Iterator[None]:
-    """Keep Ray from counting callbacks for its telemetry.
+    """Keep Ray from counting callbacks for its telemetry in this block.
 
-    It imports MLflow and W&B to know theirs, for two seconds.
+    To recognize the callbacks of MLflow and W&B, Ray imports both, which takes two
+    seconds.
     """
     from ray.air._internal import usage
 
@@ -144,13 +145,13 @@ def without_tags() -> Iterator[None]:
 
 
 def set_session(found: Any) -> None:
-    """Have `ray.tune.report` and `ray.tune.get_checkpoint` reach `found`."""
+    """Make `found` the session that `ray.tune.report` and `get_checkpoint` use."""
     of_tune: Any = session
     of_tune._session = found
 
 
 def set_device(kind: str) -> None:
-    """Have Ray Train find the devices of a kind without joining the cluster to ask.
+    """Make Ray Train use this kind of device without joining the cluster to ask.
 
     Imports torch.
     """
@@ -163,12 +164,12 @@ def set_device(kind: str) -> None:
 
 
 def watching_in_thread(callback: Any) -> Any:
-    """Return a callback of Ray's controller, without an actor that watches for drains.
+    """Return a callback of Ray's controller; drains are watched without an actor.
 
-    That which watches for nodes that are about to be taken away does so in a thread of
-    this process.
+    The callback that watches for nodes that are about to be taken away is replaced by
+    one that does so in a thread of this process; all others are returned as they are.
 
-    Ray has it from 2.57 on.
+    Ray has that callback from 2.57 on.
     """
     try:
         from ray.train.v2._internal.callbacks.preemption_callback import (

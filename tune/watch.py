@@ -1,14 +1,15 @@
-"""Serve the report of a sweep that runs, here or elsewhere, until Ctrl-C.
+"""Serve the report of a sweep that is running, here or elsewhere, until Ctrl-C.
 
-The page is on the loopback, for who has the token in the address that is printed. The
-first request with it gets a cookie and the address without it, so that it stays in no
-history; `Authorization: Bearer TOKEN` will do as well. A page of elsewhere that has its
-name resolve to 127.0.0.1 (DNS rebinding) is refused by the name in the Host header. No
-path means a file.
+The page is served on the loopback interface, to those who have the token in the printed
+address. The first request with the token gets a cookie and is redirected to the address
+without it, so that the token stays out of the browser's history. The header
+`Authorization: Bearer TOKEN` works as well. If another site has its name resolve to
+127.0.0.1 (DNS rebinding), the name in the Host header gives it away, and the request is
+refused. No URL path is mapped to a file.
 
 The buttons do what `python -m tune steer` does; nothing else writes to the sweep's
-directory. Cookies are not enough for that: other pages' requests have them, too. A
-request to steer needs the token in a header; the page has it.
+directory. Cookies are not sufficient for steering, because requests from other pages
+carry them, too. A steering request needs the token in a header, which the page sends.
 """
 
 import hashlib
@@ -62,9 +63,9 @@ _HEADERS = {
 }
 
 _MOST_CHOICES = 200
-"""Trials that the page offers to steer."""
+"""The greatest number of trials that the page offers to steer."""
 _LONGEST = 4096
-"""Bytes of a request to steer."""
+"""The greatest size of a steering request, in bytes."""
 _Words = Annotated[list[str], Field(min_length=1)]
 _ELSEWHERE = "This page is served to 127.0.0.1 and localhost only."
 _NOT_OPENED = (
@@ -72,27 +73,27 @@ _NOT_OPENED = (
 )
 _LOOK_S = 1.0
 _SHARE = 0.1
-"""Of its time that the process may spend on drawing the page."""
+"""The share of its time that the process may spend on drawing the page."""
 
 Kind = Literal["waiting", "running", "unread", "cut", "ended"]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the directory says of its sweep."""
+    """The state of a sweep, as read from its directory."""
 
     uri: str
     has_sweep: bool = False
     holder: Holder | None = None
-    """The lease's: the process that runs the sweep, or ran it until it was killed."""
+    """The lease's holder: the process that runs the sweep, or was killed doing so."""
     holder_idle_s: float = 0.0
-    """How long its lease has not moved while this process looked."""
+    """How long this process has seen no renewal of the lease."""
     live: Live | None = None
     records: list[TrialRecord] = field(default_factory=list)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the sweep's process seems to run, seen from this machine."""
+        """Whether the sweep's process seems to run, as seen from this machine."""
         if self.holder is None:
             return False
         if self.holder.is_here:
@@ -101,12 +102,12 @@ class Seen:
 
     @property
     def num_repeats(self) -> int:
-        """Repeats of finalists that have ended."""
+        """The number of finalists' repeats that have ended."""
         return sum(record.purpose == "repeat" for record in self.records)
 
     @property
     def num_trials(self) -> int:
-        """Trials that have ended."""
+        """The number of trials that have ended."""
         return len(self.records) - self.num_repeats
 
     @property
@@ -158,7 +159,7 @@ def _cut_off(seen: Seen, why: str) -> str:
 
 
 class Follow:
-    """Follows a sweep's directory, which need not be there yet; from any thread."""
+    """Follows a sweep's directory, which need not exist yet; thread-safe."""
 
     def __init__(
         self, location: str, clock: Callable[[], float] = time.monotonic
@@ -170,13 +171,13 @@ class Follow:
         self._page = ("", "")
         self._said = ""
         self.token = secrets.token_urlsafe(32)
-        """Of the page, and of requests to steer."""
+        """The token for the page and for steering requests."""
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the sweep: another one has taken its place."""
+        """Reset all state, because the directory holds a new sweep or a new start."""
         self._sweep = b"", ""
-        """Its file, and the token of its lease."""
+        """The content of the sweep's file, and the token of its lease."""
         self._spec: SweepSpec | None = None
         self._records: dict[str, TrialRecord] = {}
         self._damaged: dict[str, str] = {}
@@ -187,7 +188,7 @@ class Follow:
         self._lease_at = self._clock()
 
     def page(self) -> tuple[str, str]:
-        """Return the page and its version; a page that takes long to draw may be old."""
+        """Return the page and its version; a slow page is cached for longer."""
         with self._lock:
             began = self._clock()
             if began >= self._look_at:
@@ -198,9 +199,9 @@ class Follow:
             return self._page
 
     def steer(self, words: list[str]) -> tuple[bool, str]:
-        """Do as the command with these words; return whether it was done, and a sentence.
+        """Run a steering command; return whether it succeeded, and a message.
 
-        The page shows the sentence, too.
+        The page shows the message, too.
         """
         is_done = False
         try:
@@ -243,7 +244,7 @@ class Follow:
         return render("report.html", **{**self._drawn, "live": shown})
 
     def _choices(self, live: Live | None) -> list[tuple[str, str]]:
-        """Return the trials that may be steered, those that run first: id and words."""
+        """Return ID and words of the trials that may be steered, running ones first."""
         if self._spec is None:
             return []
         clones = self._actions.read().clones
@@ -256,7 +257,7 @@ class Follow:
         ]
 
     def see(self) -> Seen:
-        """Read what is new."""
+        """Read what is new in the directory, and return the sweep's state."""
         storage = self.storage
         now = self._clock()
         lease = storage.read(LEASE) if storage.exists(LEASE) else b""
@@ -277,7 +278,7 @@ class Follow:
         return Seen(storage.uri, bool(saved), holder, idle_s, live, records)
 
     def _read_records(self) -> None:
-        """Read the new records, each once, and note which are damaged."""
+        """Read records that are new, each once, and note which are damaged."""
         journal = Journal(self.storage)
         names = journal.names()
         for known in (self._records, self._damaged):
@@ -295,7 +296,7 @@ class Follow:
                     self._records[name] = record
 
     def _draw(self, records: Records, has_ended: bool) -> None:
-        """Draw the report anew if a record is new or the sweep has ended."""
+        """Draw the report again if records have changed or the sweep has ended."""
         spec = self._spec
         what = [record.id for record in records], has_ended
         if spec is None or self._drawn_of == what:
@@ -312,19 +313,19 @@ class Follow:
 
 
 def _row(trial: Running) -> tuple[int, str, str, str, str]:
-    """Return the cells of a trial that runs."""
+    """Return the table cells of a running trial."""
     words = redact(in_a_line(trial.config)) or trial.trial
     age = duration(max(0.0, time.time() - trial.started))
     return trial.lane, words, *newest(trial.metrics), age
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a sweep to who has its token."""
+    """Serves the page of a sweep to clients that have its token."""
 
     daemon_threads = True
 
     def __init__(self, follow: Follow, port: int = 0) -> None:
-        """`port` 0: any free one. Raises ConfigError where it is taken."""
+        """Port 0 means any free port. Raises ConfigError if the port is taken."""
         self.follow = follow
         try:
             super().__init__((LOOPBACK, port), _Handler)
@@ -340,7 +341,7 @@ class PageServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/?token={self.follow.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that went away."""
+        """Ignore errors, such as a browser that has disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -351,7 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30  # s, for a request to come
 
     def do_GET(self) -> None:
-        """Send the page or one of its scripts, or say why not."""
+        """Send the page or one of its scripts, or an error message."""
         parts = urlsplit(self.path)
         given = parse_qs(parts.query).get("token", [""])[0]
         if self._is_elsewhere():
@@ -372,7 +373,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(404, "There is only one page here.")
 
     def do_POST(self) -> None:
-        """Steer the sweep by the words of the request, a JSON list."""
+        """Steer the sweep by the request's body, a JSON list of the command's words."""
         self.close_connection = True  # its body may not have been read
         length = self.headers.get("Content-Length", "")
         if self._is_elsewhere():
@@ -393,7 +394,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(200 if is_done else 400, said)
 
     def _is_elsewhere(self) -> bool:
-        """Whether the request, or the page that it is from, has another host's name."""
+        """Return whether the request's Host or Origin names a host other than ours."""
         host = self.headers.get("Host", "")
         origin = self.headers.get("Origin", f"http://{host}")
         is_ours = host.rpartition(":")[0] in _HOSTS or host in _HOSTS
@@ -438,10 +439,10 @@ def serve(location: str, port: int) -> None:
     """Print the page's address and serve it until Ctrl-C.
 
     Raises:
-        ConfigError: if the place or the port cannot be used.
+        ConfigError: The directory or the port cannot be used.
     """
     follow = Follow(location)
-    # a place that cannot be opened is an error, one that is not there yet is none
+    # raises if the place cannot be opened; it is no error if it does not exist yet
     follow.storage.exists()
     with PageServer(follow, port) as server:
         own = server.server_port

@@ -1,5 +1,5 @@
-"""Cluster files as Ray reads them, what they can hold and cost, and what is wrong there.
+"""Cluster files: reading them as Ray does, their capacity and cost, and their errors.
 
-The doors are `load_cluster` (ray_up.py), `findings` (rules.py) and `slurm_findings`
-(slurm.py).
+The entry points are `load_cluster` (ray_up.py), `findings` (rules.py) and
+`slurm_findings` (slurm.py).
 """

@@ -1,4 +1,4 @@
-"""Nodes and their resources: how many worker groups fit, at which price an hour."""
+"""Nodes and their resources: how many workers fit, and the price per hour."""
 
 import csv
 import datetime as dt
@@ -21,13 +21,13 @@ class NodeType:
 
     name: str
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What one such node gives to Ray: {"CPU": 8, "GPU": 1}."""
+    """The resources that one such node offers to Ray: {"CPU": 8, "GPU": 1}."""
     min_workers: int = 0
     """Worker nodes of this type that are always up."""
     max_workers: int = 0
     """The most worker nodes of this type."""
     is_head: bool = False
-    """Whether the head node is one of these (besides its worker nodes)."""
+    """Whether the head node is of this type, in addition to the worker nodes."""
     instance_type: str | None = None
     """The cloud's name for the machine; None on premises."""
     spot: bool = False
@@ -35,31 +35,31 @@ class NodeType:
     notice.
     """
     priority: int = 0
-    """Ray starts types of a higher priority first when several fit equally well."""
+    """If several types fit equally well, Ray starts that of the highest priority."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Dollars an hour of a set of nodes; lower bounds when prices are missing."""
+    """The price per hour of a set of nodes; a lower bound if prices are missing."""
 
     usd_per_hour: float
-    """With spot nodes at the on-demand price, which is the most that they cost."""
+    """The price if spot nodes cost the on-demand price, which is their maximum."""
     missing: tuple[str, ...] = ()
     """Node types whose price is not known, counted as 0 in the sums."""
     spot_usd_per_hour: float | None = None
-    """With spot nodes at their spot prices; None where there is no spot node, or a spot
-    price is not known.
+    """The price if spot nodes cost their spot prices; None if there is no spot node, or
+    if a spot price is not known.
     """
 
 
 def worker_slots(
     nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float
 ) -> int:
-    """Return how many workers fit side by side, each whole on one node.
+    """Return how many workers fit at the same time, each on a single node.
 
-    Workers are identical, so filling every node by itself is the best packing there is,
-    and since a group may span nodes, `// num_workers` is the number of groups. A worker
-    that asks for nothing would fit without end: ValueError.
+    Workers are identical, so filling each node separately is optimal. Since a group may
+    span nodes, `// num_workers` gives the number of groups. Raises ValueError if a
+    worker needs no resources, because infinitely many would fit.
     """
     return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
 
@@ -73,10 +73,10 @@ def grow(
 ) -> dict[str, int]:
     """Count the worker nodes of each type when the cluster has grown.
 
-    Nodes are added to those that are always up, the type with the most slots a node
-    first (then the one with the higher priority), within each type's limit and the
-    cluster's. With `workers` it stops as soon as that many fit: no fewer nodes would
-    do. Without, the result holds the most workers that can ever fit.
+    Nodes are added to those that are always up, within the limits of each type and of
+    the cluster. The type with the most slots per node goes first, then the one with the
+    higher priority. If `workers` is given, growth stops as soon as that many fit, with
+    the fewest nodes possible. If not, the result holds as many workers as can ever fit.
     """
     counts = {node_type.name: node_type.min_workers for node_type in node_types}
     nodes = nodes_of(node_types, counts)
@@ -121,9 +121,9 @@ def cost(
     prices: Mapping[str, float],
     spot_prices: Mapping[str, float] | None = None,
 ) -> Cost:
-    """Sum the dollars an hour of the head and `counts` worker nodes.
+    """Return the price per hour of the head and `counts` worker nodes.
 
-    Prices are by instance type.
+    `prices` and `spot_prices` are by instance type.
     """
     spot_prices = spot_prices or {}
     usd_per_hour = []
@@ -177,13 +177,13 @@ class Price:
     vcpus: int
     usd_per_hour: float
     spot_usd_per_hour: float | None
-    """The median of the region's zones; None: not known, or no spot machine there."""
+    """The median over the region's zones; None if unknown or not offered there."""
     date: dt.date
-    """The day on which the source was read."""
+    """The day on which the price was read from the source."""
     source: str
 
     def age(self, today: dt.date) -> str:
-        """Say how old the figure is, and whether that is too old."""
+        """Return in words how old the price is, and whether it is too old."""
         days = (today - self.date).days
         if days > STALE_AFTER_DAYS:
             return (
@@ -195,7 +195,7 @@ class Price:
 def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
     """Return a provider's prices by instance type.
 
-    They are those of `region` where known, else of the dearest region.
+    Where `region` has no known price, that of the most expensive region is used.
     """
     known = [price for price in read_prices() if price.provider == provider]
     known.sort(key=lambda price: (price.region == region, price.usd_per_hour))
@@ -204,7 +204,7 @@ def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:
 
 @functools.cache
 def read_prices() -> tuple[Price, ...]:
-    """Return all rows of prices.csv, which have a source and its date."""
+    """Return all rows of prices.csv, each with its source and date."""
     with PRICES.open(newline="", encoding="utf-8") as stream:
         return tuple(
             Price(

@@ -31,11 +31,11 @@ _OTHERS = (
     ("run", "is a task of SkyPilot's", "ask `sky launch --dryrun FILE`"),
     ("kind", "is Kubernetes' own", "ask `kubectl apply --dry-run=server -f FILE`"),
 )
-"""Files that are not for `ray up`: a field they have, whose they are, and whom to ask."""
+"""Files of other tools: a field that identifies them, the rule and the fix to show."""
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 MOST_NODES = 100_000
-"""Of one node type: far beyond what Ray runs, and still cheap to count.
-schemas.yaml has it as well.
+"""Limit for one node type: far more than Ray can run, and still cheap to count.
+schemas.yaml contains it as well.
 """
 
 
@@ -52,13 +52,13 @@ class ClusterFile:
     """The most worker nodes that may be up at once, over all types."""
     node_types: tuple[NodeType, ...]
     written: Mapping[str, Any]
-    """What the file says."""
+    """The file's own content."""
     config: Mapping[str, Any]
-    """What Ray makes of it."""
+    """The configuration that Ray makes of it, with defaults."""
     region: str | None = None
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The shell commands by the field they stand in, Ray's defaults where the file has
-    none.
+    """The shell commands by their field; Ray's defaults for fields that the file leaves
+    out.
     """
 
     @property
@@ -70,14 +70,14 @@ class ClusterFile:
 def load_cluster(path: str | Path) -> ClusterFile:
     """Read and check a `ray up` YAML; needs no network and no cloud account.
 
-    Raises ConfigError for what makes the file unusable.
+    Raises ConfigError if the file is unusable.
     """
     source = str(path)
     return _ray_up(parse_documents(read_file(path), source), source)
 
 
 def read_file(path: str | Path) -> str:
-    """Return the text of a file of this machine; ConfigError where it is not there."""
+    """Return the text of a local file; raise ConfigError if it does not exist."""
     source = str(path)
     try:
         return read_text(Path(path), source)
@@ -92,7 +92,7 @@ def read_file(path: str | Path) -> str:
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """Return how many GPUs the machine has, attached or by the price list, where known."""
+    """Return how many GPUs a machine has, attached or by the price list; else None."""
     attached = machine.get("guestAccelerators")
     if attached:
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
@@ -125,7 +125,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
             _HOW_TO_WRITE,
             source,
         )
-    # What the file itself says, before the defaults, which crash on a wrong type.
+    # Check the file itself before Ray fills in defaults, which crashes on a wrong type.
     shape = {
         "cluster_name": "default",
         "cluster_synced_files": [],
@@ -133,7 +133,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         **written,
     }
     shape.pop("min_workers", None)
-    # Ray takes them out before it validates, where they are empty.
+    # Ray removes these before it validates, if they are empty.
     for legacy in ("head_node", "worker_nodes"):
         if not shape.get(legacy):
             shape.pop(legacy, None)
@@ -163,7 +163,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
 
 @contextlib.contextmanager
 def _asking_ray(source: str) -> Iterator[None]:
-    """Raise ConfigError for what Ray refuses, and keep its remarks off the terminal."""
+    """Raise ConfigError if Ray refuses in this block, and suppress Ray's output."""
     import jsonschema
 
     logger = logging.getLogger("ray.autoscaler")
@@ -209,7 +209,7 @@ def _check_types(written: Mapping[str, Any], source: str) -> None:
 
 
 def _check_counts(config: Mapping[str, Any], source: str) -> None:
-    # Of provider local Ray makes one type of the fields at the top.
+    # With provider local, Ray makes one node type from the top-level fields.
     is_local = config["provider"]["type"] == "local"
     for name, node_type in config["available_node_types"].items():
         place = "" if is_local else f"available_node_types.{name}"
@@ -225,9 +225,10 @@ def _check_counts(config: Mapping[str, Any], source: str) -> None:
 def _commands(
     written: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the commands by the field they stand in.
+    """Return the shell commands by their field.
 
-    Ray puts setup_commands before those of head and workers.
+    Ray prepends setup_commands to the setup commands of head and workers; this removes
+    them again.
     """
     shared = len(config["setup_commands"])
     defaults = {
@@ -244,8 +245,8 @@ def _node_types(
 ) -> tuple[NodeType, ...]:
     """Return the node types of a configuration that Ray has prepared.
 
-    With provider local Ray has one type, which is head and workers; here they are two,
-    because the head may be started with other resources.
+    With provider local, Ray has a single type for head and workers. Here they are two
+    types, because the head may be started with other resources.
     """
     provider = config["provider"]["type"]
     if provider == "local":
@@ -266,8 +267,8 @@ def _node_types(
             or azure.get("vmSize")
         )
         price = known.get(instance_type or "")
-        # AWS is asked for what a file leaves out; offline the price list knows it of
-        # some types.
+        # On AWS, Ray asks the cloud for resources that a file leaves out; offline, the
+        # price list knows those of some types.
         detected = (
             {"CPU": price.vcpus, "GPU": price.gpus}
             if price and provider == "aws"
@@ -301,7 +302,7 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
 
 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
-    """Return the resources that `ray start` is told; others it finds on the host."""
+    """Return the resources that `ray start` is given; it detects all others itself."""
     text = " ".join(
         command.split("ray start", 1)[1]
         for command in commands
@@ -312,7 +313,7 @@ def _started_with(commands: Sequence[str]) -> dict[str, float]:
 
 
 def check_bounds(field: str, low: int, high: int, most: str, source: str) -> None:
-    """Raise ConfigError where a node type's least number of nodes is above its most."""
+    """Raise ConfigError if a node type's minimum is above its maximum."""
     if low > high:
         raise ConfigError(
             field,
@@ -326,11 +327,11 @@ def check_bounds(field: str, low: int, high: int, most: str, source: str) -> Non
 def check_schema(
     value: Any, name: str, field: str, how_to_write: str, source: str | None = None
 ) -> None:
-    """Raise ConfigError for the first part of `value` that breaks a schema.
+    """Raise ConfigError for the first part of `value` that violates a schema.
 
-    The schema is one of schemas.yaml.
+    `name` is the schema's name in schemas.yaml.
 
-    `field` is where `value` stands. What is null counts as absent.
+    `field` is the path of `value` in the file. Null values count as absent.
     """
     import jsonschema
 
@@ -342,7 +343,7 @@ def check_schema(
 def schema_error(
     error: Any, field: str, how_to_write: str, source: str | None
 ) -> ConfigError:
-    """Return a jsonschema.ValidationError as a sentence."""
+    """Convert a jsonschema.ValidationError to a ConfigError, with a rule and a fix."""
     for part in error.absolute_path:
         field = join(field, part)
     if error.validator == "additionalProperties":
@@ -377,7 +378,7 @@ def schema_error(
 
 
 def join(field: str, key: object) -> str:
-    """Return a dotted path one step deeper."""
+    """Append a key to a dotted path."""
     return f"{field}.{key}" if field else str(key)
 
 

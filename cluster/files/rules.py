@@ -1,4 +1,4 @@
-"""Find what Ray does not: what is unsafe, contradictory, or would be lost.
+"""Find what Ray does not find in a cluster file: unsafe, contradictory or lossy setup.
 
 Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local
 only).
@@ -29,8 +29,8 @@ _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
 _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
-"""The field of a `node_config` that lets a node write to a bucket, by cloud and kind of
-address.
+"""The field of a `node_config` that lets a node write to a bucket, by cloud and URI
+scheme.
 """
 
 _SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
@@ -44,8 +44,8 @@ _MACHINE_FIELDS = {
     "networkConfig schedulingConfig advancedMachineFeatures confidentialInstanceConfig reservationAffinity params",
     "azure": "azure_arm_parameters azure_arm_tags",
 }
-"""Fields of a `node_config` by cloud: EC2's RunInstances, Google's Instance and Node,
-Ray's own for Azure.
+"""Fields of a `node_config` by cloud: those of EC2's RunInstances, of Google's Instance
+and Node and, for Azure, Ray's own.
 """
 HEAD_WORKS = (
     "should be 0 on the head: work there slows the scheduler, and can end the cluster"
@@ -56,15 +56,15 @@ OPEN_PORT = (
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
 _ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
-# Keys of AWS, of Google and of anybody, and passwords in an address; what they match is
-# never shown.
+# Keys of AWS, Google and other providers, and passwords in a URL. What these patterns
+# match is never shown.
 _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
     r"\b(?:aws|gcp)_credentials\b|\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
 )
 _OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$HOME)(?:/|$)")
-# Ray's own defaults (ray_config_def.h); with these a cut cable is noticed after 65 s at
-# the latest, measured: 33 s.
+# Ray's own defaults (ray_config_def.h). With them, a cut cable is noticed after 65 s at
+# the latest (measured: 33 s).
 _HEALTH_CHECK = {"period_ms": 3000, "timeout_ms": 10000, "failure_threshold": 5}
 _NOTICED_WITHIN_S = 20.0
 _STOP_WAIT_S = 30.0
@@ -74,7 +74,7 @@ _RAYS_STOP_WAIT_S = 3.0
 def findings(
     cluster: ClusterFile, environ: Mapping[str, str] = os.environ
 ) -> list[Finding]:
-    """Return all remarks on a file that Ray accepts."""
+    """Return all findings in a file that Ray accepts."""
     starts = {field: _environment(cluster, field) for field in (HEAD, WORKER)}
     return [
         *_local(cluster, starts[HEAD], environ),
@@ -92,9 +92,9 @@ def findings(
 
 
 def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
-    """Warn of a machine's fields and sizes that are almost the cloud's.
+    """Warn of misspelt fields and sizes of a machine.
 
-    It would refuse the node, hours later.
+    The cloud would refuse the node, perhaps hours later.
     """
     known = _MACHINE_FIELDS.get(cluster.provider, "").split()
     for name, node_type in cluster.config["available_node_types"].items():
@@ -107,7 +107,7 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
                     "is no field of it",
                     fix,
                 )
-        # Of EC2's: family.size.
+        # EC2's instance types are written family.size.
         machine = str(node_type["node_config"].get("InstanceType") or "")
         size = re.sub(r"^\d+|-.*", "", machine.partition(".")[2])
         if size not in _SIZES and (fix := did_you_mean(size, _SIZES, "")):
@@ -120,10 +120,9 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
-    """Return the variables where `ray start` runs: of the command, or a profile.
+    """Return the variables that are set for `ray start`, in its command or a profile.
 
-    Each command has a shell of its own, so an export in another start command does not
-    count.
+    Each command has its own shell, so exports in other start commands do not count.
     """
     setup = "head_setup_commands" if field == HEAD else "worker_setup_commands"
     both = [*cluster.commands["setup_commands"], *cluster.commands[setup]]
@@ -143,8 +142,8 @@ def _local(
 ) -> Iterator[Finding]:
     if cluster.provider != "local":
         return
-    # `ray up` puts its export before the head's command, so one in the command itself
-    # has the last word.
+    # `ray up` puts its export before the head's command, so an export in the command
+    # itself takes precedence.
     if "0" not in (
         environ.get("RAY_UP_enable_autoscaler_v2"),
         head.get("RAY_enable_autoscaler_v2"),
@@ -203,7 +202,7 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
-    """Find resources that no machine has, idle GPUs, a head that trains."""
+    """Find resources that the machine lacks, idle GPUs, and a head that trains."""
     known = load_prices(cluster.provider)
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
@@ -267,7 +266,7 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Finding]:
-    """Find packages without a version, and files of versions that no node has."""
+    """Find unpinned packages, and constraint files that the nodes do not have."""
     for package, version in installs(arguments):
         yield from version_finding(field, package, version)
     for file in constraint_files(arguments):
@@ -315,7 +314,7 @@ def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Findi
 
 
 def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Find workers that may not write to `storage`.
+    """Find workers that have no permission to write to `storage`.
 
     Ray gives its own account to the head only.
     """
@@ -347,9 +346,9 @@ def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
 
 
 def _brings(cluster: ClusterFile, place: str) -> bool:
-    """Whether `file_mounts` brings a file to a place.
+    """Return whether `file_mounts` brings a file to a place.
 
-    There $HOME, /home/ubuntu and /root are what `~` means.
+    $HOME and absolute paths that end alike, such as under /root, count as `~`.
     """
     place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
     mounts: list[str] = list(cluster.config["file_mounts"])
@@ -367,11 +366,11 @@ def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]
 def environment_findings(
     starts: Mapping[str, Mapping[str, str]], own_disk: re.Pattern[str] = _OWN_DISK
 ) -> Iterator[Finding]:
-    """Find unsafe and contradictory environments where Ray starts.
+    """Find unsafe and contradictory environment variables where Ray starts.
 
-    `starts` has them by field, the head's first.
+    `starts` holds the variables by the field that sets them, the head's first.
 
-    `own_disk` matches directories that each node has for itself.
+    `own_disk` matches directories that are on each node's own disk.
     """
     storage = next(iter(starts.values())).get("PACELINE_STORAGE")
     for field, environment in starts.items():
@@ -417,7 +416,7 @@ def environment_findings(
 
 
 def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Judge how fast the head notices a dead node, and how long a stopped job may take."""
+    """Warn if the head notices a dead node too late, or a stopped job gets no time."""
     checks = {
         name: _number(environment.get(f"RAY_health_check_{name}"), default)
         for name, default in _HEALTH_CHECK.items()
@@ -447,7 +446,7 @@ def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Fi
 
 
 def key_findings(written: object) -> Iterator[Finding]:
-    """Find a long-lived key or a password in what a file says."""
+    """Find a long-lived key or a password in the content of a file."""
     if _KEYS.search(str(written)):
         yield error(
             "a cloud key",
@@ -458,9 +457,9 @@ def key_findings(written: object) -> Iterator[Finding]:
 
 
 def version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
-    """Compare what a file installs with what Paceline has here.
+    """Compare a version that a file installs with the one that Paceline uses here.
 
-    `version` is "" where it is not pinned.
+    `version` is "" if it is not pinned.
     """
     right = expected_versions().get(package)
     fix = f"write {package}=={right}"
@@ -468,9 +467,9 @@ def version_finding(field: str, package: str, version: str) -> Iterator[Finding]
         yield warning(
             field, package, "must be pinned, or nodes that start later differ", fix
         )
-    # But for the build: 2.15.0+cu130.
+    # Ignore the build: 2.15.0+cu130.
     elif right is not None and version.split("+")[0] != right.split("+")[0]:
-        # Ray's client and cluster must be the same version; others merely should be.
+        # Ray's client and cluster must have the same version; others only should.
         level = error if package == "ray" else warning
         yield level(
             field,
@@ -481,7 +480,7 @@ def version_finding(field: str, package: str, version: str) -> Iterator[Finding]
 
 
 def image_finding(field: str, image: str | None) -> Iterator[Finding]:
-    """Find an image that is not pinned, or that is named after another Ray."""
+    """Find an image that is not pinned, or whose name says another version of Ray."""
     name, _, digest = (image or "").partition("@")
     tag = name.rpartition("/")[2].partition(":")[2]
     if not (tag or digest) or tag.startswith("latest"):
@@ -498,7 +497,7 @@ def image_finding(field: str, image: str | None) -> Iterator[Finding]:
 
 
 def pip_arguments(command: str) -> list[str]:
-    """Return what each `pip install` of a shell command is told."""
+    """Return the arguments of each `pip install` in a shell command."""
     return re.findall(r"\bpip3?\s+install\b([^;&|\n]*)", command)
 
 
@@ -508,9 +507,10 @@ def constraint_files(arguments: str) -> list[str]:
 
 
 def installs(arguments: str) -> list[tuple[str, str]]:
-    """Return (package, version) of each package whose version matters.
+    """Return (package, version) for Ray and torch, if installed.
 
-    The version is "" where it is not pinned at all.
+    The version is "" if nothing pins it; packages that a constraint file pins are left
+    out.
     """
     found = re.findall(
         r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments
@@ -524,13 +524,13 @@ def installs(arguments: str) -> list[tuple[str, str]]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Return the variables that shell commands set, without quotes; the last of each."""
+    """Return the variables that shell commands set, unquoted; the last value counts."""
     return {name: value.strip("'\"") for name, value in _ASSIGNMENT.findall(text)}
 
 
 @functools.cache
 def expected_versions() -> dict[str, str]:
-    """Return the versions for every node: of constraints.txt, else as installed here."""
+    """Return the versions that nodes should have: constraints.txt, else those here."""
     text = _CONSTRAINTS.read_text(encoding="utf-8") if _CONSTRAINTS.is_file() else ""
     return package_versions("ray", "torch") | dict(
         re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE)

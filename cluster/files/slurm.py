@@ -1,6 +1,6 @@
-"""Find in a Slurm script what sbatch does not: nodes that idle, work that is lost.
+"""Find errors in a Slurm script that sbatch does not: idle nodes and lost work.
 
-Nothing in a script is run.
+The script is only read, never run.
 """
 
 import re
@@ -59,22 +59,22 @@ _NEEDED = (
         "write `env RAY_ADDRESS=HEAD:PORT` before the command",
     ),
 )
-"""What a script of `ray symmetric-run` must have: a pattern of it, and what is said
-where it is not found.
+"""What a script with `ray symmetric-run` must contain: for each requirement, a pattern,
+and the field, rule and fix that are reported if it does not match.
 """
 
 
 def is_slurm(path: str | Path) -> bool:
-    """Return whether a file is a batch script of Slurm's, by its name or its content."""
+    """Return whether a file is a Slurm batch script, by its name or its content."""
     try:
         text = read_file(path)
-    except ConfigError:  # whoever reads it says so
+    except ConfigError:  # whoever reads the file next reports this
         text = ""
     return str(path).endswith((".sbatch", ".slurm")) or "\n#SBATCH" in text
 
 
 def slurm_findings(path: str | Path) -> Iterator[Finding]:
-    """Yield all remarks on a batch script that starts Ray on the job's nodes."""
+    """Yield all findings in a batch script that starts Ray on the job's nodes."""
     text = re.sub(
         r"^\s*#(?!SBATCH\b).*\n|\\\n", "", read_file(path), flags=re.MULTILINE
     )

@@ -1,4 +1,5 @@
-"""Examine nodes, and judge what was measured.
+"""Examine nodes, and judge the measurements.
 
-The doors are `check` and `require_sound` (check.py), and `check_local` (probes.py).
+The entry points are `check` and `require_sound` (check.py), and `check_local`
+(probes.py).
 """

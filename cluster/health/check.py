@@ -1,7 +1,7 @@
-"""Examine a live cluster: an actor on every node measures, probes.py judges (Ray).
+"""Examine a live cluster: an actor on each node measures, probes.py judges (Ray).
 
-Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is
-proved.
+Environment variables read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared
+storage to test.
 """
 
 import os
@@ -35,8 +35,8 @@ _START_S = 60.0
 _PART_S = 20.0
 _MEASURE_S = 45.0
 _MEET_S = 40.0
-"""How long a node may take to start an actor, to answer, to measure, and to meet
-another.
+"""These four: how long a node may take to start an actor, to answer, to measure, and to
+connect to another node.
 """
 _MEASUREMENTS = 4  # at most: as long as a node looks slow
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
@@ -47,34 +47,34 @@ Call = tuple[Any, ...]  # a function of cluster/health/probes.py, and its argume
 
 
 class Probe:
-    """Runs probes on its node."""
+    """The actor that runs probes on its node."""
 
     def __init__(self) -> None:
-        # something else trains on them: products beside it are slow, and the node is
-        # called bad
+        # Others may train on unassigned GPUs: matrix products there would be slow, and
+        # the node would be judged bad.
         hide_unassigned_gpus()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a function."""
+        """Call a function on this node, and return its result."""
         return function(*args)
 
 
 class Checkup:
     """One examination of the connected cluster.
 
-    A node that fails to answer is left out of what follows.
+    A node that fails to answer is left out of the steps that follow.
     """
 
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
-        """By node id."""
+        """The nodes, by node ID."""
         self.found: list[NodeFinding] = []
         self._actors: dict[str, Any] = {}
 
     def start(self) -> None:
         """Start an actor on every node that is alive.
 
-        It holds the node's GPUs if nothing else does.
+        The actor reserves all of the node's GPUs if none of them is in use.
         """
         available = available_resources_per_node()
         for row in ray.nodes():
@@ -98,7 +98,7 @@ class Checkup:
             ray.kill(actor)
 
     def quick(self, uri: str | None) -> None:
-        """Examine versions and storage."""
+        """Compare versions, and check that the storage is shared."""
         answers = self.ask_all("its start", _START_S, probes.versions)
         for node_id, versions in answers.items():
             self.nodes[node_id].versions = versions
@@ -107,7 +107,7 @@ class Checkup:
             self._storage(uri)
 
     def full(self) -> None:
-        """Examine the GPUs' health, and measure every product and link."""
+        """Check the GPUs' health, and measure matrix products and network links."""
         names = self.ask_all("importing torch", _START_S, probes.device_name)
         for node_id, name in names.items():
             self.nodes[node_id].device = name
@@ -133,7 +133,7 @@ class Checkup:
                 self.found.append(finding)
 
     def answering(self, training: bool = False) -> list[str]:
-        """List the nodes that have answered everything so far, or those that train."""
+        """List the nodes that have answered so far, or only those that train."""
         found = []
         for node_id, node in self.nodes.items():
             is_wanted = node.trains or not training
@@ -142,15 +142,15 @@ class Checkup:
         return found
 
     def ask_all(self, part: str, timeout_s: float, *call: Any) -> dict[str, Any]:
-        """Ask the same of all nodes that answer."""
+        """Make the same call on all nodes that have answered so far."""
         return self.ask(part, timeout_s, dict.fromkeys(self.answering(), call))
 
     def ask(
         self, part: str, timeout_s: float, calls: Mapping[str, Call]
     ) -> dict[str, Any]:
-        """Return results by node id, of all `calls` at once.
+        """Run all `calls` at once, one per node; return the results by node ID.
 
-        Notes which node gave none in time, or failed.
+        A node that fails or gives no result in time gets a finding.
         """
         references = {}
         for node_id, call in calls.items():
@@ -194,7 +194,7 @@ class Checkup:
         return slow([self.nodes[node_id] for node_id in self.answering()])
 
     def _storage(self, uri: str) -> None:
-        """Have every node write a marker, then read those of all."""
+        """Have each node write a marker file, then read the markers of all nodes."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
         calls: dict[str, Call] = {}
         for node_id in self.answering():
@@ -215,9 +215,9 @@ class Checkup:
                 )
 
     def _measure(self) -> dict[str, str]:
-        """Measure products of each node, and its better link to a neighbour.
+        """Measure each node's matrix products, and its faster link to a neighbour.
 
-        Return the nodes that have no link, and why.
+        Returns the nodes that have no working link, and why.
         """
         calls: dict[str, Call] = dict.fromkeys(
             self.answering(training=True), (probes.matmul_rates,)
@@ -237,7 +237,7 @@ class Checkup:
         return cut
 
     def _meet(self, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, str]]:
-        """Measure all these links at once; the rate of each node and why it has none."""
+        """Measure these links at once; return each node's rate, or why it has none."""
         calls: dict[str, Call] = {}
         for first, _ in pairs:
             calls[first] = (probes.free_port, self.nodes[first].address)
@@ -252,7 +252,7 @@ class Checkup:
 
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return a ring of pairs in rounds in which every node is in one pair at most."""
+    """Pair the nodes in a ring, in rounds in which each node is in one pair at most."""
     first = list(zip(nodes[::2], nodes[1::2], strict=False))
     second = list(zip(nodes[1::2], nodes[2::2], strict=False))
     rounds = [first, second]
@@ -279,9 +279,9 @@ def _trains(resources: Mapping[str, float]) -> bool:
 def lost_nodes(
     rows: Sequence[Mapping[str, Any]], examined: Iterable[str]
 ) -> list[NodeFinding]:
-    """Find nodes that died unexpectedly and whose address has no living one.
+    """Find nodes that died unexpectedly, with no live node at their address.
 
-    Not those among `examined`: that they are silent is said already.
+    Those among `examined` are left out: they have a finding already if they are silent.
     """
     alive = {row["NodeManagerAddress"] for row in rows if row["Alive"]}
     lost = {}
@@ -299,7 +299,7 @@ def lost_nodes(
 
 
 def wait_for_workers(num_workers: int, timeout_s: float) -> None:
-    """Wait until `num_workers` nodes for workers are alive, or the time is up."""
+    """Wait until `num_workers` worker nodes are alive, or `timeout_s` has passed."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         alive = [row for row in ray.nodes() if row["Alive"]]
@@ -318,7 +318,7 @@ def wait_for_workers(num_workers: int, timeout_s: float) -> None:
 def examine(uri: str | None, quick: bool) -> Checkup:
     """Examine the connected cluster.
 
-    `uri` is the storage that all nodes must share; None: not proved.
+    `uri` is the storage that all nodes must share; if None, storage is not tested.
     """
     checkup = Checkup()
     try:
@@ -332,7 +332,7 @@ def examine(uri: str | None, quick: bool) -> Checkup:
 
 
 def require_sound(uri: str | None) -> None:
-    """Raise ClusterError for what the quick part finds, before a sweep."""
+    """Run the quick examination before a sweep; raise ClusterError for its findings."""
     if sum(row["Alive"] for row in ray.nodes()) < 2:
         return
     found = examine(uri, quick=True).found
@@ -349,16 +349,16 @@ def check(
     exclude_bad: bool,
     quick: bool,
 ) -> int:
-    """Run the command: print table and findings, JSON, or a selector of nodes in order.
+    """Run the command: print a table and findings, JSON, or a selector of good nodes.
 
-    Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
+    Returns 1 if there are findings; with `exclude_bad`, if too few good nodes remain.
     """
     from trainers.on_ray.cluster import connect
 
     connect(show_workers=False)
     if num_workers is not None:
         wait_for_workers(num_workers, wait_s)
-    # A relative default would be another directory on every node.
+    # No relative default, which would be a different directory on every node.
     uri = storage_path or os.environ.get("PACELINE_STORAGE")
     checkup = examine(uri, quick)
     rows = ray.nodes()

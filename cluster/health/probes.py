@@ -1,7 +1,7 @@
-"""Measure nodes, judge what they have measured, and show it.
+"""Measure nodes, judge the measurements, and show the result.
 
-What measures runs on the node that it is about, and imports torch late: a sweep imports
-this file before its Ray is up.
+Functions that measure run on the node itself. They import torch only when called,
+because a sweep imports this file before its Ray is up.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ from trainers.versions import package_versions
 
 NETWORK = "network"
 _LEAST = {True: 0.3, False: 0.65}
-"""What share of the others' median a node must reach, for a link and for a product:
-products repeat well, shared links do not.
+"""Share of the others' median that a node must reach: True for a link, False for a
+matrix product. Products are repeatable; links that are shared are less so.
 """
 _SLOW_FIX = {
     True: "look at its cable, port and MTU",
@@ -42,13 +42,13 @@ _SLOW_FIX = {
 }
 _COLUMNS = ("node", "address", "device", "matmul GFLOP/s", "network MB/s", "verdict")
 _SAMPLES = 5
-# how late a file of another node may appear: NFS caches a directory for a few seconds
+# How late another node's file may appear: NFS caches a directory for some seconds.
 _SEEN_WITHIN_S = 5.0
 
 
 @dataclass
 class Node:
-    """What is known of a node."""
+    """What is known about a node."""
 
     node_id: str
     host: str
@@ -59,23 +59,23 @@ class Node:
     """Whether it has answered everything so far."""
     versions: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
-    """Model of its CPU or GPUs; products are compared between equal ones."""
+    """Model of its CPU or GPUs; matrix products are compared within one model."""
     num_gpus: int = 0
     """As Ray counts them."""
     rates: dict[str, float] = field(default_factory=dict)
-    """GFLOP/s of each product (`matmul of cuda:3`), MB/s of the network; the best of
-    all measurements, since what slows one for a moment says nothing of the node.
+    """GFLOP/s of each matrix product (`matmul of cuda:3`), MB/s of the network. The
+    best measurement counts, since a momentary disturbance says nothing about the node.
     """
 
     def better(self, rates: Mapping[str, float]) -> None:
-        """Keep the higher one of each rate."""
+        """Update the rates; the higher value of each is kept."""
         for name, rate in rates.items():
             self.rates[name] = max(rate, self.rates.get(name, 0.0))
 
 
 @dataclass(frozen=True)
 class NodeFinding(Finding):
-    """What is wrong with one node, or with the cluster where `node_id` is empty."""
+    """A finding about a node or, if `node_id` is empty, about the cluster."""
 
     node_id: str
     host: str
@@ -85,21 +85,21 @@ class NodeFinding(Finding):
 
 
 def on(node: Node, found: Iterable[Finding]) -> list[NodeFinding]:
-    """Return findings with their node."""
+    """Return findings as findings about this node."""
     place: dict[str, Any] = {"node_id": node.node_id, "host": node.host}
     return [NodeFinding(**vars(each), **place) for each in found]
 
 
 def label_selector(found: Sequence[NodeFinding]) -> dict[str, str]:
-    """Return Ray's label selector for all nodes but the bad ones."""
+    """Return a Ray label selector for all nodes but those with findings."""
     bad = sorted({each.node_id for each in found} - {""})
     return {"ray.io/node-id": f"!in({','.join(bad)})"} if bad else {}
 
 
 def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the nodes that do not see the storage of more than half of them.
+    """Return the nodes that could read the markers of at most half of the nodes.
 
-    `seen`: whose markers each could read.
+    `seen` lists, by node, the nodes whose markers it could read.
     """
     found = []
     for node_id, markers in seen.items():
@@ -109,7 +109,7 @@ def unshared(seen: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def different(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find versions other than those of most nodes; of equally many, the first's."""
+    """Find versions other than the most common; in a tie, the first one counts."""
     found: list[NodeFinding] = []
     for name in dict.fromkeys(name for node in nodes for name in node.versions):
         own = [node.versions.get(name, "absent") for node in nodes]
@@ -123,7 +123,7 @@ def different(nodes: Sequence[Node]) -> list[NodeFinding]:
 
 
 def slow(nodes: Sequence[Node]) -> list[NodeFinding]:
-    """Find nodes far behind the others' median: products of one device, and links."""
+    """Find nodes far below the median of the others, by device model and for links."""
     groups: dict[str, list[tuple[Node, str]]] = {}
     for node in nodes:
         for name in node.rates:
@@ -152,8 +152,9 @@ def print_report(
 ) -> int:
     """Print what was found, and return the exit code.
 
-    With `exclude_bad` standard output holds the selector alone, for
-    `--scaling.label_selector`; the code is 1 when fewer good nodes than `wanted` train.
+    With `exclude_bad`, only the selector goes to standard output, for use in
+    `--scaling.label_selector`; the code is then 1 if fewer good nodes than `wanted` can
+    train.
     """
     out = sys.stderr if exclude_bad else sys.stdout
     bad = {each.node_id for each in found}
@@ -197,7 +198,7 @@ def print_report(
 
 
 def _lowest(node: Node, is_link: bool) -> str:
-    """Of several GPUs that for which others wait."""
+    """Return the lowest rate as text: the other GPUs wait for the slowest one."""
     rates = []
     for name, rate in node.rates.items():
         if (name == NETWORK) == is_link:
@@ -212,7 +213,7 @@ def _unit(name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what must be equal on all nodes; torch brings NCCL."""
+    """Return the versions that must be equal on all nodes; NCCL comes with torch."""
     return {
         "python": platform.python_version(),
         **package_versions("torch", "ray"),
@@ -228,7 +229,7 @@ def num_gpus() -> int:
 
 
 def device_name() -> str:
-    """Return the model of what the products run on: the GPUs, else the CPU."""
+    """Return the model of the device for matrix products: the GPU, else the CPU."""
     import torch
 
     if num_gpus():
@@ -241,9 +242,10 @@ def device_name() -> str:
 
 
 def gpu_findings(least: int) -> list[Finding]:
-    """Return what NVML says against the GPUs here, which must be `least` or more.
+    """Return what NVML finds wrong with this node's GPUs; at least `least` must exist.
 
-    Nothing where it does not answer; what a driver does not support counts as healthy.
+    There are no findings if NVML does not answer; what a driver does not support counts
+    as healthy.
     """
     from trainers.devices.device import opened_nvml
 
@@ -314,7 +316,7 @@ def _against(nvml: Any, index: int) -> list[Finding]:
 
 
 def unseen_gpus() -> list[Finding]:
-    """Say why torch sees no GPU, or fewer, where the driver has some."""
+    """Return a finding if torch sees fewer GPUs than the driver, with the reason."""
     import torch
 
     from trainers.devices.device import opened_nvml
@@ -339,10 +341,10 @@ def unseen(
     built_for: str | None,
     visible: str | None,
 ) -> Finding:
-    """Return why torch sees `seen` of the driver's `count` GPUs.
+    """Return a finding on why torch sees only `seen` of the driver's `count` GPUs.
 
-    `newest` is the CUDA at which the driver stops, `built_for` torch's own, None of a
-    CPU build; `visible` is CUDA_VISIBLE_DEVICES.
+    `newest` is the newest CUDA version that the driver supports. `built_for` is the
+    CUDA version of torch, None for a CPU build. `visible` is CUDA_VISIBLE_DEVICES.
     """
     why = "CUDA does not start on the others" if seen else "CUDA does not start"
     fix = "look at `nvidia-smi` and the kernel's log, or restart the machine"
@@ -360,7 +362,7 @@ def unseen(
 
 
 def matmul_rates() -> dict[str, float]:
-    """Return the GFLOP/s of every GPU that torch sees, or of one core, by its name."""
+    """Measure the GFLOP/s of each GPU that torch sees, or else of one CPU core."""
     import torch
 
     torch.set_num_threads(1)  # the other cores may be at work
@@ -390,7 +392,7 @@ def _half() -> Any:
 def seconds_of(run: Callable[[], object], device: Any) -> float:
     """Return the seconds that `run` takes: the median of samples of 0.2 s or more.
 
-    They are long against a scheduler's time slice, so that none is a lucky moment.
+    Samples are long compared with a scheduler's time slice, so that none is just lucky.
     """
     from trainers.devices.device import synchronize
 
@@ -404,9 +406,9 @@ def seconds_of(run: Callable[[], object], device: Any) -> float:
 
 
 def check_local(as_json: bool) -> int:
-    """Print what this machine is, and how fast it multiplies; 1 where it is not in order.
+    """Examine this machine without Ray; print its versions, device, speed and findings.
 
-    Without Ray.
+    Returns 1 if there are findings.
     """
     import torch
 
@@ -429,17 +431,17 @@ def check_local(as_json: bool) -> int:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free there now."""
+    """Return a port that is currently free at this address."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def link(rank: int, address: str, port: int, timeout_s: float) -> tuple[float, str]:
-    """Return the MB/s of an all-reduce with another node, and why there are none.
+    """Measure the MB/s of an all-reduce with another node; if it fails, also say why.
 
-    NCCL between GPUs, gloo where a node has none, or its own are in use. Both must call
-    it, with the address of the one with rank 0.
+    The backend is NCCL, or gloo if one of the nodes has no free GPU. Both nodes must
+    call this, with the address of the node with rank 0.
     """
     import torch
     import torch.distributed as dist
@@ -464,7 +466,7 @@ def link(rank: int, address: str, port: int, timeout_s: float) -> tuple[float, s
 
 
 def _mb_per_s(device: Any) -> float:
-    """Return the best of three, after one that connects."""
+    """Return the best of four all-reduces, the first of which includes connecting."""
     import torch
     import torch.distributed as dist
 
@@ -483,7 +485,7 @@ def _mb_per_s(device: Any) -> float:
 
 
 def write_marker(uri: str, name: str) -> str | None:
-    """Write a file that says who wrote it; return what went wrong, or None."""
+    """Write a marker file that contains its name; return what went wrong, or None."""
     try:
         Storage(uri).write(name, name.encode())
     except (StorageError, OSError) as failure:
@@ -492,7 +494,7 @@ def write_marker(uri: str, name: str) -> str | None:
 
 
 def seen_markers(uri: str, names: list[str]) -> list[str]:
-    """Return those that this node can read, once it sees all or has waited for them."""
+    """Return the markers that this node can read; wait a while for missing ones."""
     storage = Storage(uri)
     deadline = time.monotonic() + _SEEN_WITHIN_S
     seen: list[str] = []
@@ -508,6 +510,6 @@ def seen_markers(uri: str, names: list[str]) -> list[str]:
 
 
 def delete_markers(uri: str) -> None:
-    """Delete all of them, with their directory."""
+    """Delete all markers, with their directory."""
     with contextlib.suppress(StorageError, OSError):
         Storage(uri).delete("")

@@ -1,6 +1,7 @@
-"""Trials are forks of a warm parent, a zygote a node.
+"""Trials run in forks of a warm parent process; each node has one, its zygote.
 
-It has imported torch and the user's module.
+The zygote has already imported torch and the user's module.
 
-Its door: `Zygote` (client.py) gives a node's zygote, and `Zygote.fork` a process of it.
+The entry points are `Zygote` (client.py), the client of a node's zygote, and
+`Zygote.fork`, which starts a process.
 """

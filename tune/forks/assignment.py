@@ -22,7 +22,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A trial as a lane gets it."""
+    """A trial, as it is handed to a lane."""
 
     ticket: str
     """Names this submission: Tune may start two actors for one trial, and drop one."""
@@ -30,25 +30,25 @@ class Assignment:
     tree: dict[str, Any]
     """Its whole configuration: a TrainConfig, or a FunctionConfig."""
     microbatch_ceiling: int | None = None
-    """The largest microbatch that may still fit, where one is known not to."""
+    """The largest microbatch to try, after a larger one did not fit; None: no limit."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest size that fitted in trials like it, and the smallest that did not."""
+    """The largest size that fitted in similar trials, and the smallest that did not."""
     target: Target | None = None
-    """What ends it before its last step; None where nothing does."""
+    """The target that ends it before its last step; None if it runs to its end."""
     watches: tuple[str, ...] = ()
-    """Metrics that the sweep decides by."""
+    """The metrics on which the sweep's decisions depend."""
     source: Storage | None = None
-    """Where it kept its state when its node was taken away; None: it begins anew."""
+    """Where the state lies from which it continues; None: it starts from scratch."""
     refuge: Storage | None = None
-    """Where it keeps its state when its node is taken away."""
+    """Where it saves its state when its node is taken away."""
     attempt: int = 0
     """How often it was started before."""
     begun: Begun | None = None
-    """Where a training function goes on that was started before."""
+    """Where a training function that was started before continues."""
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its configuration says when to write checkpoints: they are kept."""
+        """Whether its configuration sets a checkpoint interval: its state is kept."""
         chosen = self.tree.get("checkpoint", {})
         return any(value and key.startswith("every_") for key, value in chosen.items())
 
@@ -64,23 +64,23 @@ class Place:
     node_rank: int
     device_index: int
     address: str = ""
-    """Where the ranks meet; empty: they form no process group.
+    """Where the ranks rendezvous; empty if they form no process group.
 
-    Rank 0 gets the listening socket as an open file.
+    Rank 0 inherits the listening socket as an open file.
     """
     port: int = 0
     backend: str = ""
-    """Of the process group; empty: NCCL where there is a GPU, else gloo."""
+    """Backend of the process group; empty: NCCL if there is a GPU, else gloo."""
     timeout_s: float = 1800.0
     """How long a rank waits for the others in a collective."""
 
     def meeting_at(self, address: str, port: int) -> Place:
-        """Return it in a group that meets somewhere."""
+        """Return a copy of this place, in a group that rendezvous at an address."""
         return replace(self, address=address, port=port)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What torchrun would set."""
+        """The environment variables that torchrun would set."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),

@@ -1,7 +1,7 @@
-"""A trial's process: what it is told to do, and how it asks the process that wanted it.
+"""A trial's process: its work, and the channel to the process that requested it.
 
-Run as: python -m tune.forks.child CHANNEL STDOUT STDERR [FILE...], numbers of open
-files, where it is no fork.
+If it is not a fork, it is run as: python -m tune.forks.child CHANNEL STDOUT STDERR
+[FILE...], where all arguments are file descriptors.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
-"""By which processes whose parent has ended become children of this one."""
+"""The prctl option by which orphaned descendants become this process's children."""
 _PR_SET_PDEATHSIG = 1
 END = "end"
-"""The call that brings a trial's outcome, and has no answer."""
+"""The call that sends a trial's outcome; it gets no answer."""
 
 
 class TrialStopped(SystemExit):
-    """Ends a training function at its report, once the search has stopped its trial."""
+    """Raised in a training function's report once the search has stopped its trial."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Work:
     """What a process is to do."""
 
     target: str
-    """`module:function`: called with the Channel and the arguments; what it returns is
+    """`module:function`, called with the Channel and the arguments; its return value is
     the outcome.
     """
     arguments: tuple[Any, ...]
@@ -43,16 +43,16 @@ class Work:
 
 
 class Channel:
-    """A trial's end of the pipe to the process that wanted it; any thread may call."""
+    """A trial's end of the pipe to the process that requested it; thread-safe."""
 
     def __init__(self, connection: Connection, files: Sequence[int]) -> None:
-        """`files`: further open files that were handed over."""
+        """`files` are further open files that were passed to the trial."""
         self._connection = connection
         self._lock = threading.Lock()
         self.files = files
 
     def call(self, method: str, *args: Any, **given: Any) -> Any:
-        """Return what a method of the other side's returns, or raise what it raises."""
+        """Call a method on the other side; return its result, or raise its error."""
         with self._lock:
             self._connection.send_bytes(pack((method, args, given)))
             raised, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from the process that wanted it)
@@ -61,30 +61,30 @@ class Channel:
         return value
 
     def end(self, outcome: Any) -> None:
-        """Say how the trial has ended, if anybody still wants to know."""
+        """Send the trial's outcome, if the other side is still there."""
         with self._lock, suppress(BrokenPipeError):
             self._connection.send_bytes(pack((END, (outcome,), {})))
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes.
+    """Pickle a value.
 
-    Where Ray is there, objects of modules that the other side cannot import go by
-    value.
+    If Ray is loaded, its cloudpickle is used, which pickles objects by value if the
+    other side may be unable to import them.
     """
     of_ray: Any = sys.modules.get("ray.cloudpickle")
     return pickle.dumps(value) if of_ray is None else bytes(of_ray.dumps(value))
 
 
 def prctl(option: int, value: int) -> None:
-    """Set what Linux does with this process's children, or with it."""
+    """Call Linux's prctl, which sets an option of this process."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def become(files: Sequence[int]) -> None:
-    """Do the work that comes over the channel, the first of some open files.
+    """Run the work that is received over the channel, and exit; never return.
 
-    Does not return.
+    `files` are file descriptors: the channel, standard output, standard error, others.
     """
     code = 1
     try:

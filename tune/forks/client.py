@@ -1,4 +1,4 @@
-"""The way to a node's zygote, and to the processes that it forks."""
+"""The client side of a node's zygote and of the processes that it forks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tune.forks.zygote import END_ALL, FORK, LONGEST_MESSAGE, NUMBER, Preload
 
 _LOOK_S = 0.02
 _STOP_S = 0.5
-"""Within which a function that was stopped may tidy up."""
+"""How long a function that was stopped may take to clean up."""
 _MOST_STOPPED_S = 300.0
 _START_S = 600.0
-"""Within which a zygote has imported what it should, on a machine however busy."""
+"""How long a zygote may take for its imports, even on a very busy machine."""
 _MOST_STARTS = 3
-"""Of zygotes for one fork: one may be about to end, two are no chance."""
+"""Attempts to reach a zygote for one fork: one may end just then, but hardly two."""
 
 
 class NoOutcomeError(Exception):
-    """A process has ended without saying how."""
+    """Raised when a process has ended without sending an outcome."""
 
     def __init__(self, code: int) -> None:
-        """`code`: of its exit; negative: the signal that ended it."""
+        """`code` is its exit code or, if negative, the signal that ended it."""
         super().__init__(code)
         self.code = code
 
@@ -46,12 +46,12 @@ class NoOutcomeError(Exception):
 
 
 class Zygote:
-    """This node's zygote of a sweep. It lives for as long as anybody is connected."""
+    """The zygote of a sweep on this node. It lives as long as it has a client."""
 
     def __init__(self, name: str, preload: Preload) -> None:
-        """Start it where it does not run; returns at once.
+        """Start the zygote if it is not running; return at once.
 
-        `name` is the sweep's, the same on all nodes.
+        `name` identifies the sweep, and is the same on all nodes.
         """
         self.name = name
         self.preload = preload
@@ -63,7 +63,7 @@ class Zygote:
 
     @classmethod
     def of_functions(cls, name: str) -> Zygote:
-        """The zygote of a sweep of training functions of Ray Train's."""
+        """Return the zygote for a sweep over Ray Train training functions."""
         modules = ("tune.forks.function", "ray.tune", "tune.ray.trainer")
         return cls(name, Preload(modules=modules))
 
@@ -78,8 +78,8 @@ class Zygote:
                 return
             self._path.unlink(missing_ok=True)
             places = [*self.preload.path, *sys.path]
-            # Else torch asks CUDA itself how many devices there are, and no fork could
-            # use it.
+            # Otherwise torch initializes CUDA to count the devices, and no fork could
+            # use CUDA.
             own = {
                 "PYTHONPATH": os.pathsep.join(filter(None, places)),
                 "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -111,7 +111,7 @@ class Zygote:
             time.sleep(_LOOK_S)
 
     def hold(self) -> None:
-        """Keep it alive for as long as this process lives."""
+        """Keep the zygote alive for as long as this process lives."""
         if self._connection is None:
             self._connection = self._connect()
 
@@ -120,8 +120,8 @@ class Zygote:
 
         Args:
             target: The function, as `module:name`.
-            *arguments: What it is called with, pickled.
-            files: Open files that are handed over to it.
+            *arguments: The function's arguments, which are sent pickled.
+            files: Open files that are passed to the process.
         """
         work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
         for _ in range(_MOST_STARTS):
@@ -132,7 +132,7 @@ class Zygote:
         raise ConnectionError("the parent of trials ends before it forks one")
 
     def learn(self, modules: Sequence[str]) -> None:
-        """Import modules for all further forks."""
+        """Have the zygote import modules, so that all further forks have them."""
         new = [module for module in modules if module not in self._learned]
         message = "".join(f"{module}\n" for module in new).encode()
         if self._connection is None or len(message) > LONGEST_MESSAGE:
@@ -140,7 +140,7 @@ class Zygote:
         try:
             self._connection.sendall(message)
             self._learned.update(new)
-        except OSError:  # it has died: the next fork starts another
+        except OSError:  # the zygote has died: the next fork starts another
             self._forget()
 
     def _forget(self) -> None:
@@ -148,7 +148,7 @@ class Zygote:
         self._learned.clear()
 
     def close(self) -> None:
-        """End it on this node, and wait for its end."""
+        """End this node's zygote, if connected to it, and wait until it has ended."""
         if self._connection is not None:
             with suppress(OSError):
                 self._connection.sendall(f"{END_ALL}\n".encode())
@@ -159,9 +159,9 @@ class Zygote:
 
 
 def _directory(name: str) -> Path:
-    """Where a sweep's zygote of this node listens.
+    """Return the directory of the socket of a sweep's zygote on this node.
 
-    Nodes in network namespaces of one machine have one each.
+    Several nodes on one machine, each in its network namespace, have one each.
     """
     namespace = 0
     if sys.platform == "linux":
@@ -170,7 +170,7 @@ def _directory(name: str) -> Path:
 
 
 class Fork:
-    """A process that does one thing."""
+    """A process, forked by the zygote, that calls one function and ends."""
 
     def __init__(
         self, control: socket.socket, work: Work, files: Sequence[int]
@@ -193,22 +193,24 @@ class Fork:
         look_s: float = 1.0,
         most_stopped_s: float = _MOST_STOPPED_S,
     ) -> Any:
-        """Answer the process's calls by the methods of `asked`; returns its outcome.
+        """Answer the process's calls by the methods of `asked`, and return its outcome.
 
         Args:
-            asked: Has the methods that the process may call.
-            goes_on: Says whether anybody still wants the outcome.
+            asked: The object whose methods the process may call.
+            goes_on: Returns whether the outcome is still wanted.
             look_s: Seconds between two calls of `goes_on`.
-            most_stopped_s: Seconds that the process may be stopped (SIGSTOP).
+            most_stopped_s: Seconds for which the process may be suspended (SIGSTOP).
 
         Raises:
-            NoOutcomeError: it has ended without an outcome, or was stopped for too long.
-            InterruptedError: nobody wants it any more.
-            TrialStopped: a method has raised it; the process gets it first.
+            NoOutcomeError: The process ended without an outcome, or was suspended for
+                too long.
+            InterruptedError: The outcome is no longer wanted.
+            TrialStopped: A method of `asked` raised it; it was passed to the process
+                first.
         """
         ran_at = time.monotonic()
         while True:
-            # A process of its own may hold the channel open after its end.
+            # A process that it started may hold the channel open after its end.
             ready = wait([self._channel, self._control], look_s)
             if self._channel in ready:
                 call = self._heard()
@@ -232,7 +234,7 @@ class Fork:
         raise NoOutcomeError(self.wait())
 
     def _stop(self, asked: Any) -> NoReturn:
-        """Let a function that was stopped tidy up, and end its process."""
+        """Let a stopped function clean up briefly, then end its process."""
         deadline = time.monotonic() + _STOP_S
         while time.monotonic() < deadline:
             ready = wait([self._channel, self._control], _LOOK_S)
@@ -246,7 +248,7 @@ class Fork:
         raise TrialStopped(0)
 
     def _heard(self) -> tuple[str, tuple[Any, ...], dict[str, Any]] | None:
-        """Return the next call; None where there will be none."""
+        """Return the next call, or None if there will be no more."""
         try:
             call: Any = pickle.loads(self._channel.recv_bytes())  # noqa: S301 (a fork of our own)
         except (EOFError, OSError):
@@ -256,7 +258,7 @@ class Fork:
     def _answer(
         self, asked: Any, method: str, args: tuple[Any, ...], given: dict[str, Any]
     ) -> bool:
-        """Answer a call; returns whether the answer is that the process should stop."""
+        """Answer a call; return whether the answer tells the process to stop."""
         try:
             answer = (False, getattr(asked, method)(*args, **given))
         except (Exception, TrialStopped) as error:
@@ -272,12 +274,12 @@ class Fork:
         return -signal.SIGKILL if code is None else code
 
     def _number(self) -> int | None:
-        """The next that the zygote tells; None where it has died."""
+        """Return the next number that the zygote sends, or None if it has died."""
         data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
         return int(NUMBER.unpack(data)[0]) if len(data) == NUMBER.size else None
 
     def _is_stopped(self) -> bool:
-        """Whether the process was stopped by a signal, and not continued."""
+        """Return whether the process is suspended by a signal (SIGSTOP)."""
         with suppress(OSError):
             text = Path(f"/proc/{self.pid}/stat").read_text()
             _, _, state = text.rpartition(") ")
@@ -285,6 +287,6 @@ class Fork:
         return False
 
     def kill(self) -> None:
-        """End the process, and all that it has started."""
+        """End the process and all that it started, by closing the connection."""
         self._control.close()
         self._channel.close()

@@ -1,8 +1,8 @@
-"""A training function of Ray Train's, in a process of its own (Ray).
+"""A Ray Train training function, in a process of its own (Ray).
 
-The function finds Ray Train's interface (`ray.train.report`, `get_context`, ...) as a
-worker has it. Each call goes over the channel to the worker that has started this
-process, where Ray's own implementation answers it. The process itself joins the cluster
+The function can use Ray Train's interface (`ray.train.report`, `get_context`, ...) as
+in a Ray worker. Most calls go over the channel to the worker that started this process,
+where Ray's own implementation answers them. The process itself joins the cluster
 only when its code calls Ray (`ray.get`, `ray.data`, actors).
 """
 
@@ -39,7 +39,7 @@ from tune.ray_internals import (
 
 
 class ForkContext(PublicContext):
-    """What `ray.train.get_context()` gives."""
+    """The context that `ray.train.get_context()` returns."""
 
     def __init__(self, place: Place, experiment: str, storage: Any) -> None:
         self._place = place
@@ -76,7 +76,7 @@ class ForkContext(PublicContext):
 
 
 def _asked(name: str) -> Any:
-    """Return a method that asks the worker's own implementation."""
+    """Return a method that forwards its call to the worker's own implementation."""
 
     def ask(self: ForkUtils, *args: Any, **given: Any) -> Any:
         return self.channel.call(name, *args, **given)
@@ -85,7 +85,7 @@ def _asked(name: str) -> Any:
 
 
 class ForkUtils(TrainFnUtils):
-    """What the functions of `ray.train` call."""
+    """The implementation behind the functions of `ray.train`, such as `report`."""
 
     def __init__(self, channel: Channel, context: ForkContext) -> None:
         self.channel = channel
@@ -113,7 +113,7 @@ class ForkUtils(TrainFnUtils):
 
 
 class _TuneSession:
-    """What `ray.tune.report` and `ray.tune.get_checkpoint` of a function reach."""
+    """The session behind `ray.tune.report` and `ray.tune.get_checkpoint`."""
 
     world_rank = 0  # a number: Ray Train's own functions may be called
 
@@ -137,15 +137,15 @@ def connect() -> None:
 
 
 def as_new_process(gpu_ids: list[str]) -> None:
-    """Have what a new process of Ray's draws or reads at its start.
+    """Set the random seed, threads and device as in a new process of Ray's.
 
     Args:
-        gpu_ids: Of the worker.
+        gpu_ids: The GPU IDs that Ray has assigned to the worker.
     """
     np.random.seed()
     num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(num_threads or torch.get_num_threads())
-    # By which Ray Train finds the device; it would join the cluster to ask.
+    # Ray Train finds the device by this function, which would join the cluster.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
     set_device("cuda" if gpu_ids else "cpu")
@@ -159,7 +159,7 @@ def run_function(
     experiment: str,
     storage: Any,
 ) -> Any:
-    """Call a training function, which is named or pickled.
+    """Call a training function, which is given by name or pickled.
 
     Returns: What it returned (`returned`), or what it raised: the exception and its
         traceback (`raised`) and, as plain data, its `status` and `message`.

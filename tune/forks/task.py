@@ -43,11 +43,11 @@ _NAMES = (
     "early_stopping.metric",
     "schedule()",
 )
-"""What names a metric: one that no trial reports ends the sweep."""
+"""Fields that name a metric: the sweep ends if no trial reports that metric."""
 
 
 class TrialContext(RunContext):
-    """RunContext of a trial: asks the worker that has started it."""
+    """The RunContext of a trial: forwards calls to the worker that started it."""
 
     def __init__(self, channel: Channel, place: Place, assignment: Assignment) -> None:
         super().__init__(
@@ -68,26 +68,26 @@ class TrialContext(RunContext):
         self._goes_on = True
 
     def report(self, metrics: Tree, checkpoint: str | None, elapsed_s: float) -> None:
-        """Rank 0 tells of an evaluation, and hears whether the trial should go on."""
+        """Send an evaluation from rank 0, and note whether the trial should go on."""
         if checkpoint is None:
             check_reported(self.watches, metrics)
         if self.rank == 0 and checkpoint is None:
             self._goes_on = self._channel.call("report", metrics) and self._goes_on
 
     def observe(self, figures: dict[str, float]) -> None:
-        """The figures of this rank."""
+        """Send the figures of this rank, with its GPU memory, to the worker."""
         self._channel.call("observe", with_gpu_memory(figures))
 
     def should_stop(self, elapsed_s: float) -> bool:
-        """Whether the search has stopped the trial."""
+        """Return whether the search has stopped the trial."""
         return not self._goes_on
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Whether the node will be taken away."""
+        """Return whether the node will be taken away."""
         return bool(self._channel.call("preempted", elapsed_s))
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
-        """All other trials shall know it."""
+        """Tell all other trials whether a microbatch fits."""
         low, high = self.microbatch_bounds
         if not fits:
             least = min(microbatch_size, high or microbatch_size)
@@ -95,7 +95,7 @@ class TrialContext(RunContext):
         self._channel.call("fits", microbatch_size, fits)
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """The trial ends here."""
+        """Report where this rank hangs; the trial then ends."""
         self._channel.call("hung", failure, stack)
 
 
@@ -129,10 +129,10 @@ def check(
     precisions: Sequence[Any],
     device_type: str,
 ) -> PacelineError | None:
-    """Load the task or function, and check that a type of device has the precisions.
+    """Load the task or function; check that the device has a task's precisions.
 
     Returns:
-        What is wrong.
+        The error that was found, or None.
     """
     try:
         if isinstance(spec, FunctionSpec):
@@ -148,7 +148,7 @@ def check(
 
 
 def device_label(channel: Channel, device_index: int) -> str:
-    """Return what decides how much fits: the GPU's model and memory."""
+    """Return the device's model and memory, which determine how much fits on it."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", device_index)
@@ -161,7 +161,7 @@ def run_trial(
     path: tuple[str, ...],
     place: Place,
 ) -> Any:
-    """Train; returns the outcome as plain data."""
+    """Train, and return the outcome as plain data."""
     began = time.time()
     clock = time.monotonic()
     modules = set(sys.modules)
@@ -200,7 +200,7 @@ def run_trial(
 
 
 def _failed(error: Exception, context: RunContext) -> Tree:
-    """Return the outcome of what an error has ended."""
+    """Return the outcome of a trial that was ended by an error."""
     if isinstance(error, PreemptedError):
         return {"status": error.status, "message": str(error)}
     failure = failure_of(error, context.rank)
@@ -211,7 +211,7 @@ def _failed(error: Exception, context: RunContext) -> Tree:
     }
     if isinstance(error, ConfigError) and error.field in _NAMES:
         outcome["misnamed"] = error
-    # A single worker goes on by itself.
+    # A single worker reduces its microbatch by itself.
     if isinstance(error, TooLargeError) and context.world_size > 1:
         outcome["smaller"] = next_smaller(error.microbatch_size)
     if not isinstance(error, PacelineError) and failure.status == "error":
@@ -220,7 +220,7 @@ def _failed(error: Exception, context: RunContext) -> Tree:
 
 
 def imported_libraries(before: set[str]) -> list[str]:
-    """The installed modules that were imported since: other trials will want them."""
+    """Return the installed modules imported since `before`; the zygote gets them."""
     found = []
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""

@@ -1,20 +1,22 @@
-"""The parent of a node's trials, forked for each of them.
+"""The zygote: the process from which a node's trials are forked.
 
-A process without Ray, CUDA or a second thread.
+It has no Ray, no CUDA and only one thread.
 
 Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is JSON
-(`Preload`) and CLIENT an open socket, of its first client; the Zygote of client.py does
-so. It is no child of that process: Ray kills a worker's children.
+(`Preload`) and CLIENT is the file descriptor of a socket to its first client; the
+Zygote of client.py runs this. The zygote is not a child of that process, because Ray
+kills a worker's children.
 
-It imports torch, the loop and the user's module, and listens. Whoever wants a trial
-connects and hands over open files: the trial's end of a channel, its standard output
+It imports torch, the loop and the user's module, and listens. A client that wants a
+trial connects and passes open files: the trial's end of a channel, its standard output
 and its standard error. The forked process reads from the channel what to do (child.py);
-the zygote knows nothing of it. Where its own state does not survive a fork (threads,
-CUDA), it starts a new interpreter in place of a fork.
+the zygote knows nothing about it. If the zygote's own state does not survive a fork
+(threads, CUDA), it starts a new interpreter instead of a fork.
 
-A connection stays open while its trial lives: the trial's end is answered with the exit
-code, and a connection that is closed before ends the trial. What a trial leaves running
-ends with it. Without a connection the zygote ends, too.
+A connection stays open while its trial lives. When the trial ends, the zygote sends its
+exit code; if the client closes the connection before, the zygote ends the trial. The
+processes that a trial leaves running end with it. Once it has no connections, the
+zygote ends, too.
 """
 
 import fcntl
@@ -39,7 +41,7 @@ from pathlib import Path
 from tune.forks.child import PR_SET_CHILD_SUBREAPER, become, prctl
 
 NUMBER = struct.Struct("i")
-"""What comes back: the number of a trial's process, and at its end its exit code."""
+"""Format of the replies: the PID of a trial's process and, later, its exit code."""
 FORK = b"fork"
 """The message that comes with a trial's files; any other names modules to import, a
 line each.
@@ -49,7 +51,7 @@ END_ALL = "."
 LONGEST_MESSAGE = 2**18
 _MOST_FILES = 8
 _IDLE_S = 10.0
-"""That it lives on once the last one is closed."""
+"""How long the zygote lives on after its last connection is closed."""
 _CANARY_S = 10.0
 
 
@@ -60,26 +62,26 @@ class Preload:
     path: tuple[str, ...] = ()
     """Directories that come first on sys.path."""
     modules: tuple[str, ...] = ()
-    """Modules that are imported where they can be; a trial says what is wrong with
-    them.
+    """Modules to import. Failures are ignored here: a trial that needs the module
+    reports the error.
     """
     forks: bool = True
-    """False: each trial is a new interpreter."""
+    """Whether trials are forks; if not, each trial is a new interpreter."""
 
     def to_json(self) -> str:
-        """Return it as an argument of the command."""
+        """Return this as JSON, for the zygote's command line."""
         return json.dumps(asdict(self))
 
 
 class Zygote:
-    """Serves a socket."""
+    """The zygote's server: accepts clients on a socket, and starts their trials."""
 
     def __init__(self, path: Path, first: socket.socket, why_not: str | None) -> None:
-        """`first`: the client that has started it; `why_not`: why no trial is a fork."""
+        """`first` is the client that started it; `why_not` says why it cannot fork."""
         self._why_not = why_not
         self._clients = {first}
         self._trials: dict[int, socket.socket] = {}
-        """The connection of each trial, by process."""
+        """The connection of each trial, by the PID of its process."""
         self._is_ended = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -90,7 +92,7 @@ class Zygote:
         aside.rename(path)  # whoever sees it can connect
 
     def serve(self) -> None:
-        """Fork trials until nobody is connected any more, or somebody ends it."""
+        """Fork trials until no client is connected any more, or one sends `END_ALL`."""
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
@@ -135,7 +137,7 @@ class Zygote:
             client.sendall(NUMBER.pack(number))
 
     def _start(self, files: Sequence[int]) -> int:
-        """Start a trial's process, and return its number."""
+        """Start a trial's process, and return its PID."""
         if self._why_not is not None:
             for file in files:
                 os.set_inheritable(file, True)
@@ -148,7 +150,7 @@ class Zygote:
         return pid
 
     def _leave(self) -> None:
-        """Close, in a trial, what is the zygote's."""
+        """In a forked trial, close the zygote's files and restore signal handling."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -158,7 +160,7 @@ class Zygote:
         os.close(self._wakes)
 
     def _forget(self, client: socket.socket) -> None:
-        """End the trial of a connection that was closed."""
+        """Drop a connection that was closed, and end its trial if that still runs."""
         self._selector.unregister(client)
         self._clients.discard(client)
         client.close()
@@ -167,7 +169,7 @@ class Zygote:
             end_group(pid)
 
     def _reap(self) -> None:
-        """Tell of trials that have ended, and end what they left running."""
+        """Report ended trials to their clients, and end what they left running."""
         with suppress(BlockingIOError):
             os.read(self._woken, 4096)
         ended = []
@@ -188,7 +190,7 @@ class Zygote:
             self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kill the children that are no trials: daemons, whose trials have ended."""
+        """Kill children that are not trials: processes left behind by ended trials."""
         for child in _children():
             if child not in self._trials:
                 with suppress(ProcessLookupError):
@@ -196,7 +198,7 @@ class Zygote:
 
 
 def end_group(pid: int) -> None:
-    """Kill a trial's process and its group, where there are any."""
+    """Kill a trial's process group, if it still exists."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -210,7 +212,7 @@ def _children() -> list[int]:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import modules; one that fails does so again in the trial that needs it."""
+    """Import modules; ignore failures, which recur in the trial that needs them."""
     for module in modules:
         with suppress(BaseException), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -218,7 +220,7 @@ def import_all(modules: Sequence[str]) -> None:
 
 
 def why_not_fork() -> str | None:
-    """Why this process cannot be forked; None where it can."""
+    """Return why this process cannot be forked, or None if it can."""
     threads = [thread.name for thread in threading.enumerate()]
     threads.remove(threading.main_thread().name)
     if threads:
@@ -232,9 +234,9 @@ def why_not_fork() -> str | None:
 
 
 def _canary_sings() -> bool:
-    """Whether a fork can run torch's parallel code.
+    """Return whether a fork can run torch's parallel code, by trying it in a fork.
 
-    It hangs after this process has run some itself (libgomp).
+    The fork hangs if this process has run parallel code itself before (libgomp).
     """
     pid = os.fork()
     if pid == 0:
@@ -256,15 +258,15 @@ def _canary_sings() -> bool:
 
 
 def main() -> None:
-    """Import, and serve."""
+    """Detach, import the modules, and serve until the zygote ends."""
     if os.fork():
         os._exit(0)
     path = Path(sys.argv[1])
     preload = Preload(**json.loads(sys.argv[2]))
     first = socket.socket(fileno=int(sys.argv[3]))
     first.set_inheritable(False)
-    # Until it listens, SIGIO ends it: when its first client has died or ends it,
-    # whatever a module's import waits for.
+    # Until it listens, SIGIO ends it if its first client dies or ends it, whatever an
+    # import may be waiting for.
     fcntl.fcntl(first, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR | os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)

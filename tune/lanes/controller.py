@@ -1,9 +1,9 @@
 """Ray's controller of a lane, which runs in the driver (Ray).
 
-Ray starts an actor for the controller of each run, one for its ranks to meet at, and
-one that watches for drained nodes: each is a Python process that imports Ray, on the
-way to the first trial. A lane's controller is a thread of the driver, which lives as
-long as its lanes do, and its ranks meet in the mailbox.
+For each run, Ray starts three actors: the controller, one where the ranks synchronize,
+and one that watches for drained nodes. Each is a Python process that has to import Ray
+before the first trial can start. A lane's controller is instead a thread of the driver,
+which lives as long as its lanes do, and the lane's ranks synchronize in the mailbox.
 """
 
 import asyncio
@@ -46,17 +46,17 @@ from tune.ray_internals import (
 
 _LOOK_S = 0.2
 _OFTEN = 32
-"""Lanes that are looked after as often as Ray Train does."""
+"""The first so many lanes are checked as often as Ray Train checks its workers."""
 _MAKE_S = 10.0
-"""Within which Ray makes a group for which there is room, also on a busy machine."""
+"""The longest that Ray takes to create a group that has room, on a busy machine."""
 _NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
 
 
 def beside_driver() -> dict[str, Any]:
-    """Return the options of an actor without a CPU on the driver's node.
+    """Return the options of an actor without a CPU, pinned to the driver's node.
 
-    It serves the whole sweep. Ray would put it on any node, one that may be taken back
-    included, and the sweep would end with that node.
+    Such an actor serves the whole sweep. By default Ray could place it on any node,
+    including a spot node, and the sweep would end when that node is taken away.
     """
     here = NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
@@ -66,27 +66,27 @@ def beside_driver() -> dict[str, Any]:
 
 @dataclass
 class NoGroup(BackendConfig):
-    """Takes the place of Ray's TorchConfig: trials' processes form groups themselves."""
+    """Replaces Ray's TorchConfig: the trials' processes form their process groups."""
 
     backend: str = "none"
     """Read by Ray's TorchTrainer."""
 
 
 class LaneEnded(BaseException):
-    """A lane was told to end.
+    """Raised in a lane that was told to end.
 
-    Not an Exception, after which Ray's controller would start the lane again.
+    It is no Exception, because Ray's controller restarts the lane after an Exception.
     """
 
 
 @dataclass(frozen=True)
 class Stub:
-    """Stands for an actor of Ray's: its calls go to a method of another actor."""
+    """Stands in for an actor of Ray's: forwards calls to another actor's method."""
 
     actor: Any
     method: str
     key: Any
-    """Tells the method for whom it is called."""
+    """First argument of that method: identifies the worker group or lane."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle asks
@@ -101,7 +101,7 @@ class Stub:
 
 @dataclass
 class Room:
-    """What a lane has reserved, and whether it is to give it back."""
+    """The resources that a lane has reserved, and whether it must give them back."""
 
     mailbox: Any
     sweep: str
@@ -113,10 +113,10 @@ class Room:
         return f"{self.sweep}, lane {self.lane}"
 
     def hold(self, group: PlacementGroup) -> None:
-        """Note what the lane reserves.
+        """Remember the placement group that the lane has reserved.
 
         Raises:
-            LaneEnded: It was told to end meanwhile.
+            LaneEnded: The lane was told to end in the meantime.
         """
         self._group = group
         if self.is_over.is_set():
@@ -124,17 +124,17 @@ class Room:
             raise LaneEnded
 
     def give_back(self) -> None:
-        """End the lane, from any thread: Ray ends workers whose group is removed."""
+        """End the lane, from any thread: Ray ends the workers of a removed group."""
         self.is_over.set()
         if self._group is not None:
             _free(self._group)
 
 
 def _free(group: PlacementGroup) -> None:
-    """Remove a group, once it is made if it is about to be.
+    """Remove a placement group; if Ray is just creating it, wait for that first.
 
-    Removed before, it would keep its node's processors from everybody for as long as
-    the node lives (ray issue 64693).
+    A group that is removed while Ray creates it would keep its CPUs reserved for as
+    long as its node lives (ray issue 64693).
     """
     deadline = time.monotonic() + _MAKE_S
     while _is_being_made(group) and time.monotonic() < deadline:
@@ -143,7 +143,7 @@ def _free(group: PlacementGroup) -> None:
 
 
 def _is_being_made(group: PlacementGroup) -> bool:
-    """Whether Ray has room for a group, and is about to make it."""
+    """Return whether Ray has room for a group and is about to create it."""
     found = placement_group_table(group)
     state = found.get("state")
     waits = found.get("stats", {}).get("scheduling_state") in _NO_ROOM
@@ -151,16 +151,16 @@ def _is_being_made(group: PlacementGroup) -> bool:
 
 
 class LaneCallback(ControllerCallback, WorkerGroupCallback):
-    """Tells the mailbox when the workers of a lane are gone."""
+    """Tells the mailbox when workers of a lane have failed."""
 
     def __init__(self, mailbox: Any, lane: int) -> None:
         self._mailbox = mailbox
         self._lane = lane
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
-        """Called by Ray with the errors of failed ranks.
+        """Report the errors of failed ranks to the mailbox; called by Ray.
 
-        The lane's trial goes to another lane at once.
+        The mailbox then queues the lane's trial again at once, for any lane.
         """
         if errors := worker_group_status.errors:
             cause = RunFailedError.first(
@@ -173,10 +173,10 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
 
 
 class Unannounced(FixedScalingPolicy):
-    """Ray's policy for a group of one size, without the requests for resources.
+    """Ray's scaling policy for a group of fixed size, without its resource requests.
 
-    Those serve an autoscaler and other drivers' elastic runs: an embedded cluster has
-    neither. They start an actor, for which the run waits.
+    The requests serve an autoscaler and the elastic runs of other drivers, and an
+    embedded cluster has neither. They also start an actor, which the run waits for.
     """
 
     def _send_resource_request(self) -> None:
@@ -214,7 +214,7 @@ class _StateBuilder(WorkerGroupStateBuilder):
 
 
 class _Nobody:
-    """In place of the actor that Ray would start for ranks to meet at."""
+    """Replaces the actor that Ray would start for the ranks to synchronize in."""
 
     @classmethod
     def options(cls, **options: Any) -> Any:
@@ -222,10 +222,10 @@ class _Nobody:
 
 
 class LaneGroup(WorkerGroup):
-    """Ray's worker group, whose ranks meet in the mailbox."""
+    """Ray's worker group, except that its ranks synchronize in the mailbox."""
 
     room: Room
-    """Set by the class that a controller makes of this one, as `_worker_cls` is."""
+    """Set, like `_worker_cls`, in the subclass that each controller creates."""
 
     def _start(self) -> None:
         module: Any = group_module
@@ -265,7 +265,8 @@ class LaneGroup(WorkerGroup):
 
     @staticmethod
     def _get_worker_runtime_env(custom_runtime_env: Any) -> Any:
-        # Where all have the driver's environment, a worker that Ray keeps ready will do.
+        # In an embedded cluster, all workers have the driver's environment, so one that
+        # Ray has started in advance will do.
         if embedded():
             return {}
         return WorkerGroup._get_worker_runtime_env(custom_runtime_env)
@@ -282,13 +283,13 @@ class OwnController(TrainController):
         ]
 
     def fit(self) -> Any:
-        """Run to the end in this thread; returns Ray's result."""
+        """Run to the end in this thread, and return Ray's result."""
         try:
             asyncio.run(self.run())  # type: ignore[no-untyped-call]
         except BaseException:
             if (group := self.get_worker_group()) is not None:
                 group.abort()
-            # Else Ray believes for 180 s that the group needs it.
+            # Otherwise Ray believes for 180 s that the group still needs its resources.
             with contextlib.suppress(ray.exceptions.RayError):
                 self._scaling_policy._cancel_resource_request()
             raise
@@ -305,13 +306,14 @@ class LaneController(OwnController):
         OwnGroup.room = room
         self.worker_group_cls = OwnGroup
         self._room = room
-        # Without one where all share the driver's: Ray would start a process for it.
+        # An embedded cluster needs no resource requests: Ray would start an actor for
+        # them.
         if embedded() and type(given["scaling_policy"]) is FixedScalingPolicy:
             scaling = given["scaling_policy"].scaling_config
             given["scaling_policy"] = Unannounced(scaling)
         super().__init__(**given)
-        # Of hundreds of lanes the later are looked after less often: each look is some
-        # milliseconds of the driver.
+        # A health check takes the driver some milliseconds, so with hundreds of lanes
+        # the later ones are checked less often.
         self._health_check_interval_s *= max(1.0, room.lane / _OFTEN)
 
     def _start_worker_group(self, *args: Any, **given: Any) -> Any:

@@ -1,11 +1,11 @@
 """Lanes: long-lived TorchTrainers whose workers run trial after trial (Ray).
 
 A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker group
-serves trials until the mailbox closes; after a crash Ray starts the group again and the
-trial that was lost is queued again.
+serves trials until the mailbox closes; after a crash, Ray restarts the group and the
+lost trial is queued again.
 
-Ray imports this file in the workers, which do not need torch: importing it costs two
-seconds of processor time at every start.
+Ray imports this file in the workers, which do not need torch. So this file must not
+import torch, which costs two seconds of CPU time at every start.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ _MAX_FAILED_STARTS = 3
 _START_S = 60.0
 _LOOK_S = 0.2
 _END_S = 20.0
-"""Within which a lane that was told to end is gone."""
+"""How long a lane that was told to end may take to do so."""
 _SAY_AFTER_S = 2.0
 
 
 def start_mailbox(sweep: Storage) -> Any:
-    """Start the mailbox of the sweep in a directory; returns the actor."""
+    """Start the mailbox of the sweep in this directory, and return its actor."""
     return ray.remote(Mailbox).options(**beside_driver()).remote(sweep)
 
 
@@ -60,15 +60,15 @@ class Lanes:
     """The shape of the worker group."""
     use_gpu: bool
     zygote: str
-    """The name of the sweep's zygotes, one a node."""
+    """The name that the sweep's zygotes share; there is one zygote per node."""
     preload: Preload
-    """What they import."""
+    """What the zygotes import."""
     sweep: Storage
     """The sweep's directory; Ray keeps its own records of the lanes below it."""
     num_at_once: int
     """Lanes that may start at the same time."""
     is_patient: bool
-    """Whether the others start only where the sweep is likely to last."""
+    """Whether lanes after the first `num_at_once` wait twice as long to start."""
     of_function: bool = False
     """Whether trials are runs of a training function, not of a task."""
 
@@ -81,11 +81,11 @@ class Lanes:
 
     @property
     def count(self) -> int:
-        """Lanes that were started, whether there is a node for them by now or not."""
+        """The number of lanes that were started, even if they still wait for a node."""
         return len(self._threads)
 
     def grow(self, count: int) -> None:
-        """Start lanes until there are `count`; returns before their workers are up."""
+        """Start lanes until there are `count`; return before their workers are up."""
         for lane in range(self.count, count):
             thread = threading.Thread(
                 target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True
@@ -98,7 +98,7 @@ class Lanes:
         """Start no further lane, and end those that are not up yet.
 
         Returns:
-            The lane that still starts: one stays where none is up.
+            The one lane that may go on starting because none is up, or an empty list.
         """
         self._settled.set()
         up = self._up()
@@ -112,11 +112,11 @@ class Lanes:
     def close(self, timeout_s: float = 45.0) -> None:
         """End the lanes that are not up, and let the others end by themselves.
 
-        One that has not ended after `timeout_s` is killed.
+        A lane that has not ended after `timeout_s` is ended by force.
         """
         self._settled.set()
         up = self._up()
-        # Before the others leave their places to what these have reserved.
+        # First, because these could otherwise take the resources that the others free.
         self._end([lane for lane in self._alive() if lane not in up])
         ray.get(self.mailbox.close.remote())
         self._ended.update(up)
@@ -126,8 +126,8 @@ class Lanes:
     def end(self) -> None:
         """End all lanes that still run, and free what they have reserved.
 
-        After this no thread calls Ray, which would end the process once the connection
-        is closed.
+        Afterwards no lane's thread calls Ray: such a call would end the process once
+        the connection to Ray is closed.
         """
         self._settled.set()
         self._end(self._alive())
@@ -155,7 +155,7 @@ class Lanes:
             self._threads[alive[0]].join(_LOOK_S)
 
     def _end(self, lanes: Sequence[int]) -> None:
-        """Tell lanes to end, and wait for the ends of their threads."""
+        """Tell lanes to end, and wait until their threads have ended."""
         self._ended.update(lanes)
         deadline = time.monotonic() + _END_S
         while alive := [lane for lane in self._alive() if lane in lanes]:
@@ -168,7 +168,7 @@ class Lanes:
             self._threads[alive[0]].join(_LOOK_S)
 
     def _keep(self, lane: int) -> None:
-        """Keep a worker group alive until the sweep closes, as the thread of a lane."""
+        """Keep a worker group alive until the sweep closes; the lane's thread."""
         with contextlib.suppress(
             ray.exceptions.ActorDiedError
         ):  # the mailbox is gone, and the driver says so
@@ -193,12 +193,12 @@ class Lanes:
                     ray.get(self.mailbox.close.remote(why))
 
     def _wait_for_turn(self, lane: int) -> None:
-        """Wait until fewer than `num_at_once` of the lanes before it still start.
+        """Wait until fewer than `num_at_once` of the lanes before it are starting.
 
-        If patient, wait as long again. A start costs as much as many short trials. A
-        lane that waits for as long as a start takes loses at most half of the time, and
-        costs nothing where the sweep is over by then. No lane waits forever for those
-        before it.
+        If `is_patient`, then wait the same time once more: a start costs as much as
+        many short trials. A lane that waits as long as a start takes loses at most half
+        of its time, and costs nothing if the sweep is over by then. No lane waits
+        forever for those before it.
         """
         began = time.monotonic()
         deadline = began + _START_S * (lane // self.num_at_once)
@@ -216,7 +216,7 @@ class Lanes:
                 return
 
     def _fit(self, lane: int) -> None:
-        """Run a worker group of a lane to its end."""
+        """Run one worker group for a lane until that group ends."""
         from tune.lanes.trainer import LaneTrainer
 
         config = {
@@ -224,8 +224,8 @@ class Lanes:
             "mailbox": self.mailbox,
             "sweep": self.sweep.name,
             "of_function": self.of_function,
-            # A training function asks by itself, and its ranks may have asked Ray
-            # unequally often.
+            # A training function asks Ray for drains itself, and its ranks may do so a
+            # different number of times.
             "may_drain": not (embedded() or self.of_function),
             "zygote": self.zygote,
             "preload": asdict(self.preload),
@@ -247,7 +247,7 @@ class Lanes:
 
 
 def serve(loop_config: Tree) -> None:
-    """Run trials as a worker of a lane; Ray calls it in each."""
+    """Run trials as a worker of a lane; Ray calls this in each worker."""
     with without_collection(own_process=True):
         from tune.lanes.worker import serve_trials
 

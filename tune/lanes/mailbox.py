@@ -1,8 +1,8 @@
 """The mailbox between trials and lanes, an actor (Ray).
 
-It hands out trials, and keeps what they report. It owns what the sweep knows of which
-microbatches fit: running trials tell it, each trial that starts is told, and one that
-is known not to fit never starts.
+It hands out trials, and keeps what they report. It also owns what the sweep knows about
+which microbatches fit: running trials tell it what they found, each trial that starts
+is told the current bounds, and a trial that is known not to fit never starts.
 """
 
 import asyncio
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
 MAX_LOSSES = 3
-"""How often a lane may die under a trial: two deaths may befall one trial by chance."""
+"""A trial ends when it is lost this often: losing it twice may be chance."""
 
 
 class Mailbox:
-    """One for each sweep; every call is short or waits without holding a thread."""
+    """The mailbox of a sweep; each call is short or waits without holding a thread."""
 
     hold_s = 60.0
 
     def __init__(self, sweep: Storage | None = None) -> None:
-        """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
+        """`sweep` is the directory that keeps the boundary; None keeps nothing."""
         show_life()
         self._sweep = sweep
         self._arrived = asyncio.Condition()
@@ -50,7 +50,7 @@ class Mailbox:
         self._running: dict[int, Submission] = {}
         """What each lane runs."""
         self._barriers: dict[str, Any] = {}
-        """What the ranks of each worker group meet at."""
+        """The barrier of each worker group, where its ranks synchronize."""
         self._closed = False
         self._broken: str | None = None
         self._expected = 0
@@ -58,7 +58,7 @@ class Mailbox:
         self._reported: set[str] = set()
         """Names of all that any trial has reported."""
         self._refusal: ConfigError | None = None
-        """Why the sweep ends: what it decides by is a name of nothing."""
+        """Why the sweep must end: it names a metric that no trial reports."""
 
     def __repr__(self) -> str:
         if self._sweep is None:
@@ -80,7 +80,7 @@ class Mailbox:
         return await self._submit(Submission(assignment))
 
     async def submit_ahead(self, assignment: Assignment) -> None:
-        """Submit a trial whose Tune actor still starts, unless it was submitted."""
+        """Submit a trial whose Tune actor is still starting, if not done already."""
         if not self._submissions(assignment.trial):
             await self._submit(Submission(assignment, orphaned=True))
 
@@ -96,7 +96,7 @@ class Mailbox:
         return assignment.ticket
 
     def _refuge(self, trial: Submission) -> Storage | None:
-        """Return where a trial of a task keeps its state."""
+        """Return where a task's trial keeps its state if its node is taken away."""
         if self._sweep is None or trial.function is not None:
             return None
         if trial.assignment.keeps_state:
@@ -110,9 +110,9 @@ class Mailbox:
         return [trial for trial in trials if trial.assignment.trial == name]
 
     async def next_event(self, ticket: str, index: int) -> Event:
-        """Wait for event number `index` of a submission.
+        """Wait for event number `index` of a submission, and return it.
 
-        Its end may be held back, see `expect`.
+        The submission's end may be held back; see `expect`.
         """
         trial = self._trials[ticket]
         while len(trial.events) <= index:
@@ -126,7 +126,7 @@ class Mailbox:
         return event
 
     def _open(self) -> int:
-        """Return how many trials' Tune actors wait for their end."""
+        """Return how many submissions' Tune actors have yet to hear of the end."""
         trials = self._trials.values()
         return sum(not trial.told and not trial.cancelled for trial in trials)
 
@@ -134,9 +134,10 @@ class Mailbox:
         """Hold back each trial's end until `count` submissions still wait for theirs.
 
         When a trial ends, Tune gives its actor to a trial whose own actor is still
-        starting, and drops that actor; of two that end at once it drops one. With
-        trials shorter than a start (3 s) it would start actor after actor and never
-        have more of them. No end is held back for longer than `hold_s`.
+        starting, and drops the starting one; of two trials that end at once it drops
+        one. If trials are shorter than the start of an actor (3 s), Tune would keep
+        starting actors without ever having more of them. No end is held back for longer
+        than `hold_s`.
         """
         self._expected = count
 
@@ -149,17 +150,17 @@ class Mailbox:
                 await self._drop_checkpoints(trial)
 
     async def orphan(self, name: str) -> None:
-        """Note that a trial's Tune actor has died; what runs for it goes on."""
+        """Note that a trial's Tune actor has died; its running submission goes on."""
         for trial in self._submissions(name):
             trial.orphaned = trial.orphaned or not trial.cancelled
 
     async def heard(self, name: str) -> list[Event]:
-        """Return a trial's evaluations, and its end, of the furthest submission."""
+        """Return the events so far of the submission of a trial that has most."""
         found = [trial.events for trial in self._submissions(name)]
         return max(found, key=len, default=[])
 
     async def forget(self, name: str) -> None:
-        """Drop a submission, or those of a trial, whose end is in the journal."""
+        """Drop a submission (by ticket) or a trial's, whose end is in the journal."""
         running = self._running.values()
         for ticket, trial in list(self._trials.items()):
             is_heard = trial.told and trial.assignment.trial == name
@@ -167,7 +168,7 @@ class Mailbox:
                 del self._trials[ticket]
 
     async def steer(self, steering: Steering) -> None:
-        """Do what a user wants: what all actions so far come to."""
+        """Apply the combined effect of all user actions so far."""
         self._queue.steer(steering)
         await self._notify()
 
@@ -204,7 +205,7 @@ class Mailbox:
     # Lanes
 
     async def meet(self, group: str, method: str, *args: Any, **given: Any) -> Any:
-        """Call a method of what the ranks of a worker group meet at."""
+        """Call a method of the barrier at which a worker group's ranks synchronize."""
         if group not in self._barriers:
             from tune.ray_internals import make_barrier
 
@@ -214,10 +215,10 @@ class Mailbox:
     async def hello(
         self, lane: int, device: str = "", rank: int = 0, num_ranks: int = 1
     ) -> None:
-        """Note that a worker of a lane has started, on a model of device.
+        """Note that a worker of a lane has started; `device` is its device model.
 
-        Once all of them have, the lane is up; a trial that it ran before was lost with
-        the old group. `device`: as "NVIDIA A10G, 22.5 GiB".
+        The lane is up once all of its workers have started; a trial that it ran before
+        was lost with the old group. `device` looks like "NVIDIA A10G, 22.5 GiB".
         """
         if self._lanes.has_started(lane, device, rank, num_ranks):
             await self.lost(lane)
@@ -250,7 +251,7 @@ class Mailbox:
     async def leave(self, lane: int) -> None:
         """Note that the node of a lane is about to be taken away.
 
-        It gets no trial any more.
+        The lane gets no further trial on that node.
         """
         self._lanes.leaves(lane)
 
@@ -260,8 +261,9 @@ class Mailbox:
         """Take the next trial for a lane.
 
         Returns:
-            "close" when there will be none; None when `wait_s` passed without one, or
-            another worker group has the lane: Ray does not end a dead worker's call.
+            "close" when there will be no more trials; None when `wait_s` passed without
+            one, or when the lane has a new worker group: this call then came from a
+            dead worker, whose calls Ray does not end.
         """
         deadline = time.monotonic() + wait_s
         group = self._lanes.groups[lane]
@@ -294,7 +296,7 @@ class Mailbox:
         return assignment
 
     async def runs(self, lane: int, ticket: str) -> bool:
-        """Whether a lane still is to run a trial: not once another rank has ended it."""
+        """Return whether a lane should still run a trial: no rank has ended it."""
         trial = self._runs(lane, ticket)
         return trial is not None and not trial.ended
 
@@ -305,9 +307,9 @@ class Mailbox:
         return trial
 
     async def report(self, ticket: str, metrics: Tree) -> bool:
-        """Keep an evaluation of a running trial; returns whether the trial should go on.
+        """Keep an evaluation of a running trial; return whether the trial should go on.
 
-        What a trial reports again after it was started again is not kept twice.
+        Evaluations that a restarted trial reports a second time are not kept twice.
         """
         trial = self._trials[ticket]
         if metrics["step"] > trial.newest.get("step", -1.0):
@@ -316,7 +318,7 @@ class Mailbox:
         return not self._is_unwanted(trial)
 
     def _is_unwanted(self, trial: Submission) -> bool:
-        """Whether a trial should stop at its report."""
+        """Return whether a trial should stop when it reports."""
         stopped = self._queue.steering.stopped
         return trial.cancelled or self._closed or trial.assignment.trial in stopped
 
@@ -333,12 +335,12 @@ class Mailbox:
 
         Args:
             ticket: The submission that reports.
-            attempt: Which start of it reports; an earlier one is not heard.
-            number: Of the report, from 1 on.
+            attempt: Which start of the trial reports; earlier ones are ignored.
+            number: The number of the report, from 1 on.
             num_ranks: How many parts a report has.
-            row: The metrics; empty but for rank 0.
-            checkpoint: The path of what this rank has stored, from which the trial goes
-                on where it is started again.
+            row: The metrics; empty except on rank 0.
+            checkpoint: The path of the checkpoint that this rank has stored, if any;
+                the trial continues from it if it is started again.
 
         Returns:
             Whether the trial should go on. Identical on all ranks.
@@ -356,8 +358,8 @@ class Mailbox:
         return await report.goes_on
 
     def _keep(self, trial: Submission, number: int, report: Report) -> bool:
-        """Keep a whole report; returns whether the trial should go on."""
-        # Else it was heard before the trial was started again.
+        """Keep a complete report; return whether the trial should go on."""
+        # Otherwise it was kept before the trial was restarted.
         if number > len(trial.events):
             trial.tell(Event(report.row))
         self._reported.update(report.row)
@@ -369,7 +371,7 @@ class Mailbox:
         return not (is_met or self._is_unwanted(trial))
 
     async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
-        """Keep whether a microbatch fits; returns when that is durable."""
+        """Record whether a microbatch fits; return once that is durable."""
         device = self._lanes.device(lane)
         trial = self._trials.get(ticket)
         if not device or trial is None:
@@ -394,8 +396,8 @@ class Mailbox:
     ) -> None:
         """Note that a rank of a trial hangs.
 
-        The trial ends once each of its ranks has said where it is; they have `GRACE_S`
-        to do so, then the first of them exits.
+        The trial ends once every rank has reported where it hangs, or after `GRACE_S`,
+        when the first of them exits.
         """
         hangs = self._trials[ticket].hangs
         hangs.append((failure, stack))
@@ -412,8 +414,8 @@ class Mailbox:
     async def end(self, lane: int, ticket: str, outcome: Tree) -> None:
         """Take the outcome of a trial on its lane, from the first rank that has one.
 
-        `smaller` in it: start again with this microbatch; `again`: start again, since
-        somebody has killed its process.
+        If the outcome has `smaller`, the trial is restarted with that microbatch; if
+        `again` is true, it is restarted because its process was killed from outside.
         """
         trial = self._runs(lane, ticket)
         if trial is None or self._is_misnamed(trial, outcome):
@@ -436,9 +438,9 @@ class Mailbox:
             await self._finish(trial, {"lane": lane, **outcome})
 
     def _is_misnamed(self, trial: Submission, outcome: Tree) -> bool:
-        """Whether the sweep decides by what no trial reports.
+        """Return whether the configuration names a metric that no trial reports.
 
-        The driver ends it then, and this trial has no result.
+        The driver then ends the sweep, and this trial has no result.
         """
         misnamed = outcome.pop("misnamed", None)
         if trial.function is not None and outcome["status"] == "done":
@@ -452,7 +454,7 @@ class Mailbox:
         return True
 
     async def _hand_back(self, trial: Submission, lane: int, why: str) -> None:
-        """Queue a trial that has kept its state, since its lane's node is taken away."""
+        """Queue a trial that saved its state since its node will be taken away."""
         refuge = trial.assignment.refuge
         if refuge is not None:
             trial.is_kept = True
@@ -465,7 +467,7 @@ class Mailbox:
         await self._enqueue(trial, first=True)
 
     async def _start_again(self, trial: Submission, outcome: Tree) -> None:
-        """Queue a trial again; with the outcome it ends where it was lost too often."""
+        """Queue a lost trial again; end it with `outcome` if hung or lost too often."""
         trial.losses += 1
         why = outcome["message"]
         if trial.losses < MAX_LOSSES and outcome["status"] != "hung":
@@ -494,7 +496,7 @@ class Mailbox:
             self._arrived.notify_all()
 
     async def _drop_checkpoints(self, trial: Submission) -> None:
-        """Delete what a trial has stored, unless a longer training may go on from it."""
+        """Delete a trial's stored state, unless a longer training may start from it."""
         assignment = trial.assignment
         if self._sweep is not None and trial.function is not None:
             await _delete(self._sweep.child("lanes", assignment.trial))

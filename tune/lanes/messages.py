@@ -1,4 +1,4 @@
-"""What a trial's Tune actor hears, and what the mailbox keeps of a trial."""
+"""What a trial's Tune actor is told, and what the mailbox keeps about a trial."""
 
 import asyncio
 import functools
@@ -14,21 +14,21 @@ from tune.trials.record import Row
 
 @dataclass
 class Report:
-    """A training function's report, of which each rank brings its part."""
+    """One report of a training function, put together from a part of each rank."""
 
     num_parts: int = 0
     row: Row = field(default_factory=dict)
     """Rank 0's metrics."""
     checkpoint: str | None = None
-    """The path of what any of them has stored."""
+    """The path of the checkpoint, if any rank has stored one."""
     goes_on: asyncio.Future[bool] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Done once all have come."""
+    """Set once all parts have arrived: whether the trial should go on."""
 
 
 def new_ticket(name: str) -> str:
-    """Return a name for one submission of a trial."""
+    """Return a unique name for one submission of a trial."""
     return f"{name}/{uuid.uuid4().hex[:8]}"
 
 
@@ -54,25 +54,25 @@ class Submission:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     orphaned: bool = False
-    """Whether its Tune actor has died, or still starts."""
+    """Whether its Tune actor has died or is still starting."""
     told: bool = False
     """Whether its Tune actor has been told of its end."""
     losses: int = 0
     hangs: list[tuple[RunFailedError, str]] = field(default_factory=list)
-    """What its ranks have said of a hang, each with its stack."""
+    """The hang that each rank has reported, with that rank's stack."""
     failures: int = 0
     """How often its training function has failed."""
     reports: dict[tuple[int, int], Report] = field(default_factory=dict)
-    """Those of its training function that ranks wait for, by attempt and number."""
+    """Incomplete reports, on which ranks wait, by attempt and report number."""
     is_kept: bool = False
     """Whether its state lies in its refuge, because its node was taken away."""
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)
-    """Its keys in the boundary by model of device: slow to make, and asked for often."""
+    """Its boundary keys by device model, cached: slow to compute, and needed often."""
 
     @property
     def ended(self) -> bool:
-        """Whether its last event is there."""
+        """Whether the event with its outcome has arrived."""
         return bool(self.events) and self.events[-1].outcome is not None
 
     @property
@@ -88,7 +88,7 @@ class Submission:
 
     @property
     def function(self) -> str | None:
-        """The training function that it runs; None: a task."""
+        """The training function that it runs, or None if it runs a task."""
         return self.assignment.tree.get("train_func")
 
     @property
@@ -99,18 +99,18 @@ class Submission:
         return allowed == -1 or self.failures < allowed
 
     def tell(self, event: Event) -> None:
-        """Append an event and wake who waits for it; nothing follows the end."""
+        """Append an event, and wake its waiters; ignored once the trial has ended."""
         if not self.ended:
             self.events.append(event)
             self.changed.set()
             self.changed = asyncio.Event()
 
     def end(self, status: Status, message: str) -> None:
-        """Tell its end."""
+        """End the trial, without a result, with this status and message."""
         self.tell(Event(outcome={"status": status, "message": message}))
 
     def key(self, device: str) -> str:
-        """Return its key in the boundary on a model of device."""
+        """Return its key in the boundary for a device model."""
         if device not in self.keys:
             own = "cpu" if self.assignment.tree.get("device") == "cpu" else device
             self.keys[device] = key_of(self.assignment.tree, own)

@@ -1,4 +1,4 @@
-"""Which trial starts next: what waits, which lanes are up, and what fits on them."""
+"""Choose the next trial: the queue, the lanes that are up, and what fits on them."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -18,13 +18,13 @@ Bounds = tuple[int | None, int | None]
 
 
 class Microbatches:
-    """What the trials of a sweep have found to fit; kept in its directory.
+    """The microbatch sizes that are known to fit or not; kept in the sweep's directory.
 
-    `device` is the model of the lane's devices, empty where that is not known yet.
+    In its methods, `device` is the model of a lane's devices, or empty if unknown yet.
     """
 
     def __init__(self, sweep: Storage | None) -> None:
-        """`sweep` None: nothing is kept."""
+        """If `sweep` is None, nothing is kept on storage."""
         self._sweep = sweep
         self._boundary = Boundary()
         if sweep is not None:
@@ -32,13 +32,13 @@ class Microbatches:
         self._writing = asyncio.Lock()
 
     def bounds(self, trial: Submission, device: str) -> Bounds:
-        """What is known of trials like one."""
+        """Return the bounds known for trials that need as much memory as this one."""
         key = trial.key(device)
         largest = self._boundary.largest_fit(key)
         return largest, self._boundary.smallest_misfit(key)
 
     def why_not(self, trial: Submission, device: str) -> str | None:
-        """Why a trial cannot fit on a device; None when it may."""
+        """Return why a trial cannot fit on a device, or None if it may fit."""
         if not device:
             return None
         size = trial.smallest
@@ -53,9 +53,11 @@ class Microbatches:
     def observe(
         self, trial: Submission, device: str, size: int, fits: bool
     ) -> tuple[bool, str | None]:
-        """Note whether a microbatch fits.
+        """Record whether a microbatch fits.
 
-        Returns whether that is news, and what it contradicts, in words.
+        Returns:
+            Whether that was not known before, and the contradiction with what was
+            known, in words, if there is one.
         """
         key = trial.key(device)
         is_news = self._boundary.fits(key, size) is not fits
@@ -65,7 +67,7 @@ class Microbatches:
         return is_news, contradiction
 
     async def keep(self) -> str | None:
-        """Write what is known; returns, in words, why it could not be."""
+        """Write what is known to storage; return why that failed, in words, if so."""
         if self._sweep is None:
             return None
         async with self._writing:
@@ -77,7 +79,7 @@ class Microbatches:
 
 
 def _label(trial: Submission, device: str) -> str:
-    """A key of the boundary in words."""
+    """Return words for a trial's key in the boundary."""
     config = build_run(trial.assignment.tree, "trial")
     return f"{config.precision or trial.function} on {device}"
 
@@ -91,32 +93,32 @@ class Roll:
         self.up: dict[int, str] = {}
         """The models of device of the lanes that are up."""
         self._known: dict[int, str] = {}
-        """Of those that are down, too, for as long as they come back."""
+        """Device models of all lanes that are up or, while down, will come back."""
         self._leaving: set[int] = set()
         self.groups: Counter[int] = Counter()
-        """How many worker groups of each lane have come or gone."""
+        """How often each lane has come up or gone down; a change marks a new group."""
 
     @property
     def devices(self) -> list[str]:
-        """The models of device of all lanes that are up or come back."""
+        """The distinct device models of all lanes that are up or will come back."""
         return sorted(set(self._known.values()))
 
     def device(self, lane: int) -> str | None:
-        """Return a lane's model of device; None where the lane does not come back."""
+        """Return a lane's device model; None before it is up or after it has ended."""
         return self._known.get(lane)
 
     def may_take(self, lane: int) -> bool:
-        """Whether the node of a lane stays."""
+        """Return whether a lane may take trials: its node will not be taken away."""
         return lane not in self._leaving
 
     def has_started(self, lane: int, device: str, rank: int, num_ranks: int) -> bool:
-        """Note that a worker has started; returns whether all of its lane have."""
+        """Note that a worker has started; return whether all of its lane's have."""
         devices = self._coming[lane]
         devices[rank] = device
         return len(devices) == num_ranks
 
     def comes(self, lane: int) -> None:
-        """Note that a lane is up, whose workers have all started."""
+        """Note that a lane is up, because all of its workers have started."""
         self.groups[lane] += 1
         devices = set(self._coming.pop(lane).values())
         self._known[lane] = " and ".join(sorted(devices))
@@ -134,7 +136,7 @@ class Roll:
         self.goes(lane)
 
     def ends(self, lane: int) -> None:
-        """Note that a lane does not come back."""
+        """Note that a lane will not come back."""
         self._known.pop(lane, None)
 
 
@@ -148,7 +150,7 @@ class Queue:
         self.steering = Steering()
 
     def add(self, trial: Submission, first: bool = False) -> None:
-        """Queue a trial, `first` before the others, unless it cannot start."""
+        """Queue a trial unless it cannot start; `first` puts it ahead of all others."""
         if self._is_over(trial):
             return
         if first:
@@ -158,17 +160,17 @@ class Queue:
         self._sort()
 
     def steer(self, steering: Steering) -> None:
-        """Do what a user wants: what all actions so far come to."""
+        """Apply the combined effect of all user actions so far."""
         self.steering = steering
         self.drop_ended()
         self._sort()
 
     def drop_ended(self) -> None:
-        """Drop trials that are over, or cannot start as is known by now."""
+        """Drop trials that are over, or that are now known not to fit on any lane."""
         self._waiting = [trial for trial in self._waiting if not self._is_over(trial)]
 
     def _sort(self) -> None:
-        """Put what a user wants first before the rest."""
+        """Move the trials that a user wants first to the front, in the user's order."""
         first = self.steering.first
 
         def place(trial: Submission) -> int:
@@ -178,15 +180,15 @@ class Queue:
         self._waiting.sort(key=place)
 
     def next(self, lane: int, running: Collection[str]) -> Submission | None:
-        """Take the first trial out of the queue that may run and fit on a lane.
+        """Remove and return the first queued trial that may run and fit on a lane.
 
-        A lane on another device may still run those that do not fit on this one.
+        Trials that do not fit on this lane stay queued for lanes with another device.
 
         Args:
             lane: The number of the lane that asks.
-            running: Names of the trials that run, on whatever lane.
+            running: Names of the trials that are running, on any lane.
         """
-        # Since they came, lanes may have come back with another device.
+        # Lanes may have come back with another device since the trials were queued.
         self.drop_ended()
         if self.steering.paused or not self._lanes.may_take(lane):
             return None
@@ -200,7 +202,7 @@ class Queue:
         return None
 
     def _is_over(self, trial: Submission) -> bool:
-        """Whether a trial has ended, or ends now since it cannot start."""
+        """Return whether a trial is over; end it now if stopped or too large."""
         if trial.cancelled or trial.ended:
             return True
         if trial.assignment.trial in self.steering.stopped:

@@ -1,6 +1,6 @@
-"""Ray's TorchTrainer, of a lane (Ray).
+"""The TorchTrainer of a lane (Ray).
 
-Source: DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
+Modeled on DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""A worker of a lane: it has a process forked for each trial, and answers it (Ray).
+"""A worker of a lane: has a process forked for each trial, and answers its calls (Ray).
 
-It holds nothing of a trial, and does not import torch.
+The worker itself keeps no state of a trial, and does not import torch.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _LOOK_S = 0.5
 _CAUSE_S = 10.0
 """How long a rank whose collective failed waits for another to say why."""
 _RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
-"""Signals that come from outside: the trial starts again."""
+"""Signals that come from outside: a trial that they ended is restarted."""
 
 
 @dataclass
 class FunctionContext(TrainContext):
     """Ray's context of a worker, for one trial of a training function.
 
-    Reports go to the mailbox, where Ray has a controller, and checkpoints into a
+    Reports go to the mailbox instead of Ray's controller, and checkpoints into a
     directory of the trial's own.
     """
 
@@ -85,9 +85,9 @@ class FunctionContext(TrainContext):
         mode: Any = None,
         *given: Any,
     ) -> None:
-        """Report as Ray does, but to the search, which may end the trial.
+        """Report as Ray does, but to the sweep, which may end the trial.
 
-        No checkpoint is stored later.
+        Checkpoints are stored before this returns, even if asked for asynchronously.
         """
         time_s = time.perf_counter() - self.began
         row = {"step": self.report_call_index + 1.0}
@@ -125,12 +125,12 @@ class FunctionContext(TrainContext):
             raise TrialStopped(0)
 
     def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
-        """A sweep's trial keeps no list of them."""
+        """Raise ConfigError: a sweep's trial keeps no list of its checkpoints."""
         fix = "call `ray.train.get_checkpoint` for the newest one"
         raise self._refused("get_all_reported_checkpoints", fix)
 
     def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """A sweep's file can name no Ray dataset."""
+        """Raise ConfigError: a sweep's file cannot name a Ray dataset."""
         fix = "read the data in the function, or sweep with `tune.ray`"
         raise self._refused("get_dataset_shard", fix)
 
@@ -143,8 +143,8 @@ class FunctionContext(TrainContext):
 class FunctionTrial:
     """A trial of the user's own training function, in one rank of its lane.
 
-    Its process asks the attributes of Ray's own implementation, which answers in the
-    worker, with the trial's context.
+    The trial's process calls this object's methods. Those that are not defined here are
+    Ray's own, which run in the worker with the trial's context.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class FunctionTrial:
         files: list[int],
         serve: Callable[[Fork, Any], Tree],
     ) -> Tree:
-        """Run it; `serve` answers what its process asks.
+        """Run the trial; `serve` answers the calls of its process.
 
         Returns:
             This rank's outcome as plain data.
@@ -236,7 +236,7 @@ class FunctionTrial:
 
 
 def _context(own: TrainContext, lane: Any, assignment: Assignment) -> FunctionContext:
-    """Return the worker's context with what is the trial's own."""
+    """Return the worker's context, with the trial's name, config and checkpoint."""
     given = {field.name: getattr(own, field.name) for field in fields(TrainContext)}
     run = copy.copy(own.train_run_context.run_config)
     storage = copy.copy(own.storage_context)
@@ -256,7 +256,7 @@ def _context(own: TrainContext, lane: Any, assignment: Assignment) -> FunctionCo
 
 
 class Asked(WorkerContext):
-    """What the process of a trial asks: reports go to the mailbox."""
+    """Answers the calls of a task trial's process; reports go to the mailbox."""
 
     def __init__(self, lane: Lane, assignment: Assignment) -> None:
         super().__init__(None, "lane")
@@ -264,10 +264,10 @@ class Asked(WorkerContext):
         self._lane = lane
         self._assignment = assignment
         self._used: dict[str, float] = {}
-        """What this rank has used so far: the least that all ranks will have."""
+        """What this rank has used so far: a lower bound for the whole trial."""
 
     def report(self, metrics: Tree) -> bool:  # type: ignore[override] # the process has decided who tells
-        """Tell the mailbox of an evaluation; returns whether the trial should go on."""
+        """Send an evaluation to the mailbox; return whether the trial should go on."""
         told = metrics | self._used
         goes_on: bool = self._lane.tell("report", self._assignment.ticket, told)
         target = self._assignment.target
@@ -286,9 +286,9 @@ class Asked(WorkerContext):
             self._used["disturbed_s"] = figures["disturbed_s"]
 
     def preempted(self, elapsed_s: float) -> bool:
-        """Whether the lane's node will be taken away.
+        """Return whether the lane's node will be taken away.
 
-        The trial keeps its state then, and goes on in another lane.
+        The trial then saves its state, and goes on in another lane.
         """
         return self._lane.may_drain and super().preempted(elapsed_s)
 
@@ -304,16 +304,16 @@ class Asked(WorkerContext):
 
 
 def serve_trials(loop_config: Tree) -> None:
-    """Run trials as a worker of a lane, until the mailbox closes, or is gone.
+    """Run trials as a worker of a lane, until the mailbox closes or has died.
 
-    The driver ends the sweep then.
+    If the mailbox has died, the driver ends the sweep.
     """
     with suppress(ray.exceptions.ActorDiedError):
         Lane(loop_config).serve()
 
 
 class Lane:
-    """A lane, in one of its workers."""
+    """A lane as one of its workers sees it."""
 
     def __init__(self, loop_config: Tree) -> None:
         self._mailbox = loop_config["mailbox"]
@@ -350,7 +350,7 @@ class Lane:
         self.tell("observe", self.number, assignment.ticket, size, fits)
 
     def serve(self) -> None:
-        """Take trials until there will be none."""
+        """Run trials until there are no more, or the lane's node will be taken away."""
         place = self._place
         fork = self._zygote.fork("tune.forks.task:device_label", place.device_index)
         label = fork.serve(None)
@@ -370,11 +370,11 @@ class Lane:
         self._leave_node()
 
     def _take(self) -> tuple[Any, Place, list[Any]]:
-        """Take the next trial, once all ranks have told the end of the one before.
+        """Take the next trial, once all ranks have reported the last one's end.
 
         Returns:
-            The assignment, this rank's place in the trial's group, and on rank 0 the
-            socket that the ranks meet at.
+            The assignment, this rank's place in the trial's process group, and on rank
+            0 the listening socket at which the ranks meet.
         """
         has_others = self._place.world_size > 1
         if has_others:
@@ -395,10 +395,10 @@ class Lane:
         return assignment, self._place.meeting_at(host, port), files
 
     def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
-        """Run one trial, and tell the mailbox how it has ended on this rank.
+        """Run one trial, and tell the mailbox how it ended on this rank.
 
         Returns:
-            Whether the lane's node stays.
+            Whether the lane can go on, because its node is not being taken away.
         """
         self._show(assignment.trial)
         pressure = Pressure()
@@ -420,15 +420,15 @@ class Lane:
         return bool(outcome["status"] != "preempted")
 
     def _show(self, trial: str) -> None:
-        """Have a task of this actor say which trial it runs.
+        """Show in Ray which trial this actor runs, by the name of a dummy task.
 
-        Ray shows an actor's tasks beside it, whose name stays.
+        An actor's name cannot change, but Ray shows the actor's tasks beside it.
         """
         own: Any = ray.get_runtime_context().current_actor
         own.execute.options(name=f"{self._shown}: trial {trial}").remote(int)
 
     def _fork(self, assignment: Assignment, place: Place, files: list[int]) -> Tree:
-        """Run a trial in a process; returns its outcome."""
+        """Run a trial in a process of its own, and return its outcome."""
 
         def serve(fork: Fork, asked: Any) -> Tree:
             default_s = FailureConfig().hang_timeout_s
@@ -452,16 +452,16 @@ class Lane:
         return serve(fork, Asked(self, assignment))
 
     def _is_wanted(self, assignment: Assignment) -> bool:
-        """Whether the trial's other ranks still run it: a failure of one ends them."""
+        """Return whether the trial should go on here: no other rank has ended it."""
         if self._place.world_size == 1:
             return True
         return bool(self.tell("runs", self.number, assignment.ticket))
 
     def _leave_node(self) -> None:
-        """Wait until Ray starts the lane again elsewhere, or the sweep is over.
+        """Wait until Ray restarts the lane elsewhere, or the sweep is over.
 
-        To return sooner would end the lane, and to raise might start it again on the
-        very node that is leaving.
+        Returning sooner would end the lane, and raising might restart it on the very
+        node that is being taken away.
         """
         self.tell("leave", self.number)
         while self.tell("take", self.number, _IDLE_S) != "close":
@@ -469,7 +469,7 @@ class Lane:
 
 
 def _death(death: NoOutcomeError, rank: int) -> Tree:
-    """Return the outcome of a trial whose process has ended without one."""
+    """Return the outcome for a trial whose process ended without reporting one."""
     if death.code == HUNG_EXIT_CODE:
         return {"status": "hung", "message": f"rank {rank} made no step"}
     if death.code == -signal.SIGSTOP:
@@ -482,9 +482,10 @@ def _death(death: NoOutcomeError, rank: int) -> Tree:
 
 
 class Pressure:
-    """Measures for how much of the time work of this machine waited for a CPU.
+    """Measures in what share of the time some work on this machine waited for a CPU.
 
-    By Linux's pressure stall information (PSI), from its creation on.
+    The time starts when this object is created; the source is Linux's pressure stall
+    information (PSI).
     """
 
     def __init__(self) -> None:
@@ -492,7 +493,7 @@ class Pressure:
         self._before_us = _waited_us()
 
     def share(self) -> float | None:
-        """Return a share, 0 to 1; None where Linux has no such information."""
+        """Return the share, from 0 to 1, or None where Linux does not provide PSI."""
         elapsed_s = time.monotonic() - self._began_s
         now_us = _waited_us()
         if self._before_us is None or now_us is None or elapsed_s <= 0:

@@ -1,6 +1,6 @@
-"""Ray's Tuner and TorchTrainer over lanes (Ray).
+"""Drop-in replacements for Ray's Tuner and TorchTrainer that use lanes (Ray).
 
-The same names, arguments and results, from another import.
+Only the import changes: names, arguments and results are the same.
 """
 
 import importlib
@@ -14,7 +14,7 @@ __all__ = ["TorchTrainer", "Tuner"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names when they are used: the pool's process needs no torch."""
+    """Import a name only when it is used: the pool's process needs no torch."""
     if name in __all__:
         return getattr(
             importlib.import_module(

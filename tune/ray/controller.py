@@ -1,10 +1,10 @@
-"""Ray Train's controller over workers that stay.
+"""Ray Train's controller on workers that outlive a trial.
 
-A trial's actor runs Ray's own TrainController in its process, with every callback,
-policy and file that Ray has. Only its worker group differs: it borrows the workers of a
-lane, where Ray would start an actor for each, and gives them back, where Ray would kill
-them. What ranks meet at, and what they ask their controller, goes through the pool: a
-trial starts no actor, and its function runs in a fork.
+A trial's actor runs Ray's own TrainController in its process, with all of Ray's
+callbacks, policies and files. Only the worker group differs: it borrows the workers of
+a lane instead of starting an actor for each, and returns them instead of killing them.
+The ranks' barrier and their questions to the controller go through the pool. So a trial
+starts no actors of its own, and its function runs in a fork.
 """
 
 import asyncio
@@ -59,15 +59,15 @@ from tune.ray_internals import (
 )
 
 _HEAR_S = 0.25
-"""How long a worker that has nothing to say waits before it says so."""
+"""How long a worker with nothing to report waits before it answers a poll."""
 _LOOK_S = 0.002
 _ANSWER_S = 5.0
-"""Within which a worker that is well answers a poll."""
+"""How long a healthy worker may take to answer a poll."""
 
 
 @dataclass
 class LaneContext(TrainContext):
-    """Ray's context of a worker, in which all ranks may stop at the same report."""
+    """Ray's context of a worker, extended so that all ranks stop at the same report."""
 
     stopped: threading.Event = field(default_factory=threading.Event)
 
@@ -84,7 +84,7 @@ class LaneWorker(RayTrainWorker):
     """Ray's worker, for trial after trial: each runs in a fork of the node's zygote."""
 
     def __init__(self, zygote: str, shown: str) -> None:
-        """`shown`: what Ray shows for this actor."""
+        """`shown` is the name that Ray displays for this actor."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._shown = shown
         self._zygote = Zygote.of_functions(zygote)
@@ -94,7 +94,7 @@ class LaneWorker(RayTrainWorker):
         return self._shown
 
     def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
-        """Called by Ray before the function runs."""
+        """Set the context of a new trial; called by Ray before the function runs."""
         super().init_train_context(**given)
         # Where a function calls Ray, its process joins this cluster.
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
@@ -107,9 +107,9 @@ class LaneWorker(RayTrainWorker):
         set_train_context(LaneContext(**own))
 
     def poll_status(self) -> WorkerStatus:
-        """Called by Ray again and again: returns once there is something to tell.
+        """Return the status once there is something new, or after a short wait.
 
-        Without anything it returns soon, too.
+        Ray calls this again and again.
         """
         deadline = time.monotonic() + _HEAR_S
         execution = get_train_context().execution_context
@@ -123,10 +123,10 @@ class LaneWorker(RayTrainWorker):
         return super().poll_status()
 
     def settle(self, within_s: float) -> None:
-        """End the trial's process, if it still runs.
+        """End the trial's function if it still runs, and clear the trial's context.
 
         Raises:
-            TimeoutError: that takes longer than `within_s`.
+            TimeoutError: The function did not end within `within_s`.
         """
         context: Any = get_train_context()
         context.stopped.set()
@@ -146,23 +146,23 @@ class LaneWorker(RayTrainWorker):
 
 
 class Answers:
-    """What a training function asks: Ray's own implementation answers, in the worker."""
+    """Answers a training function's calls by Ray's implementation, in the worker."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(get_train_fn_utils(), name)
 
     def begins(self) -> None:
-        """Its function is about to be called."""
+        """Do nothing; the forked process calls this before it calls its function."""
 
 
 def stops() -> bool:
-    """Whether the trial of this worker was stopped."""
+    """Return whether the trial of this worker was stopped."""
     context: Any = get_train_context()
     return bool(context.stopped.is_set())
 
 
 def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket]]:
-    """Return this worker's place in its trial, and on rank 0 the socket to meet at."""
+    """Return this worker's place in its trial; on rank 0, also the listening socket."""
     context = ray.train.get_context()
     files: list[socket.socket] = []
     address = ("", 0)
@@ -188,8 +188,8 @@ def shape_of(
 ) -> Shape:
     """Return the shape of the lanes on which a TorchTrainer with this scaling runs.
 
-    `num_workers`: how many there are now; where it is not given, the least that the
-    scaling allows.
+    `num_workers` is the current number of workers; if it is not given, the least number
+    that the scaling allows is used.
     """
     if num_workers is None:
         num_workers = scaling.num_workers
@@ -207,7 +207,7 @@ def shape_of(
 
 
 def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> Tree:
-    """Return how Ray starts a worker's actor."""
+    """Return the options with which Ray starts a worker's actor."""
     return {
         "runtime_env": json.loads(runtime_env),
         **bundle_to_remote_args(dict(resources)),
@@ -215,7 +215,7 @@ def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> 
 
 
 def is_dead(actor: str) -> bool:
-    """Whether the process of an actor has ended, and no other takes its place."""
+    """Return whether an actor is dead and will not be restarted."""
     return actor_record(actor).get("State") == "DEAD"
 
 
@@ -242,10 +242,10 @@ class _StateBuilder(WorkerGroupStateBuilder):
 
 
 class LaneGroup(WorkerGroup):
-    """Ray's worker group on the workers of a lane."""
+    """Ray's worker group, on workers that it borrows from a lane."""
 
     pool: Any
-    """Set by the class that a trial makes of this one."""
+    """Set in the subclass that each trial creates."""
 
     def _start(self) -> None:
         wanted = self._worker_group_context
@@ -267,7 +267,7 @@ class LaneGroup(WorkerGroup):
 
     @contextmanager
     def _meeting_in_pool(self) -> Iterator[None]:
-        """Ray starts an actor here for the ranks to meet at."""
+        """Have Ray use the pool's barrier in this block, and start no actor for it."""
         barrier = Stub(self.pool, "meet", self.loan.lane)
         made = SimpleNamespace(remote=lambda **given: barrier)
         module: Any = group_module
@@ -319,7 +319,7 @@ class LaneGroup(WorkerGroup):
         ray.get(calls)
 
     def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
-        """Ray's, with the time that a worker may take to answer."""
+        """Poll as Ray does, but with this file's timeout for the workers' answers."""
         return super().poll_status(_ANSWER_S)
 
     def _clear_state(self) -> None:
@@ -351,11 +351,11 @@ class LaneController(OwnController):
         super().__init__(**given)
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
-        """Poll the workers at once: they answer when they have something to say."""
+        """Poll without a pause: workers answer when they have something to report."""
         group: Any = self.get_worker_group()
         questions = await group.pool.questions.remote(group.loan.lane)
         for number, question in questions.items():
-            # It may wait for what a poll brings.
+            # A task of its own, since the answer may depend on the result of a poll.
             task = asyncio.create_task(self._answer(group, number, *question))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
@@ -373,20 +373,20 @@ class LaneController(OwnController):
 
 
 def is_stopped() -> bool:
-    """Whether Tune has stopped the trial of this process, or has ended it."""
+    """Return whether Tune has stopped or ended the trial of this process."""
     session = _session()
     return session is None or bool(session.stop_event.is_set())
 
 
 def _session() -> Any:
-    """Tune's session of the trial of this process; None before and after it."""
+    """Return Tune's session of this process's trial; None before and after it."""
     return get_session()
 
 
 class _Reports(queue.Queue[Any]):
-    """Takes the place of the actor between Ray's TuneReportCallback and the trial.
+    """Replaces the actor between Ray's TuneReportCallback and the trial.
 
-    The callback hands metrics through it to the trial's main thread.
+    Through this queue, the callback passes metrics to the trial's main thread.
     """
 
     def __init__(self) -> None:
@@ -400,10 +400,10 @@ class _Reports(queue.Queue[Any]):
         )  # a copy of the callback goes to every worker, where nothing calls it
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Wait until Tune has the report: the trial's next one, or end, may overtake it.
+        """Add a report, and wait until Tune has it, so that no later one overtakes it.
 
         Raises:
-            TrialStopped: Tune takes no report of the trial any more.
+            TrialStopped: Tune takes no more reports of this trial.
         """
         number = self._num_taken + 1
         super().put(item)
@@ -413,7 +413,7 @@ class _Reports(queue.Queue[Any]):
             time.sleep(_LOOK_S)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As Ray's own queue; called again only when Tune has what it gave before."""
+        """Get the next report; a further call means that Tune has the previous one."""
         self._num_passed_on = self._num_taken
         deadline = time.monotonic() + (timeout or 0.0)
         while (
@@ -429,7 +429,7 @@ class _Reports(queue.Queue[Any]):
 
 
 def reports_of_trial() -> Any:
-    """What a TuneReportCallback of this process puts its reports into."""
+    """Return the queue for the reports of this process's TuneReportCallback."""
     found: Any = get_session()
     return _Reports() if found is None else found._inter_actor_queue
 
@@ -440,10 +440,10 @@ def report_in_process() -> None:
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:
-    """Return Ray's callbacks without those that start an actor that a lane needs not.
+    """Return Ray's callbacks without those that start actors that a lane does not need.
 
-    The one of Ray datasets stays where the trial has any; the pool gives back what a
-    dead trial had reserved.
+    The callback for Ray datasets stays if the trial has any. The one that frees a dead
+    trial's resources is not needed, because the pool takes its lane back.
     """
     needless = (
         PlacementGroupCleanerCallback,

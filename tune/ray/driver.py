@@ -1,8 +1,8 @@
 """A trial's driver, in a process of its own (Ray).
 
-It is a function that makes a TorchTrainer and calls `fit`. Trials' actors and the
-workers of lanes import this file, and no torch: that takes seconds, and their forks
-have it.
+A driver is a function that makes a TorchTrainer and calls `fit`. The trials' actors and
+the lanes' workers import this file, so it must not import torch: that takes seconds,
+and their forks have torch already.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from tune.ray_internals import DataParallelTrainer, get_session, set_session
 
 @dataclass(frozen=True)
 class Run:
-    """A TorchTrainer that a trial's process hands to the worker that has started it."""
+    """A TorchTrainer, as a driver's process hands it to its trial's actor."""
 
     function: bytes
     """Pickled: the training function with its configuration, a callable without
@@ -43,7 +43,7 @@ class Run:
 
 
 class DriverSession:
-    """Tune's session in the process of a driver: asks that of the trial's actor."""
+    """Tune's session in a driver's process; forwards calls to the trial's actor."""
 
     def __init__(self, channel: Channel) -> None:
         self.ask = channel.call
@@ -52,7 +52,7 @@ class DriverSession:
         return self.ask("attribute", name)
 
     def report(self, metrics: Tree, checkpoint: Any = None) -> None:
-        """As Tune's."""
+        """Report through the session of the trial's actor."""
         self.ask("report", metrics, checkpoint=checkpoint)
 
     def _get_or_create_inter_actor_queue(self) -> Any:
@@ -60,14 +60,14 @@ class DriverSession:
 
 
 class Reports:
-    """Stands for the queue of the trial's actor until a TuneReportCallback is there."""
+    """Placeholder that unpickles as the report queue of the trial's actor."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return reports_of_trial, ()
 
 
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
-    """Call a pickled driver with a trial's configuration; returns what it returns."""
+    """Call a pickled driver; return whether it failed, and its result or exception."""
     from tune.forks.function import as_new_process
 
     as_new_process([])
@@ -79,14 +79,14 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
 
 
 class Asked:
-    """What a driver's process asks of its trial's actor."""
+    """Answers, in a trial's actor, the calls of the driver's process."""
 
     def __init__(self, pool: Any, zygote: str) -> None:
         self._pool = pool
         self._zygote = zygote
 
     def fit(self, run: Run) -> Any:
-        """Train in a lane."""
+        """Train on the workers of a lane, and return Ray's result."""
         function = ForkedFunction(
             run.function, self._zygote, run.backend, run.timeout_s
         )
@@ -95,14 +95,14 @@ class Asked:
         return trainer.fit()
 
     def attribute(self, name: str) -> Any:
-        """What Tune's session has by a name."""
+        """Return an attribute of Tune's session."""
         return getattr(get_session(), name)
 
     def report(self, metrics: Tree, checkpoint: Any) -> None:
-        """As Tune's.
+        """Report to Tune.
 
         Raises:
-            TrialStopped: the search has stopped the trial, or lets it pause.
+            TrialStopped: The search has stopped or paused the trial.
         """
         found = get_session()
         assert found is not None
@@ -126,7 +126,7 @@ class _InLane(DataParallelTrainer):
 class ForkedFunction:
     """A training function that runs in a fork of its node's zygote.
 
-    The worker that calls it answers what it asks.
+    The worker that calls it answers the calls of the fork.
     """
 
     function: bytes
@@ -135,7 +135,7 @@ class ForkedFunction:
     timeout_s: float
 
     def __call__(self) -> Any:
-        """Called by Ray in each worker."""
+        """Run the function in a fork; called by Ray in each worker."""
         place, files = own_place(self.backend, self.timeout_s)
         context = ray.train.get_context()
         fork = Zygote.of_functions(self.zygote).fork(

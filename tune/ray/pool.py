@@ -1,8 +1,8 @@
 """The pool of lanes: an actor that lends groups of warm workers to trials (Ray).
 
-A lane is a placement group and the worker processes in it, which hold nothing of a
-trial. A trial borrows one of its shape, and gives it back; one whose worker does not
-answer then is ended.
+A lane is a placement group and the worker processes in it, which keep no state of a
+trial. A trial borrows a lane of the shape that it needs, and gives it back. If one of
+the lane's workers does not answer then, the pool ends the lane.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
-"""Within which a function that was stopped reports once more, and so ends."""
+"""How long a stopped function may take until its next report, which ends it."""
 _PLACE_S = 0.5
 _WATCH_S = 1.0
 _MAKE_S = 1.0
@@ -40,12 +40,12 @@ _MAKE_S = 1.0
 
 @dataclass(frozen=True)
 class Loan:
-    """A lane as a trial gets it."""
+    """A lane, as a trial that borrows it sees it."""
 
     lane: int
     group: PlacementGroup
     workers: list[tuple[Any, "ActorMetadata"]]
-    """The handle of each worker's actor, and where it is."""
+    """The handle of each worker's actor, and its metadata, such as its node."""
 
 
 @dataclass
@@ -65,27 +65,28 @@ class Lane:
     shape: Shape
     group: PlacementGroup
     placed: asyncio.Future[Any]
-    """Done once the group has its place."""
+    """Done once Ray has placed the group on nodes."""
     since: float
-    """When it began to start, or was free last."""
+    """When it began to start, came up, or was last given back."""
     actors: list[Any] = field(default_factory=list)
     """The handle of each worker's actor; empty until it is started."""
     workers: list[tuple[Any, "ActorMetadata"]] = field(default_factory=list)
     barrier: Any = None
-    """What its ranks meet at, one for each trial."""
+    """Where its ranks synchronize; a new one for each trial."""
     asked: int = 0
     questions: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """What workers ask the controller of their trial, and it has not heard."""
+    """Questions to the trial's controller that it has not fetched yet, by number."""
     answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     is_up: bool = False
     borrower: str | None = None
-    """The actor that has it; empty while it settles; None: it is free, or not up yet.
+    """ID of the actor that has borrowed it; empty while the workers end its trial; None
+    if it is free or not up yet.
     """
     stopping: bool = False
 
 
 def reserve(shape: Shape) -> PlacementGroup:
-    """Ask Ray for the room of a lane."""
+    """Ask Ray to reserve the resources of a lane."""
     bundles = [dict(shape.resources)] * shape.num_workers
     labels = [dict(node) for node in shape.labels] or None
     group: PlacementGroup = placement_group(
@@ -97,13 +98,13 @@ def reserve(shape: Shape) -> PlacementGroup:
 def start_workers(
     shape: Shape, group: PlacementGroup, zygote: str, shown: str
 ) -> list[Any]:
-    """Start the workers of a lane, each once the group has its place.
+    """Start the workers of a lane; Ray starts each once the group is placed.
 
     Args:
         shape: How many workers there are, and what each of them needs.
-        group: The room that Ray was asked for.
-        zygote: The name of the process on each node that trials are forks of.
-        shown: What Ray shows for the lane.
+        group: The placement group of the lane.
+        zygote: The name of each node's zygote, from which trials are forked.
+        shown: The name that Ray displays for the lane.
 
     Returns:
         The handles of their actors.
@@ -119,7 +120,7 @@ def start_workers(
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
-    """How many lanes of a shape the resources of a cluster hold at most."""
+    """Return how many lanes of a shape the resources of a cluster can hold."""
     fits = [
         resources.get(name, 0.0) / (each * shape.num_workers)
         for name, each in shape.resources
@@ -129,10 +130,10 @@ def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
 
 
 class Pool:
-    """One for each driver; every call is short or waits without holding a thread."""
+    """The pool of a driver; each call is short or waits without holding a thread."""
 
     def __init__(self, zygote: str, sweep: str) -> None:
-        """`zygote`: the name of the sweep's zygotes; `sweep`: what Ray shows for it."""
+        """`zygote` names the sweep's zygotes; `sweep` is the name that Ray displays."""
         self._zygote = zygote
         self._sweep = sweep
         self._lanes: dict[int, Lane] = {}
@@ -146,14 +147,14 @@ class Pool:
         self._first_lent: float | None = None
         self._last_up = 0.0
         self._inside: set[str] = set()
-        """The actors whose trials run their drivers."""
+        """IDs of the actors that are running a trial's driver."""
         self._expected = 0
 
     def __repr__(self) -> str:
         return f"{self._sweep}, pool"
 
     async def borrow(self, shape: Shape, borrower: str) -> Loan:
-        """Lend the actor with an id a lane of a shape: a free one, else the next."""
+        """Lend an actor a lane of this shape: a free one, or the next to be free."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
@@ -165,13 +166,13 @@ class Pool:
         return await wish.loan
 
     async def give_back(self, number: int, stop: bool) -> None:
-        """Take a lane back; `stop`: its function runs, and ends at its next report."""
+        """Take a lane back; `stop` ends its running function at the next report."""
         self._take_back(self._lanes[number], stop)
 
     async def meet(self, number: int, method: str, *args: Any, **given: Any) -> Any:
-        """Call a method of what a lane's ranks meet at.
+        """Call a method of the barrier at which a lane's ranks synchronize.
 
-        What they bring to a report becomes None where their trial stops.
+        For a report, the result is None on all ranks if their trial is to stop.
         """
         lane = self._lanes[number]
         is_report = given.get("caller_method_name") == "ray.train.report"
@@ -193,26 +194,27 @@ class Pool:
         return await future
 
     async def questions(self, number: int) -> dict[int, tuple[Any, ...]]:
-        """What the workers of a lane have asked since the last call, by number."""
+        """Return the lane's questions since the last call, by number."""
         lane = self._lanes[number]
         asked = lane.questions
         lane.questions = {}
         return asked
 
     async def answer(self, number: int, question: int, answer: Any) -> None:
-        """Answer a question."""
+        """Pass the controller's answer to the worker that asked a question."""
         self._lanes[number].answers.pop(question).set_result(answer)
 
     async def enter(self, actor: str) -> None:
-        """Note that the actor with an id runs a trial's driver."""
+        """Note that the actor with this ID is running a trial's driver."""
         self._inside.add(actor)
 
     async def may_leave(self, actor: str) -> bool:
-        """Whether a trial may end whose driver has ended.
+        """Return whether a trial may end now that its driver has ended.
 
-        Tune gives its actor to a trial whose own still starts, and drops that one: with
-        trials shorter than a start it would start actor after actor and never have more
-        of them. So the first ones wait for the others.
+        Tune gives an ended trial's actor to a trial whose own actor is still starting,
+        and drops the starting one. If trials are shorter than the start of an actor,
+        Tune would keep starting actors without ever having more of them. So the first
+        trials wait until as many have begun as `expect` was told.
         """
         if len(self._inside) < self._expected:
             return False
@@ -220,16 +222,17 @@ class Pool:
         return True
 
     async def expect(self, count: int) -> None:
-        """Have trials end only while the drivers of as many run."""
+        """Let a trial end only while at least `count` drivers are running."""
         self._expected = count
 
     async def state(self) -> dict[str, Any]:
         """Return how far the lanes are.
 
         Returns:
-            How many are up (`up`), how many the cluster holds at `most`, how long the
-            last one took to start (`start_s`), for how long trials have had lanes
-            (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
+            How many lanes are up (`up`), how many the cluster can hold (`most`), how
+            long the last start took (`start_s`), how long ago the first lane was lent
+            (`serving_s`), and how long ago the last one came up (`last_up_s`), all in
+            seconds.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = 1
@@ -248,10 +251,10 @@ class Pool:
         }
 
     async def close(self) -> list[str]:
-        """End all lanes; returns why some were ended before.
+        """End all lanes; return the reasons why some had to restart earlier.
 
-        First those without a place: Ray would make one of them as soon as another
-        leaves it room.
+        Lanes that are not placed yet go first: otherwise Ray would place one as soon as
+        another frees its resources.
         """
         for lane in sorted(self._lanes.values(), key=lambda lane: lane.placed.done()):
             await self._end(lane)
@@ -269,7 +272,7 @@ class Pool:
         return None
 
     def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
-        """Whether a lane that nobody has takes the room of one that is waited for."""
+        """Return whether `other` is unused and may block `lane`, which is wanted."""
         wanted = {wish.shape for wish in self._waiting}
         if lane.shape not in wanted or other.borrower is not None:
             return False
@@ -285,7 +288,7 @@ class Pool:
         return Loan(lane.number, lane.group, lane.workers)
 
     def _start_wanted(self) -> None:
-        """Start lanes for trials that wait for more than start, or are given back."""
+        """Start lanes for waiting trials that no starting or settling lane covers."""
         coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
         settling = Counter(
             lane.shape
@@ -310,7 +313,7 @@ class Pool:
         self._do(self._start(lane))
 
     async def _start(self, lane: Lane) -> None:
-        """Start the workers of a lane, and lend it to who waits for it."""
+        """Start the workers of a lane, and lend it to a trial that waits for one."""
         try:
             await self._placed(lane)
             if lane.number not in self._lanes:
@@ -333,7 +336,7 @@ class Pool:
         self._serve()
 
     async def _placed(self, lane: Lane) -> None:
-        """Wait until a lane has its place; lanes that nobody has make room for it."""
+        """Wait until Ray has placed a lane; end unused lanes of other shapes for it."""
         while not (await asyncio.wait([lane.placed], timeout=_PLACE_S))[0]:
             for other in list(self._lanes.values()):
                 if self._is_in_the_way(other, lane):
@@ -341,7 +344,7 @@ class Pool:
         await lane.placed
 
     async def _watch(self) -> None:
-        """Take back the lanes of trials whose process has died."""
+        """Take back the lanes of trials whose actor has died; runs forever."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for lane in list(self._lanes.values()):
@@ -373,12 +376,12 @@ class Pool:
         self._do(self._settle(lane))
 
     async def _settle(self, lane: Lane) -> None:
-        """Have each worker end what runs of the trial; end the lane where one cannot."""
+        """Have each worker end the trial's function; end the lane if one fails to."""
         try:
             calls = [actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers]
             await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
-            # Else it was ended meanwhile, with all others.
+            # Otherwise the lane was ended in the meantime, with all others.
             if lane.number in self._lanes:
                 why = f"a worker died or did not answer: {type(error).__name__}"
                 logger.warning("lane %d starts again: %s", lane.number, why)

@@ -1,4 +1,4 @@
-"""What the workers of a lane are like, and whether a trial needs any."""
+"""The shape of a lane's workers, and whether a trial needs a lane at all."""
 
 import contextlib
 import inspect
@@ -10,23 +10,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """What the workers of a lane are; trials with the same one may share it."""
+    """What defines a lane's workers; trials of the same shape may share a lane."""
 
     num_workers: int
     resources: tuple[tuple[str, float], ...]
-    """Of each worker."""
+    """Resources of each worker."""
     strategy: str
-    """Of their placement."""
+    """Placement strategy of the lane's placement group."""
     labels: tuple[tuple[tuple[str, str], ...], ...]
-    """Labels that the node of each worker must have; empty: none."""
+    """Labels that each worker's node must have; empty if there are none."""
     runtime_env: str
-    """As JSON: their runtime environment."""
+    """The workers' runtime environment, as JSON."""
 
 
 def makes_trainer(driver: Any) -> bool:
-    """Whether a trial's function, or one that it names, names a TorchTrainer.
+    """Return whether a trial's function, or one that it uses, refers to a TorchTrainer.
 
-    Else it trains in the trial's process.
+    If not, the function needs no lane: it trains in the trial's own process.
     """
     pending = [driver]
     seen = set[int]()
@@ -48,14 +48,14 @@ def makes_trainer(driver: Any) -> bool:
             with contextlib.suppress(ValueError):  # it is empty
                 used.append(cell.cell_contents)
         for module in filter(inspect.ismodule, list(used)):
-            # Without asking those that import what they are asked for.
+            # Not by `getattr`, because some modules import what they are asked for.
             used += [vars(module).get(name) for name in names]
         pending += filter(callable, used)
     return False
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """All names that code uses, and that of functions inside it."""
+    """Yield all names that a code object and the functions inside it use."""
     yield from (*code.co_names, *code.co_freevars)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

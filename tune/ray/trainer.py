@@ -1,4 +1,4 @@
-"""Ray's TorchTrainer, whose function runs in a lane where a trial calls `fit` (Ray)."""
+"""A TorchTrainer that trains in a lane when a trial calls its `fit` (Ray)."""
 
 import copy
 import re
@@ -14,7 +14,7 @@ from tune.ray.driver import Run
 from tune.ray_internals import get_session
 
 _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
-"""What Ray calls a run that has no name: by the second."""
+"""The name that Ray gives to a nameless run: its start time, to the second."""
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
@@ -51,9 +51,10 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
 
 
 def with_own_name(run_config: Any) -> Any:
-    """Return a RunConfig whose run nobody else has.
+    """Return a RunConfig whose run has a unique name.
 
-    It would go on from the checkpoints of another trial that began in the same second.
+    With Ray's default name, a run would continue from the checkpoints of another trial
+    that began in the same second.
     """
     if _NAME_BY_RAY.fullmatch(run_config.name):
         run_config = copy.copy(run_config)

@@ -31,30 +31,30 @@ from tune.ray.shape import makes_trainer
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
-"""How long a trial that has ended waits for others to begin."""
+"""How long a trial that has ended waits at most for others to begin."""
 _WAIT_S = 0.02
 _END_S = "60"
 """How many seconds Tune waits for the end of a stopped trial.
 
-It gives the trial's actor to another, which it fails after that. Its own 2 s are what a
-busy machine may need.
+Tune gives the actor to the next trial, and fails that trial if the end takes longer.
+Tune's default of 2 s may be too short on a busy machine.
 """
 _PAYS = 4.0
-"""Another lane starts where the trials left take this many times its start.
+"""More lanes start only if the remaining trials take this many times a lane's start.
 
-It slows them, and saves half.
+A start slows the running trials; twice as many lanes then halve the remaining time.
 """
 _PAUSES_NONE = FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule
-"""Schedulers that need no two trials at a time.
+"""Schedulers that work even if only one trial runs at a time.
 
-Those that derive from them (PBT, HyperBand) compare what runs.
+Subclasses of them (PBT, HyperBand) compare trials that run at the same time.
 """
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
-"""What Tune reserves for a trial, which waits for its lane; it refuses nothing at all."""
+"""Resources of a trial's actor, which only waits for a lane; Tune requires some."""
 
 
 def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
-    """Return what Tune runs for a trial: the driver in a fork, its trainers in lanes.
+    """Return a trainable for Tune that runs the driver in a fork, trainers in lanes.
 
     Args:
         driver: The function that makes a trainer and calls `fit`.
@@ -97,7 +97,7 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
 
 
 def _wait_for_others(pool: Any, actor: str) -> None:
-    """Return once a trial whose driver has ended may end, too."""
+    """Wait until a trial whose driver has ended may end as well."""
     deadline = time.monotonic() + _HOLD_S
     while not ray.get(pool.may_leave.remote(actor)):
         if is_stopped() or time.monotonic() > deadline:
@@ -143,7 +143,7 @@ class Tuner(tune.Tuner):
         )
 
     def _drive(self, driver: Any, pool: str, tune_config: Any, run_config: Any) -> None:
-        """Have a driver's trials run in the lanes of a pool."""
+        """Set up this tuner to run a driver's trials in the lanes of a pool."""
         self._driver = driver
         self._pool_name = pool
         pace = _Pace(pool)
@@ -188,9 +188,9 @@ class Tuner(tune.Tuner):
 
 
 class _Pace(tune.Callback):
-    """Lets more trials run at a time as lanes come up.
+    """Raises the number of trials that run at a time as lanes come up.
 
-    The process of each costs as much as the start of a lane.
+    Starting a trial's process costs as much as starting a lane.
     """
 
     def __init__(self, pool: str) -> None:
@@ -205,7 +205,7 @@ class _Pace(tune.Callback):
         return (tune.Callback, ())  # Tune pickles its callbacks
 
     def limit(self, config: tune.TuneConfig) -> None:
-        """Take over how many trials run at a time, where the scheduler pauses none."""
+        """Control how many trials run at a time, unless the scheduler compares them."""
         if type(config.scheduler or FIFOScheduler()) not in _PAUSES_NONE:
             return
         search: Any = config.search_alg or BasicVariantGenerator()
@@ -228,7 +228,7 @@ class _Pace(tune.Callback):
         )
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune in its loop."""
+        """Allow more trials at a time if that pays; called by Tune in its loop."""
         now = time.monotonic()
         if self._search is None or now - self._looked < _LOOK_S:
             return
@@ -239,8 +239,8 @@ class _Pace(tune.Callback):
         ended = sum(trial.is_finished() for trial in trials)
         if not ended:
             self._first_ended = now
-        # The first trials' processes are new: only after as long as a lane's start does
-        # their time say something.
+        # The first trials start new processes, so their duration means nothing until as
+        # much time has passed as a lane takes to start.
         if (
             state["up"] < count
             or min(state["serving_s"], state["last_up_s"]) < state["start_s"]
@@ -259,16 +259,16 @@ class _Pace(tune.Callback):
     def on_trial_start(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial has its actor."""
+        """Update what the pool expects; called by Tune when a trial has its actor."""
         if self._search is not None and self._search.max_concurrent > 1:
             self._expect(len(trials))
 
     def _total(self) -> int:
-        """How many trials there will be."""
+        """Return how many trials there will be."""
         return int(getattr(self._search, "total_samples", 0) or self._num_samples)
 
     def _expect(self, num_trials: int) -> None:
-        """Have trials wait for each other's actors, while there are more to come."""
+        """Tell the pool to hold trials' ends back while more trials are to come."""
         pool: Any = ray.get_actor(self._pool_name)
         pool.expect.remote(
             self._search.max_concurrent if num_trials < self._total() else 0

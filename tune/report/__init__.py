@@ -1,4 +1,4 @@
-"""What a sweep says: the answer, and the files that show it.
+"""The result of a sweep: the answer, and the files that show it.
 
-The doors are `answer` (answer.py) and `write_report` (write.py).
+The entry points are `answer` (answer.py) and `write_report` (write.py).
 """

@@ -1,4 +1,4 @@
-"""What a sweep says: its trials ranked, the answer in one line, and what is in doubt."""
+"""A sweep's answer: the ranking of its trials, the result in a line, and its doubts."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ from tune.trials.record import (
 
 _BUSY = 0.25
 _TELLING = 10.0
-"""A bound on how much faster another trial may be says nothing above it."""
+"""Above this, a bound on how much faster another trial may be is not shown."""
 _EQUAL_SCORE = 0.01
 _UNITS = {
     "peak_memory_bytes": " of peak memory",
@@ -57,33 +57,33 @@ _UNITS = {
     "step_time_s": " a step",
     "samples_per_s": "",
 }
-"""What follows the value of a metric that its unit tells."""
+"""The words after a metric's value, for metrics that need no name beside the unit."""
 
 
 Run = tuple[float, TrialRecord]
-"""A trial, after its value of the objective."""
+"""A trial's value of the objective, and its record."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What its seeds say of a configuration: a seed is a repeat, never a choice."""
+    """The results of a configuration over its seeds, which count as repeats."""
 
     record: TrialRecord
-    """The run whose value is the median, without its seed."""
+    """The record of its median run, without the seed."""
     runs: list[Run]
-    """Those with a value of the objective, best first."""
+    """Its runs that have a value of the objective, best first."""
     mean: Interval
-    """Of the objective, with the 95 % interval; the spread is pooled over all
+    """Mean of the objective, with its 95 % interval; the spread is pooled over all
     configurations.
     """
     num_missed: int
-    """Seeds without a value: their runs failed, or did not reach the target."""
+    """The number of seeds without a value: they failed or missed the target."""
     is_equal: bool
-    """Whether the best configuration's mean cannot be told apart from this one's."""
+    """Whether its mean cannot be distinguished from the best configuration's."""
 
 
 def without_seed(record: TrialRecord) -> TrialRecord:
-    """Return a record as one of its configuration, whatever its seed."""
+    """Return a record without the seed in its configuration."""
     config = {key: value for key, value in record.config.items() if key != "seed"}
     return replace(record, config=config)
 
@@ -91,14 +91,15 @@ def without_seed(record: TrialRecord) -> TrialRecord:
 def by_configuration(
     objective: Objective, ranked: Sequence[Run], records: Records
 ) -> list[Configuration]:
-    """Return the configurations, best mean first; those that miss a value come last.
+    """Return the configurations, best mean first; those with missing values come last.
 
-    What a user has stopped tells nothing, nor does a second run of the very same.
+    Trials that a user has stopped are ignored, and so are further runs of the same
+    trial.
 
-    `ranked`: the records that have a value of the objective, best first. Each
-    configuration is compared with the best by a t-test, at a level of 5 % over all
-    pairs: the best is chosen by the same values (Bonferroni). Means of what is measured
-    are geometric.
+    `ranked` are the records that have a value of the objective, best first. Each
+    configuration is compared with the best by a t-test. Its level of 5 % is divided
+    among all pairs (Bonferroni), because the best is chosen by the same values. For
+    measured quantities, means are geometric.
     """
     first = _first_runs(records)
     groups: dict[str, list[Run]] = {}
@@ -143,7 +144,7 @@ def by_configuration(
 
 
 def _first_runs(records: Records) -> dict[str, TrialRecord]:
-    """Return the records that count, by id: the first one of each trial."""
+    """Return the records that count, by ID: the first run of each trial."""
     first: dict[str, TrialRecord] = {}
     for record in records:
         if record.purpose != "repeat" and not record.is_censored:
@@ -157,23 +158,23 @@ def _key(record: TrialRecord) -> str:
 
 @dataclass(frozen=True)
 class Doubt:
-    """Something that the sweep does not know."""
+    """A question that the sweep leaves open, and what would settle it."""
 
     what: str
-    """In a sentence without its full stop."""
+    """The doubt, as a sentence without its full stop."""
     settled_by: str
-    """What would tell: a key, or another machine."""
+    """What would settle it: a key of the sweep, or another machine."""
 
     @property
     def text(self) -> str:
-        """Both in one line."""
+        """The doubt and what would settle it, in one line."""
         return f"{self.what}. Settled by {self.settled_by}."
 
 
 def _once(
     trials: Trials, found: Sequence[Final], most_ahead: float | None
 ) -> Doubt | None:
-    """Doubt the order where configurations ran once and may be faster."""
+    """Return the doubt that a trial that ran once may be faster than the best."""
     if most_ahead is None or most_ahead <= 1 + EQUAL:
         return None
     how_much = "faster by an amount that nothing limits"
@@ -196,7 +197,7 @@ def _once(
 
 
 def _one_seed(trials: Trials) -> Doubt | None:
-    """Doubt figures that differ between seeds, of one run each."""
+    """Return the doubt that the order depends on the seed, if each trial had one."""
     is_measured = trials.objective.metric in MEASURED
     is_compared = sum(record.finished for record in trials.records) > 1
     if is_measured or "seed" in trials.config.space or not is_compared:
@@ -206,7 +207,7 @@ def _one_seed(trials: Trials) -> Doubt | None:
 
 
 def _by_hand(trials: Trials) -> Doubt | None:
-    """Doubt trials that a user has stopped, and that no clone replaces."""
+    """Return the doubt about trials that a user has stopped, and no clone replaced."""
     stopped = {}
     ended = set()
     for record in trials.records:
@@ -251,33 +252,33 @@ def _busy(trials: Trials) -> Doubt | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the sweep says."""
+    """The answer of a sweep."""
 
     ranking: list[TrialRecord]
     """All trials that have a value of the objective, best first."""
     finals: list[Final]
-    """What repeats say of the first of them, fastest first."""
+    """The results of the finalists' repeats, fastest first."""
     value: float | None
-    """The best's value of the objective, by its repeats or seeds where it has any."""
+    """The best trial's objective value; the mean of its repeats or seeds, if any."""
     equal: list[TrialRecord]
-    """Those that cannot be told apart from the best."""
+    """The trials that cannot be distinguished from the best."""
     line: str
-    """The answer: which configuration is best, at what and by how much, and which are
-    as good; or why none is.
+    """The answer in a sentence: which configuration is best, at what and by how much,
+    and which are as good; or why there is no best one.
     """
     fastest: str
-    """Which configuration has the highest throughput; empty where the best has, or is
-    about as fast.
+    """A sentence on the configuration with the highest throughput; empty if the best
+    trial has it, or is about as fast.
     """
     largest: str
-    """Whether the largest batch size lost to its learning rate or to itself, where that
-    was searched around.
+    """A sentence on whether the largest batch size lost because of its learning rate or
+    because of its size; empty unless the rate was searched `around`.
     """
     doubts: list[Doubt]
     """What the sweep does not know, with what would settle it."""
     most_ahead: float | None
-    """How many times as fast as the best any other trial is at most, with 95 %
-    confidence; None: nothing tells.
+    """Upper bound, with 95 % confidence, on how many times as fast as the best another
+    trial may be; None if unknown.
     """
 
     @property
@@ -287,7 +288,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All that there is to say, a line each."""
+        """All sentences of the answer, one per line."""
         lines = [line for line in (self.line, self.fastest, self.largest) if line]
         lines += [f"- {doubt.text}" for doubt in self.doubts]
         return "\n".join(lines)
@@ -299,22 +300,22 @@ class _Place:
 
     record: TrialRecord
     value: float
-    """Of the objective; with repeats the time to the target, s."""
+    """Value of the objective; with repeats, the time to target, s."""
     runs: str
-    """By what it is known: "0.31 to 0.63 s, 6 repeats"."""
+    """The evidence for the value: "0.31 to 0.63 s, 6 repeats"."""
     is_equal: bool
-    """Whether it cannot be told apart from the first."""
+    """Whether it cannot be distinguished from the first."""
     margin: str = ""
-    """How the first compares with it, where the two are told apart: "1.2 times faster
+    """How the first compares with it, if they can be distinguished: "1.2 times faster
     than".
     """
 
 
 def answer(config: SweepConfig, records: Records) -> Answer:
-    """Rank the trials by the objective, and say the outcome.
+    """Rank the trials by the objective, and put the result in words.
 
-    Repeats decide where finalists were repeated, the mean over its seeds where the
-    space has a `seed`, and else one run each.
+    The ranking is by the mean over seeds if the space has a `seed`, else by repeats if
+    finalists were repeated, else by one run each.
     """
     objective = config.objective
     trials = Trials(config, records)
@@ -351,7 +352,7 @@ def answer(config: SweepConfig, records: Records) -> Answer:
     repeated = {final.record.id for final in found}
     as_good = {record.id for record in [*ranking[:1], *equal]}
     as_good |= {record.id for record in rivals(config, records)} - repeated
-    # The order, then the machine while this was measured.
+    # First doubts about the order, then about the machine during the measurement.
     doubts = [
         _once(trials, found, ahead),
         _one_seed(trials),
@@ -384,7 +385,7 @@ def _ranked(objective: Objective, records: Records) -> list[Run]:
 
 
 def _places_of_runs(metric: str, ranked: Sequence[Run]) -> list[_Place]:
-    """Return the places by one run each."""
+    """Return the places of the trials, judged by one run each."""
     places = []
     for value, record in ranked:
         best_value, best = ranked[0]
@@ -402,7 +403,7 @@ def _places_of_runs(metric: str, ranked: Sequence[Run]) -> list[_Place]:
 def _places_of_seeds(
     metric: str, configurations: Sequence[Configuration]
 ) -> list[_Place]:
-    """Return the places by the means over seeds."""
+    """Return the places of the configurations, judged by their means over seeds."""
     places = []
     for found in configurations:
         mean = found.mean
@@ -419,7 +420,7 @@ def _places_of_seeds(
 
 
 def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
-    """Return the places of finalists, by their repeats."""
+    """Return the places of the finalists, judged by their repeats."""
     places = []
     for final in found:
         runs = f"{span(final.time_s.low, final.time_s.high)}, {final.repeats} repeats"
@@ -436,7 +437,7 @@ def _places_of_finals(found: Sequence[Final]) -> list[_Place]:
 
 
 def _line(trials: Trials, places: Sequence[_Place]) -> str:
-    """Return the answer."""
+    """Return the answer in a sentence."""
     first, *others = places
     name = capitalized(_without_seed(trials, first.record))
     head = f"{name}: {_achieved(trials.objective, first)} ({first.runs})"
@@ -456,13 +457,13 @@ def _line(trials: Trials, places: Sequence[_Place]) -> str:
 
 
 def _without_seed(trials: Trials, record: TrialRecord) -> str:
-    """Return a configuration in words, whatever its seed."""
+    """Return a configuration in words, without its seed."""
     names = {key: name for key, name in trials.telling.items() if key != "seed"}
     return in_words(names, record)
 
 
 def _tied(places: Sequence[_Place]) -> list[_Place]:
-    """Return the places that cannot be told apart from the first."""
+    """Return the places after the first that cannot be distinguished from it."""
     return list(itertools.takewhile(lambda place: place.is_equal, places[1:]))
 
 
@@ -503,9 +504,9 @@ def _usd(record: TrialRecord, time_s: float) -> float | None:
 
 
 def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
-    """Whether one run each shows that `first` has the higher throughput.
+    """Return whether one run each shows that `first` has the higher throughput.
 
-    It does so whatever `other` has lost to work beside it.
+    This accounts for the time that `other` may have lost to other work on its machine.
     """
     low = (first.samples_per_s or 0.0) * (1 - _half_width(first))
     high = (other.samples_per_s or 0.0) * (1 + _half_width(other))
@@ -523,10 +524,10 @@ def _half_width(record: TrialRecord) -> float:
 def _margin(metric: str, value: float, other: float) -> str | None:
     """Return how much better `value` is than `other`: "1.2 times faster than".
 
-    Of scores up to 1, and where a sign makes a ratio meaningless, it is a difference.
+    For scores up to 1, and if a sign makes a ratio meaningless, it is a difference.
 
     Returns:
-        Words; None where the two are about equal.
+        Words, or None if the two are about equal.
     """
     low, high = sorted((value, other))
     direction = "lower" if value < other else "higher"
@@ -584,10 +585,10 @@ def _none_reached(trials: Trials, finished: Records) -> str:
 
 
 def _fastest(trials: Trials, best: TrialRecord | None, found: Sequence[Final]) -> str:
-    """Return a sentence on the highest throughput.
+    """Return a sentence on the trial with the highest throughput.
 
     Returns:
-        "" where the best trial is about as fast.
+        The sentence, or "" if the best trial is about as fast.
     """
     objective = trials.objective
     ranked = _ranked(Objective(metric="samples_per_s"), trials.records)
@@ -606,7 +607,7 @@ def _fastest(trials: Trials, best: TrialRecord | None, found: Sequence[Final]) -
 
 
 def _needed(objective: Objective, record: TrialRecord, found: Sequence[Final]) -> str:
-    """Return what a trial has of the objective: "needs 5.23 s", "has val_loss 0.118"."""
+    """Return a trial's objective value as a verb phrase: "needs 5.23 s"."""
     metric = objective.metric
     value = value_of(metric, record)
     if value is None and metric == "time_to_target":
@@ -622,12 +623,12 @@ def _needed(objective: Objective, record: TrialRecord, found: Sequence[Final]) -
 
 
 def largest_size(trials: Trials, as_good: Collection[str]) -> str:
-    """Say whether the largest batch size lost to its learning rate or to itself.
+    """Say whether the largest batch size lost by its learning rate or by its size.
 
-    `as_good` are the ids of the best trial, and of those that are as good.
+    `as_good` are the IDs of the best trial and of the trials that are as good.
 
     Returns:
-        A sentence; "" where no rate was searched around, or the size was not tried.
+        A sentence, or "" if no rate was searched `around` or the size was not tried.
     """
     config = trials.config
     sizes = [key for key in BATCH_KEYS if isinstance(config.space.get(key), list)]

@@ -33,13 +33,13 @@ from tune.trials.record import Interval, Records, TrialRecord, value_of
 
 _VARIABLES = ("fg", "muted", "bad", "grid", "card", "s1", "s2", "s3", "s4", "s5", "s6")
 _COLORS = {f"#0a0b{at:02}": f"var(--{name})" for at, name in enumerate(_VARIABLES)}
-"""The page's CSS variables by placeholder, which `Canvas.figure` replaces.
+"""The page's CSS variables, by the placeholder colours that stand for them in drawings.
 
-figures.mplstyle has some of the placeholders, too.
+`Canvas.figure` replaces the placeholders; figures.mplstyle uses some of them, too.
 """
 _FG, _, _BAD, _, _, *_SERIES = _COLORS
 _MARKERS = "os^DvP"
-"""The shape of each series' marks, for who does not see their colours."""
+"""The shape of each series' marks, for readers who cannot see their colours."""
 _STYLE = ["default", str(Path(__file__).with_name("figures.mplstyle"))]
 
 _SIZE_IN = (4.2, 2.7)
@@ -50,7 +50,7 @@ _MOST_CHARS = 26  # of a name beside an axis
 _SIZE_KEYS = (*BATCH_KEYS, "microbatch_size")
 
 Points = list[tuple[float, float]]
-"""A trial's evaluations: training time, s, and a metric."""
+"""A trial's evaluations: pairs of training time, s, and a metric's value."""
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,22 @@ class Figure:
     title: str
     caption: str
     svg: str
-    """An `<svg>` element; its ids are unique in the page.
-
-    Of small multiples, one for each panel.
-    """
+    """An `<svg>` element, or one per panel; their ids are unique in the page."""
     num_panels: int = 1
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key of the configuration, and the values of it that were tried."""
+    """A key of the configuration, and the values that were tried for it."""
 
     key: str
     label: str
     values: list[Any]
-    """Rising where they are numbers, else as they were tried."""
+    """In rising order if they are all numbers, else in the order of the records."""
 
     @classmethod
     def of(cls, key: str, label: str, records: Records) -> Self:
-        """Return the axis of a key with the values that some trials have."""
+        """Return the axis of a key, with its values in these records."""
         tried: Tree = {}
         for record in records:
             value = record.config.get(key)
@@ -90,24 +87,24 @@ class Axis:
 
     @functools.cached_property
     def is_numeric(self) -> bool:
-        """Whether all of them are numbers."""
+        """Whether all values are numbers."""
         return all(map(is_number, self.values))
 
     @property
     def is_log(self) -> bool:
-        """Whether ratios of them are more telling than differences."""
+        """Whether the axis is logarithmic, as for sizes and wide ranges of values."""
         if not self.is_numeric or self.values[0] <= 0:
             return False
         return self.key in _SIZE_KEYS or bool(self.values[-1] >= 8 * self.values[0])
 
     @functools.cached_property
     def positions(self) -> list[float]:
-        """Their places on the axis."""
+        """The positions of the values on the axis."""
         places = self.values if self.is_numeric else range(len(self.values))
         return [float(place) for place in places]
 
     def index(self, record: TrialRecord) -> int:
-        """Return which of the values a trial has."""
+        """Return the index of a trial's value."""
         # By their text: a NaN does not equal itself, True equals 1, and lists and
         # mappings have no hash.
         return self._places[repr(record.config.get(self.key))]
@@ -117,27 +114,27 @@ class Axis:
         return {repr(value): at for at, value in enumerate(self.values)}
 
     def position(self, record: TrialRecord) -> float:
-        """Return a trial's place on the axis."""
+        """Return a trial's position on the axis."""
         return self.positions[self.index(record)]
 
     def name(self, at: int) -> str:
-        """Return a value as a legend has it."""
+        """Return the name of a value in a legend."""
         value = shown(self.values[at])
         return _cut(value if self.key == "precision" else f"{self.label} {value}")
 
 
 def _cut(text: str) -> str:
-    """Return text that fits beside an axis."""
+    """Shorten a text to what fits beside an axis."""
     if len(text) <= _MOST_CHARS:
         return text
     return f"{text[: _MOST_CHARS - 3]}..."
 
 
 class FigureData(Trials):
-    """The trials of a sweep, with a place on the x axis and a series each.
+    """The trials of a sweep; each has a position on the x axis and belongs to a series.
 
-    Of the keys that vary, batch size or the first number is the x axis, and precision
-    or the first key of few values the series.
+    Among the keys that vary, the x axis is the batch size or else the first numeric
+    key. The series are by precision or else by the first key with few values.
     """
 
     def __init__(
@@ -151,8 +148,7 @@ class FigureData(Trials):
         self.varied = [axis for axis in several if axis.key != "seed"]
         """The keys of which more than one value was tried; a seed is a repeat."""
         self.x = _choose_x(axes)
-        # More values than colours would be a legend larger than its figure, or nothing
-        # to compare.
+        # With more values than colours, the legend would be larger than the figure.
         rest = [axis for axis in self.varied if axis != self.x]
         few = [axis for axis in rest if len(axis.values) <= len(_SERIES)]
         few.sort(key=lambda axis: axis.key != "precision")
@@ -164,7 +160,7 @@ class FigureData(Trials):
 
     @property
     def each(self) -> str:
-        """The series in words."""
+        """Words for a caption on what the series are; empty if there is only one."""
         return f", for each {self.by.label}" if self.by else ""
 
     def is_best(self, record: TrialRecord) -> bool:
@@ -173,7 +169,7 @@ class FigureData(Trials):
 
 
 def _choose_x(axes: list[Axis]) -> Axis:
-    """Return the key of the x axis: a batch size or the first number, one that varies."""
+    """Return the x axis: a batch size or else the first numeric key, if one varies."""
     numeric = [axis for axis in axes if axis.is_numeric]
     varied = [axis for axis in numeric if len(axis.values) > 1] or numeric
     sizes = [axis for axis in varied if axis.key in _SIZE_KEYS]
@@ -183,22 +179,22 @@ def _choose_x(axes: list[Axis]) -> Axis:
 
 @dataclass(frozen=True)
 class Mark:
-    """A trial's figure, and what is known of how sure it is."""
+    """A trial's value in a figure, and how certain it is."""
 
     record: TrialRecord
     value: float
     text: str
     between: tuple[float, float] | None = None
-    """The 95 % interval of its repeats, or the evaluations between which it met the
-    target.
+    """The 95 % interval from its repeats, or the times of the two evaluations between
+    which it met the target.
     """
     is_repeated: bool = False
 
 
 class Canvas:
-    """One set of axes in matplotlib's style, and the hover text of its marks.
+    """One set of matplotlib axes, and the hover texts of its marks.
 
-    It becomes inline SVG, whose colours are CSS variables.
+    It is rendered as inline SVG, with CSS variables as colours.
     """
 
     def __init__(self, data: FigureData, name: str) -> None:
@@ -209,14 +205,14 @@ class Canvas:
         self._sheet = Sheet(figsize=_SIZE_IN, layout="constrained")
         self.axes = self._sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
-        # As many as have room for six digits each.
+        # As many ticks as fit if each has six digits.
         self.axes.locator_params(axis="x", nbins=5)
         self._tips: dict[str, str] = {}
         self._seen: set[int] = set()
-        """Series of which something was drawn."""
+        """The series that have something drawn."""
 
     def _look(self, record: TrialRecord, text: str) -> Tree:
-        """Return how a trial is drawn: as its series, with a text under the mouse."""
+        """Return a trial's style: its series' look, and a hover text."""
         series = self._data.series(record)
         self._seen.add(series)
         gid = f"tip-{len(self._tips)}"
@@ -245,9 +241,9 @@ class Canvas:
     def draw(
         self, axis: Axis, marks: list[Mark], size: float = 1.0, is_joined: bool = False
     ) -> None:
-        """Draw a mark a trial, the best on top; `size` is the unit of their values.
+        """Draw one mark per trial, the best on top; values are divided by `size`.
 
-        If joined, a grid has a line a series through medians.
+        If `is_joined`, a grid also gets a line per series through the medians.
         """
         data = self._data
         for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
@@ -271,7 +267,7 @@ class Canvas:
         self.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
     def _move(self, lines: Iterable[Any], steps: float) -> None:
-        """Move what was drawn by small steps to the right, beside what would cover it."""
+        """Shift lines to the right by small steps, so that marks do not overlap."""
         from matplotlib.transforms import ScaledTranslation
 
         inches = self._sheet.dpi_scale_trans
@@ -280,7 +276,7 @@ class Canvas:
             line.set_transform(place)
 
     def _join(self, axis: Axis, marks: list[Mark], size: float) -> None:
-        """Draw a line a series through the medians of its marks."""
+        """Draw one line per series through the medians of its marks."""
         found: dict[int, dict[float, list[float]]] = {}
         for mark in marks:
             own = found.setdefault(self._data.series(mark.record), {})
@@ -292,7 +288,7 @@ class Canvas:
             self.axes.plot(xs, medians, color=_SERIES[series], linewidth=1.6)
 
     def _set_axis(self, axis: Axis) -> None:
-        """Set ticks of the x axis at the values that were tried; base 2 for sizes."""
+        """Set the ticks of the x axis at the tried values; log scales have base 2."""
         places = axis.positions
         if axis.is_log:
             self.axes.set_xscale("log", base=2)
@@ -322,7 +318,7 @@ class Canvas:
         self.axes.set_xlabel(axis.label)
 
     def _write_legend(self) -> None:
-        """Write the names of what was drawn, and of series, above the axes."""
+        """Write a legend of the drawn series and other labels above the axes."""
         by = self._data.by
         for at in sorted(self._seen):
             look: Tree = {"color": _SERIES[at], "marker": _MARKERS[at]}
@@ -336,7 +332,7 @@ class Canvas:
             self._sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:
-        """Render what was drawn, with a legend."""
+        """Render the drawing with its legend as a figure."""
         self._write_legend()
         stream = io.StringIO()
         self._sheet.savefig(stream, format="svg", metadata={"Date": None})
@@ -352,9 +348,9 @@ class Canvas:
         return Figure(title, caption, svg.strip())
 
     def _inlined(self, found: re.Match[str]) -> str:
-        """Return a tag with the canvas's name in its ids, and variables for colours.
+        """Return a tag with the canvas's name in its ids, and CSS variables as colours.
 
-        Texts are no tags and stay what they are, whatever they look like.
+        Only tags are passed here, so that texts stay as they are.
         """
         tag = found[0].replace("xlink:href=", "href=")
         if "#0a0" in tag:
@@ -380,18 +376,18 @@ def figures(
 
 @contextmanager
 def _styled() -> Iterator[None]:
-    """Set the style in which canvases are made and rendered."""
+    """Apply the report's matplotlib style in this block."""
     from matplotlib import style
 
     with style.context(_STYLE), warnings.catch_warnings():
-        # Text stays text, in the reader's fonts: it does not matter what matplotlib's
-        # own lacks.
+        # Text stays text, shown in the reader's fonts, so glyphs that matplotlib's
+        # font lacks do not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
 
 def _objective(data: FigureData) -> Figure | None:
-    """Draw the objective against each key that varied, a panel a key."""
+    """Draw the objective against each key that varied, with one panel per key."""
     metric = data.objective.metric
     marks = _marks(data, metric)
     if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
@@ -424,7 +420,7 @@ def _objective(data: FigureData) -> Figure | None:
 
 
 def _marks(data: FigureData, metric: str) -> list[Mark]:
-    """Return the trials with a value of the objective."""
+    """Return marks for the trials with a value of the objective."""
     times: dict[str, Interval] = {}
     if metric == "time_to_target":
         for final in finals(data.config, data.records):
@@ -450,7 +446,7 @@ def _marks(data: FigureData, metric: str) -> list[Mark]:
 
 
 def _measured(data: FigureData, metric: str) -> list[Mark]:
-    """Return the trials that ended well, with what was measured of them."""
+    """Return marks for the trials with a result and a measured value of a metric."""
     marks = []
     for record in data.records:
         value = value_of(metric, record) if record.finished else None
@@ -474,7 +470,7 @@ def _throughput(data: FigureData) -> Figure | None:
 
 
 def _memory(data: FigureData) -> Figure | None:
-    """Draw peak memory against the batch size; a strip on top has trials out of memory."""
+    """Draw peak memory against the batch size, with failed trials in a strip on top."""
     marks = _measured(data, "peak_memory_bytes")
     lost = [record for record in data.records if record.status == "out_of_memory"]
     if not marks and not lost:
@@ -502,7 +498,7 @@ def _memory(data: FigureData) -> Figure | None:
 
 
 def _curves(data: FigureData) -> Figure | None:
-    """Draw the evaluated metric against training time, a line a trial."""
+    """Draw the evaluated metric against training time, with one line per trial."""
     metric = _drawn_metric(data)
     lines = []
     for record in data.records:
@@ -541,7 +537,7 @@ def _curves(data: FigureData) -> Figure | None:
 
 
 def _drawn_metric(data: FigureData) -> str:
-    """Return the evaluated metric to draw: the objective's, else the first of them."""
+    """Return the metric to draw: the objective's, else the first evaluated one."""
     seen: dict[str, None] = {}
     for record in data.records:
         for row in record.curve:
@@ -562,7 +558,7 @@ def _points(record: TrialRecord, metric: str) -> Points:
 
 
 def _closer(lines: list[list[float]], goal: float | None) -> tuple[float, float]:
-    """Return limits of a metric's axis without the worst fifth, where runs are alike."""
+    """Return limits for a metric's axis that leave out its worst fifth of values."""
     values = sorted(itertools.chain.from_iterable(lines))
     fifth = len(values) // 5
     if sum(own[-1] - own[0] for own in lines) > 0:
@@ -571,7 +567,7 @@ def _closer(lines: list[list[float]], goal: float | None) -> tuple[float, float]
     else:
         kept = values[: len(values) - fifth]
         best = kept[0]
-    if goal is not None:  # and a way to go up to it: where it is crossed is what counts
+    if goal is not None:  # with some space before it, to show where lines cross it
         kept += [goal, goal - 0.35 * (best - goal)]
     low = min(kept)
     high = max(kept)

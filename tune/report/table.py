@@ -1,4 +1,4 @@
-"""The table of a sweep's trials: columns for terminal and page, and as rich draws it."""
+"""The table of a sweep's trials: its columns, and how the terminal shows it."""
 
 import io
 import math
@@ -47,9 +47,9 @@ class Column:
     header: str
     is_figure: bool
     cells: dict[str, str]
-    """By the trial's id."""
+    """The text of each cell, by the trial's ID."""
     values: dict[str, float | None] = field(default_factory=dict)
-    """Of a figure, the numbers to sort by."""
+    """For a column of figures, the numbers to sort by, by the trial's ID."""
 
 
 def table(
@@ -58,12 +58,12 @@ def table(
     answer: Answer,
     width: int | None = None,
 ) -> Table:
-    """Return the end table of the terminal: a row a trial, best first.
+    """Return the final table for the terminal: one row per trial, best first.
 
-    Of many trials it has the best, and some that failed.
+    If there are many trials, it shows the best ones and some that failed.
 
-    A terminal of `width` characters gets as many columns as fit: those that say least
-    are left out, never digits.
+    If a `width` in characters is given, the least informative columns are left out
+    until the rest fits; numbers are never shortened.
     """
     left_out = {record.id for record in answer.ranking[_MOST_ROWS:]}
     if len(records) > _MOST_ROWS:
@@ -135,7 +135,7 @@ def _draw(
 
 
 def _least_telling(objective: Objective, found: Sequence[Column]) -> list[Column]:
-    """Return the columns that a narrow table can do without, the least telling first."""
+    """Return the columns that may be left out, the least informative first."""
     wanted = {"time to target", *objective.watched}
     figures = {}
     for column in found:
@@ -146,7 +146,7 @@ def _least_telling(objective: Objective, found: Sequence[Column]) -> list[Column
 
 
 def as_html(*shown: RenderableType) -> str:
-    """Return what a terminal would show as a page of a notebook can."""
+    """Return, as HTML for a notebook, what a terminal would show."""
     console = Console(
         width=140, record=True, file=io.StringIO(), force_jupyter=False, highlight=False
     )
@@ -158,7 +158,7 @@ def as_html(*shown: RenderableType) -> str:
 def best_first(records: Records, answer: Answer) -> list[TrialRecord]:
     """Return the trials in the answer's order, each followed by its repeats.
 
-    Those without a value of the objective come last, in the order of the records.
+    Trials without a value of the objective come last, in the order of the records.
     """
     places: dict[str, float] = {}
     by_config: dict[str, float] = {}
@@ -193,7 +193,7 @@ def columns(config: SweepConfig, records: Records) -> list[Column]:
 
 
 def _settings(config: SweepConfig, records: Records) -> list[Column]:
-    """Return the columns that say what a trial is, and how it ended."""
+    """Return the columns for a trial's keys, its purpose and its status."""
     found = []
     for key, label in Trials(config, records).labels.items():
         cells = {record.id: shown(record.config.get(key)) for record in records}
@@ -210,7 +210,7 @@ def _settings(config: SweepConfig, records: Records) -> list[Column]:
 
 
 def _measured(records: Records) -> list[Column]:
-    """Return the columns that say what a trial used, and how fast it was."""
+    """Return the columns for a trial's speed and the resources that it used."""
     found = []
     for name, (header, form) in _FORMS.items():
         values = [getattr(record, name) for record in records]
@@ -236,7 +236,7 @@ def _figure(
     values: Sequence[float | None],
     form: Callable[[float], str],
 ) -> Column:
-    """Return a column of figures, of which some records may have none."""
+    """Return a column of figures; records without one get a "-"."""
     column = Column(header, True, {})
     for record, value in zip(records, values, strict=True):
         column.values[record.id] = value
@@ -264,7 +264,7 @@ _FORMS: dict[str, tuple[str, Callable[[float], str]]] = {
 def constant(
     config: SweepConfig, records: Records, found: list[Column]
 ) -> list[Column]:
-    """Return the columns that say the same of every trial, or that there is nothing."""
+    """Return the keys' columns with one value for all trials, and all empty columns."""
     if len(records) < 2:
         return []
     keys = Trials(config, records).labels.values()

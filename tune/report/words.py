@@ -1,4 +1,4 @@
-"""Trials, values and figures in words: for sentences, tables and axes. Pure."""
+"""Trials, values and figures as text, for sentences, tables and axes. Pure."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ _MOST_NAMES = 3
 
 
 class Trials:
-    """The trials of a sweep, and what they are called."""
+    """The trials of a sweep, and their names in texts."""
 
     def __init__(self, config: SweepConfig, records: Records) -> None:
         self.config = config
@@ -24,7 +24,7 @@ class Trials:
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """The column names of dotted keys: the last part where that is clear."""
+        """The column names of dotted keys: the last part, if it is unambiguous."""
         keys = dict.fromkeys(self.config.space)
         for record in self.records:
             keys.update(dict.fromkeys(record.config))
@@ -38,7 +38,7 @@ class Trials:
 
     @cached_property
     def telling(self) -> dict[str, str]:
-        """The labels of the keys that tell trials apart; of all where none does."""
+        """The labels of the keys that vary between trials; of all keys if none does."""
         varied = {}
         for key, label in self.labels.items():
             values = {repr(record.config.get(key)) for record in self.records}
@@ -47,7 +47,7 @@ class Trials:
         return varied or self.labels
 
     def name(self, record: TrialRecord) -> str:
-        """Return a trial by what tells it apart: "batch 64 in bf16, lr 0.001"."""
+        """Name a trial by the keys that vary: "batch 64 in bf16, lr 0.001"."""
         return in_words(self.telling, record)
 
 
@@ -56,7 +56,7 @@ def _last_part(key: str) -> str:
 
 
 def metric_names(records: Records) -> list[str]:
-    """Return all metrics that were reported, in the order in which they first were."""
+    """Return all reported metrics, in the order of their first report."""
     names: dict[str, None] = {}
     for record in records:
         names.update(dict.fromkeys(record.metrics))
@@ -64,7 +64,7 @@ def metric_names(records: Records) -> list[str]:
 
 
 def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
-    """Return a trial by the values of labelled keys: "batch 64 in bf16, lr 0.001"."""
+    """Name a trial by its values of labelled keys: "batch 64 in bf16, lr 0.001"."""
     batch = ""
     precision = ""
     rest = []
@@ -81,7 +81,7 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
 
 
 def capitalized(text: str) -> str:
-    """Return a sentence with a capital letter, unless it begins with a key or a value."""
+    """Capitalize a text that begins with "batch"; keys and values stay as they are."""
     if text.startswith("batch "):
         return f"B{text[1:]}"
     return text
@@ -117,7 +117,7 @@ def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as YAML has it in one line, numbers to four digits."""
+    """Return a value as one line of YAML, with floats to four digits."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, dict):
@@ -131,14 +131,14 @@ def shown(value: Any) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value fits on an axis: a number that arithmetic keeps finite."""
+    """Return whether a value can be drawn: a number below 1e100, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1e100
 
 
 def number(value: float, digits: int) -> str:
-    """Round to a number of digits; thousands are set apart."""
+    """Format a number with `digits` significant digits; large ones as "12,345"."""
     rounded = float(f"{value:.{digits}g}")
     if 1000 <= abs(rounded) < 1e15:
         return f"{rounded:,.0f}"
@@ -146,13 +146,13 @@ def number(value: float, digits: int) -> str:
 
 
 def duration(time_s: float) -> str:
-    """Return seconds, minutes or hours, to three digits."""
+    """Return a time in seconds, minutes or hours, to three digits."""
     size_s, unit = time_unit(time_s)
     return f"{number(time_s / size_s, 3)} {unit}"
 
 
 def span(low_s: float | None, high_s: float) -> str:
-    """Return a time between two: "2.9 to 3.1 s", "up to 3.1 s"; no `low_s`: the second."""
+    """Return a range of times: "2.9 to 3.1 s", "up to 3.1 s"; or just `high_s`."""
     last = duration(high_s)
     if low_s is None:
         return last

@@ -1,4 +1,4 @@
-"""Write what a sweep leaves: results.parquet, best.yaml, summary.json, report.html."""
+"""Write a sweep's results: results.parquet, best.yaml, summary.json, report.html."""
 
 import base64
 import hashlib
@@ -34,16 +34,16 @@ logger = logging.getLogger(__name__)
 
 _MOST_DRAWN = 300
 _PATHS = {"time_to_target_low_s": "missed_target_s", "on_lane_s": "total_s"}
-"""What a record calls a column, where its name is another."""
+"""The attribute of a record for a column, if their names differ."""
 
 
 def source(name: str) -> str:
-    """Return a file of this folder."""
+    """Return the text of a file in this folder."""
     return resources.files("tune.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def render(template: str, **shown: Any) -> str:
-    """Return a page. Everything in it but the figures' markup is escaped."""
+    """Render a page from a template. All values but the figures' markup are escaped."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -68,9 +68,9 @@ def contents(
     environment: Mapping[str, str],
     found: Answer,
 ) -> Tree:
-    """Return what the template report.html shows of a sweep.
+    """Return the variables of the template report.html for a sweep.
 
-    `train` is the run that is varied.
+    `train` is the configuration of the run that trials vary.
     """
     tree = train
     if found.best is not None:
@@ -111,7 +111,7 @@ def summary(
     environment: Mapping[str, str],
     found: Answer,
 ) -> Tree:
-    """Return what summary.json holds, with numbers that may not be finite."""
+    """Return the content of summary.json; its numbers may still be NaN or infinite."""
     counts = Counter(record.status for record in records)
     objective = config.objective.model_dump(exclude_none=True)
     spent = [record.spent for record in records if record.spent is not None]
@@ -160,7 +160,7 @@ def _finalist(final: Final) -> Tree:
 
 
 def strict(value: Any) -> Any:
-    """Return plain data as strict JSON can hold it: infinite numbers and NaN as text."""
+    """Return plain data for strict JSON, with NaN and infinite numbers as text."""
     if isinstance(value, dict):
         return {key: strict(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -181,8 +181,8 @@ def write_report(
 ) -> Answer:
     """Write results.parquet, best.yaml, summary.json and report.html.
 
-    `train` is the sweep's mapping of the run, `environment` the names and versions to
-    show. Without a best trial there is no best.yaml: one that an earlier report left is
+    `train` is the run's configuration, `environment` the names and versions to show.
+    If there is no best trial, no best.yaml is written, and that of an earlier report is
     deleted.
     """
     found = answer(config, records)
@@ -204,7 +204,7 @@ def write_report(
 
 
 def read_environment(sweep: Storage) -> dict[str, str]:
-    """Return the versions and nodes of the last report; none where it cannot be read."""
+    """Return the versions and nodes in the last report; empty if it is unreadable."""
     try:
         summary: Tree = {}
         if sweep.exists("summary.json"):
@@ -231,7 +231,7 @@ def _header(command: str, config: SweepConfig, found: Answer) -> str:
 
 
 def to_parquet(config: SweepConfig, records: Records) -> bytes:
-    """Return a row a trial; a column's type does not depend on which trials have run."""
+    """Return a row per trial; column types do not depend on which trials have run."""
     columns: Tree = {}
 
     def add(kind: Any, names: str) -> None:
@@ -271,7 +271,7 @@ def to_parquet(config: SweepConfig, records: Records) -> bytes:
 
 
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
-    """Return one key's values as an array, typed by all that the space may give it."""
+    """Return a key's values as an array, typed by all values that it may have."""
     possible = [*values, *sample_values(config.space.get(key, []))]
     kinds = {type(value) for value in possible if value is not None}
     if kinds == {bool}:
@@ -298,5 +298,5 @@ def _as_floats(values: list[Any]) -> list[float | None]:
 
 
 def _encodable(text: str) -> str:
-    """Return text without lone surrogates: bytes of file names that are not UTF-8."""
+    """Escape lone surrogates in a text (from file names that are not UTF-8)."""
     return text.encode(errors="backslashreplace").decode()

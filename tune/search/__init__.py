@@ -1,4 +1,4 @@
-"""Which trial comes next, and which of the first are run again.
+"""Choose the next trial, and which of the best trials are repeated.
 
-The doors are `searcher` (ray_search.py) and `repeats_to_run` (finalists.py).
+The entry points are `searcher` (ray_search.py) and `repeats_to_run` (finalists.py).
 """

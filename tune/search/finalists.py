@@ -2,21 +2,22 @@
 
 Pure.
 
-A repeat runs alone, with another seed, in turn with the other finalists': its time owes
-nothing to trials beside it, nor to the luck for which the first run was chosen, so only
-repeats count. They are a race that the slower ones leave.
+A repeat runs alone, with another seed, and finalists take turns. So its time is not
+affected by trials that run beside it, nor by the selection of a lucky first run, and
+only repeats count. The repeats form a race, from which finalists are eliminated.
 
-All entrants run one round after the other, a round with one seed (Maron and Moore 1994,
-Hoeffding races; Birattari et al. 2002, F-Race). After 2, 4, 8 and 16 rounds they are
-looked at: who is slower than the first of the moment leaves, and so does who differs
-from it by less than is of interest. Many looks at many entrants find differences where
-there are none. So each comparison has its share of the 5 % of error: an even one for
-each look (a group-sequential test with one level for all looks as Pocock's, 1977, here
-by Bonferroni's inequality) and for each rival of the best (multiple comparisons with
-the best, Hsu 1984).
+In each round, every entrant runs once, all with the same seed (Maron and Moore 1994,
+Hoeffding races; Birattari et al. 2002, F-Race). After 2, 4, 8 and 16 rounds there is an
+interim analysis: an entrant leaves the race if it is slower than the current leader, or
+if it differs from the leader by too little to matter. Many analyses of many entrants
+would find differences where there are none. So the error level of 5 % is divided evenly
+among the analyses (a group-sequential test with the same level at each, as in Pocock
+1977, here by Bonferroni's inequality) and among the leader's rivals (multiple
+comparisons with the best, Hsu 1984).
 
-Logarithms of times are an entrant's mean, a seed's own part and a rest, whose spread is
-pooled over all and with `REPEATS` of earlier sweeps.
+The logarithm of a time is modelled as the entrant's mean, plus an effect of the seed,
+plus a residual, whose spread is pooled over all entrants and with `REPEATS`, the spread
+in earlier sweeps.
 """
 
 import math
@@ -44,11 +45,11 @@ from tune.trials.record import (
 
 MOST_FINALISTS = 8
 _SHARE = 0.5
-"""Of the time of the search: what repeats may take."""
+"""The share of the search's time that repeats may take in addition."""
 _FREE_S = 15.0
-"""What repeats may always take."""
+"""Seconds that repeats may always take."""
 LOOKS = (2, 4, 8, 16)
-"""Rounds after which somebody looks; the last one is the longest race."""
+"""Rounds after which the standings are analyzed; a race ends after the last."""
 LEVEL = 0.05
 _TRIFLE = math.log(1 + EQUAL)
 
@@ -60,53 +61,53 @@ class Lap:
     log_s: float
     """Logarithm of the time to target, s."""
     early: float = 0.0
-    """How much smaller that may be: the target was met between two evaluations."""
+    """How much smaller it may be: the target was met between two evaluations."""
     late: float = 0.0
     """How much larger it may be."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """An entrant beside the leader: differences of logarithms of times."""
+    """An entrant compared with the leader: differences of logarithms of times."""
 
     behind: float
     half: float
     """Half width of the difference's simultaneous interval; 0 for the leader."""
     low: float
-    """The smallest difference, wherever between evaluations both met the target."""
+    """The least possible difference, as targets are met between two evaluations."""
     high: float
     overlap: float
-    """The part of `low` that no number of repeats takes away."""
+    """The part of the uncertainty in `low` that no number of repeats reduces."""
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is slower than the leader by more than is of interest."""
+        """Whether it is slower than the leader by an amount that matters."""
         return self.behind - self.overlap > max(self.half, _TRIFLE)
 
     @property
     def is_settled(self) -> bool:
-        """Whether more repeats can tell nothing of interest."""
+        """Whether it is clearly slower than the leader, or clearly as good."""
         is_as_good = self.behind + self.half <= max(self.overlap, _TRIFLE)
         return self.is_slower or is_as_good
 
 
 @dataclass(frozen=True)
 class Race:
-    """What the rounds so far say."""
+    """What the finalists' rounds so far show: who leads, and what must run next."""
 
     standings: list[Standing | None]
-    """One an entrant; None without a time, or before the first look."""
+    """One per entrant; None if it has no time, or before the first analysis."""
     runs_next: list[tuple[int, int]]
-    """Entrant and round of each run before the next look; empty after the race."""
+    """Entrant and round of each run due before the next analysis; empty at the end."""
 
 
 def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) -> Race:
     """Return how a race stands.
 
     Args:
-        laps: For each entrant what its rounds, from 0, have given; None for one without
-            a time, which says nothing and is not run again.
-        last_round: How many rounds the race has at most.
+        laps: For each entrant, its runs by round, from 0; None for a run without a
+            time, which is ignored and not repeated.
+        last_round: The greatest number of rounds that the race may have.
     """
     racing = list(range(len(laps)))
     standings: list[Standing | None] = [None] * len(laps)
@@ -134,7 +135,7 @@ def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) 
 def _known(
     laps: Sequence[Mapping[int, Lap | None]], num_rounds: int
 ) -> dict[int, dict[int, Lap]]:
-    """Return the laps of the first rounds that have a time, by entrant and round."""
+    """Return the runs with a time in the first rounds, by entrant and round."""
     known: dict[int, dict[int, Lap]] = {}
     for entrant, own in enumerate(laps):
         for number, lap in own.items():
@@ -146,11 +147,11 @@ def _known(
 def compare(
     laps: Mapping[int, Mapping[int, Lap]], racing: Sequence[int]
 ) -> dict[int, Standing]:
-    """Return each entrant's standing beside the one with the smallest mean.
+    """Compare each entrant with the leader, the racing one with the smallest mean.
 
     Args:
         laps: By entrant and round; each entrant has at least one.
-        racing: The entrants of which one leads.
+        racing: The entrants still in the race; the leader is one of them.
     """
     columns: dict[Any, int] = {entrant: at for at, entrant in enumerate(laps)}
     cells = []
@@ -189,7 +190,7 @@ def compare(
 
 
 def _pooled(squares: float, num_free: int) -> float:
-    """Return the spread of logarithms of times, pooled with that of earlier sweeps."""
+    """Return the standard deviation of log times, pooled with earlier sweeps'."""
     before = REPEATS_WEIGHT * REPEATS**2
     return math.sqrt((before + squares) / (REPEATS_WEIGHT + num_free))
 
@@ -202,9 +203,10 @@ def _early_and_late(laps: Iterable[Lap]) -> tuple[float, float]:
 
 
 def time_alone(record: TrialRecord) -> Interval:
-    """Return what one run to the target says of the time to it, s.
+    """Return one run's time to target, s, with its range on an idle machine.
 
-    The target was met at some time since the evaluation before.
+    The interval reaches down because the target was met at some time after the previous
+    evaluation, and because work beside the trial may have slowed it.
     """
     time_s = record.time_to_target_s or 0.0
     low_s = time_s
@@ -214,10 +216,10 @@ def time_alone(record: TrialRecord) -> Interval:
 
 
 def _alone_s(record: TrialRecord, time_s: float) -> float:
-    """Return the least that a part of a trial would have taken on an idle machine.
+    """Return the least time that this part of a trial takes on an idle machine, s.
 
-    It would not have had what its outlying steps have lost, nor the share of the time
-    in which work on its node waited for a processor.
+    Excluded are the time lost in outlying steps, and the share of the time in which
+    work on the trial's node waited for a CPU.
     """
     idle_share = 1 - (record.cpu_pressure or 0.0)
     trained_s = time_s - (record.disturbed_s or 0.0)
@@ -225,14 +227,15 @@ def _alone_s(record: TrialRecord, time_s: float) -> float:
 
 
 def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
-    """Whether one run each shows, in 97.5 % of cases, that `first` is sooner there."""
+    """Return whether one run each shows that `first` is faster (error rate 2.5 %)."""
     return time_alone(other).low > APART * time_alone(first).high
 
 
 def contenders(config: SweepConfig, records: Records) -> list[TrialRecord]:
     """Return the trials to repeat, fastest first.
 
-    None where the answer is clear, or of another kind than a time.
+    The list is empty if one run each settles the order, if the objective is no time, or
+    if there is no time for repeats.
     """
     found = rivals(config, records)
     if len(found) < 2:
@@ -276,7 +279,7 @@ def rivals(config: SweepConfig, records: Records) -> list[TrialRecord]:
 
 
 def _fastest_first(records: Records) -> list[TrialRecord]:
-    """Return the trials that met the target, one of each configuration."""
+    """Return the trials that met the target, one per configuration, fastest first."""
     times = []
     for record in records:
         time_s = record.time_to_target_s
@@ -293,10 +296,10 @@ def _fastest_first(records: Records) -> list[TrialRecord]:
 def repeats_to_run(
     config: SweepConfig, train: dict[str, Any], records: Records
 ) -> list[tuple[TrialRecord, int]]:
-    """Return finalist and seed of each repeat to run before the next look, in turn.
+    """Return the repeats to run before the next analysis: finalist and seed, in order.
 
-    None where the order of the first is decided, or no repeat can decide it, or their
-    time is used up.
+    The list is empty if the race is decided, if repeats cannot decide it, or if the
+    time for repeats is used up.
     """
     if "train_func" in train:
         return []
@@ -336,9 +339,10 @@ def _standing(
 
 
 def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
-    """Return what a repeat says.
+    """Return a repeat as a run of the race, or None if it has no time.
 
-    One that trained to its end without meeting the target took that long.
+    A repeat that trained to its end without meeting the target counts with its whole
+    training time.
     """
     time_s = crossing_s(objective, record)
     if time_s is None:
@@ -364,13 +368,13 @@ class Final:
     """A finalist."""
 
     record: TrialRecord
-    """Of the search."""
+    """Its run in the search."""
     time_s: Interval
     """To the target, alone: the geometric mean of its repeats."""
     samples_per_s: float
     """Alone: the median of its repeats."""
     latest_s: float
-    """The mean, where each had met the target only at its evaluation."""
+    """The same mean, if each target was met as late as its evaluation allows."""
     repeats: int
     num_missed: int
     """Repeats that did not meet the target."""
@@ -381,13 +385,13 @@ class Final:
 
 
 def finals(config: SweepConfig, records: Records) -> list[Final]:
-    """Return what the repeats say, fastest first.
+    """Return the finalists by their repeats, fastest first.
 
-    A target is met between two evaluations: no ratio claims more than what holds
-    wherever in between.
+    A target is met somewhere between two evaluations, so each ratio's interval covers
+    every time in between.
 
     Returns:
-        One a finalist; none before two of them have been looked at.
+        One entry per finalist; empty until two of them have been analyzed.
     """
     seeds = [record.seed or 0 for record in records if record.purpose == "repeat"]
     if not seeds:
@@ -447,11 +451,11 @@ def _exponential(value: float, low: float, high: float) -> Interval:
 
 
 def most_ahead(records: Records, found: Sequence[Final]) -> float | None:
-    """Return how many times as fast as the best any other trial is at most.
+    """Return an upper bound on how many times as fast as the best another trial is.
 
-    That holds with 95 % confidence: of finalists by the race, of all others by one run
-    each and what repeats of one configuration differ by. A trial that was stopped had
-    not met the target until then.
+    It holds with 95 % confidence. Finalists are bounded by their race; all others by
+    their one run and the usual spread between repeats of one configuration. A trial
+    that was stopped is taken to need at least the time that it had trained.
 
     Returns:
         The ratio, at least 1; None where no trial has met the target.
@@ -491,7 +495,7 @@ def _ratio(value: float, other: float) -> float:
 
 
 def pressure(records: Records, repeats: bool = False) -> float | None:
-    """Return in which share of their time trials, or repeats, waited for a processor.
+    """Return in what share of their time trials, or repeats, waited for a CPU.
 
     Returns:
         The median; None where nothing is known.

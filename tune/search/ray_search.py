@@ -18,11 +18,11 @@ from tune.trials.record import FAR_APART, TrialRecord, value_of
 from tune.trials.record import trial_id as name_of
 
 _WORTH_S = 10.0
-"""Of training: a shorter trial is left to its end."""
+"""Seconds of training before a trial may be stopped as beaten."""
 
 
 def tune_space(config: SweepConfig) -> Tree:
-    """Return the space for Tune: a grid as one list of trials, which a budget can cut."""
+    """Return the space for Tune; a grid becomes a list of trials, cut to the budget."""
     if config.around is not None:
         return {}
     if config.search != "grid":
@@ -42,7 +42,7 @@ def _domain(values: list[Any] | Range) -> Any:
 
 
 def num_samples(config: SweepConfig, before: int) -> int:
-    """Return how many trials Tune asks for, after `before` of an earlier start."""
+    """Return Tune's `num_samples`, given `before` trials from an earlier start."""
     if config.around is not None:
         return config.budget.trials or MOST_TRIALS
     if config.search == "grid":
@@ -53,10 +53,10 @@ def num_samples(config: SweepConfig, before: int) -> int:
 def searcher(
     config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = (), seed: int = 0
 ) -> Any:
-    """Return what chooses the next trial, at most `lanes` at a time.
+    """Return the search algorithm for Tune, limited to `lanes` trials at a time.
 
-    `before` are the trials of an earlier start, from which optuna goes on; the others
-    choose the same again.
+    `before` are the trials of an earlier start. Optuna continues from them; the other
+    algorithms choose the same trials again.
     """
     if config.around is not None:
         return ConcurrencyLimiter(AroundSearch(config), max_concurrent=lanes)
@@ -79,7 +79,7 @@ def _optuna_search(
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
-        # Else a resumed search would draw its first random trials again.
+        # Otherwise a resumed search would draw its first random trials again.
         seed=seed + len(before),
         points_to_evaluate=[record.config for record in known],
         evaluated_rewards=rewards or None,
@@ -87,9 +87,9 @@ def _optuna_search(
 
 
 class AroundSearch(Searcher):
-    """Proposes what `next_trials` says.
+    """Proposes the trials that `next_trials` returns.
 
-    A resumed sweep proposes the same again, and hears of it from the journal.
+    A resumed sweep proposes the same trials again; their results come from the journal.
     """
 
     def __init__(self, config: SweepConfig) -> None:
@@ -97,10 +97,10 @@ class AroundSearch(Searcher):
         self._config = config
         self._scores: dict[str, Score] = {}
         self._running: dict[str, str] = {}
-        """Our ids by Tune's."""
+        """The trials that are running: our IDs, by Tune's IDs."""
 
     def suggest(self, trial_id: str) -> Any:
-        """Return the next trial; None until another has ended."""
+        """Return the next trial, or None if a running trial must end first."""
         running = self._running.values()
         for trial in next_trials(self._config, self._scores):
             name = name_of(trial)
@@ -112,7 +112,7 @@ class AroundSearch(Searcher):
     def on_trial_complete(
         self, trial_id: str, result: Tree | None = None, error: bool = False
     ) -> None:
-        """Take in how a trial has ended; without a status it was stopped."""
+        """Store the score of a trial that ended; without a status, it was stopped."""
         result = result or {"status": "error"}
         found = NO_SCORE
         if result.get("status", "stopped") in ("done", "stopped"):
@@ -125,9 +125,9 @@ class AroundSearch(Searcher):
 
 
 def reward(objective: Objective, record: TrialRecord) -> float:
-    """Return a trial's objective, and the worst where it has none.
+    """Return a trial's objective, or the worst possible value if it has none.
 
-    NaN, which searches leave out, stands for a trial that a user has stopped.
+    A trial that a user has stopped gets NaN, which search algorithms ignore.
     """
     if record.is_censored:
         return math.nan
@@ -136,12 +136,12 @@ def reward(objective: Objective, record: TrialRecord) -> float:
 
 
 def worst(objective: Objective) -> float:
-    """Return what is worse than any value of the objective."""
+    """Return an infinite value that is worse than any value of the objective."""
     return math.inf if objective.direction == "min" else -math.inf
 
 
 class BeatenScheduler(FIFOScheduler):
-    """Stops a trial that is certain to be beaten, as it has trained so much longer."""
+    """Stops a trial that has trained far longer than another needed to its target."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class BeatenScheduler(FIFOScheduler):
     ) -> None:
         """Take the records of all trials that have ended.
 
-        `why` is given the reason for each trial that was stopped, by Tune's id.
+        For each trial that it stops, it adds the reason to `why`, by Tune's ID.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._objective = objective
@@ -163,7 +163,7 @@ class BeatenScheduler(FIFOScheduler):
         return FIFOScheduler, ()
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: Tree) -> str:
-        """Called by Tune with each evaluation."""
+        """Decide whether a trial goes on; called by Tune with each evaluation."""
         trained_s = result.get("train_time_s", 0.0) - result.get("disturbed_s", 0.0)
         if self._objective.reached(result) or trained_s < _WORTH_S:
             return str(TrialScheduler.CONTINUE)

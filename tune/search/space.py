@@ -1,4 +1,4 @@
-"""The search space: which trials it has, and which of `around` come next."""
+"""The search space: its trials, and which trials of an `around` search come next."""
 
 import importlib.util
 import itertools
@@ -18,18 +18,18 @@ _MOST_STEPS = 6
 """Doublings on either side."""
 _ALL_STEPS = range(-_MOST_STEPS, _MOST_STEPS + 1)
 WHOLE = "whole_trial"
-"""The one key of Tune's configuration of a trial that was not drawn key by key."""
+"""The only key in Tune's configuration if Tune got the trial as a whole."""
 _FIXED = ("scaling", "launcher", "name", "storage_path", "task_dir", "keys")
 """Keys of a run that are the same for all trials."""
 
 Values = list[Any] | Range
 Space = Mapping[str, Values]
 Score = tuple[float, float]
-"""The smaller the better: the objective, and what decides without it, how far the
-target's metric came.
+"""Smaller is better: the objective's value and, to compare trials that have none, the
+last value of the target's metric.
 """
 NO_SCORE: Score = (math.inf, math.inf)
-"""Of a trial that failed."""
+"""The score of a trial that failed."""
 
 
 def score(
@@ -51,9 +51,9 @@ def _smaller_is_better(mode: str, value: float | None) -> float:
 
 
 def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str, Score]:
-    """Return the scores of trials that have ended, by id.
+    """Return the scores of trials that have ended, by ID.
 
-    One that a user has stopped has no value, as when it ran.
+    A trial that a user has stopped is scored without an objective value.
     """
     found = {}
     for record in records:
@@ -69,16 +69,16 @@ def scores_of(objective: Objective, records: Iterable[TrialRecord]) -> dict[str,
 
 
 def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[Tree]:
-    """Return the trials to run as far as `scores` tell; none where the search is over.
+    """Return the trials to run next, given `scores`; empty when the search is over.
 
-    `lr: around` searches a rate for each combination of the space's other values. It
-    begins with the run's own value, of which `lr_scaling` makes the rule's rate for its
-    batch size, and with the neighbours by 2. Where the best rate is the smallest or
-    largest that was tried, the next one beyond it follows, until the best has a worse
-    one on either side.
+    `lr: around` searches the best rate for each combination of the space's other
+    values. It starts with the run's own rate, which `lr_scaling` adapts to the batch
+    size, and with half and twice that rate. As long as the best rate is the smallest or
+    largest that was tried, the next rate beyond it follows, until the best one has a
+    worse neighbour on either side.
 
-    Every combination's own rate comes first, then its neighbours: that tells early what
-    is beaten.
+    The start rates of all combinations come first, then their neighbours, so that it
+    shows early which combinations are beaten.
     """
     others = dict(config.space)
     key = str(config.around)
@@ -110,7 +110,7 @@ def _combinations(
 
 
 def _next_steps(scores: Mapping[int, Score]) -> list[int]:
-    """Return the doublings that one combination needs next."""
+    """Return the steps, in doublings of the rate, to try next for one combination."""
     missing = [step for step in _FIRST_STEPS if step not in scores]
     if missing:
         return missing
@@ -122,7 +122,7 @@ def _next_steps(scores: Mapping[int, Score]) -> list[int]:
 
 
 def is_inside(config: SweepConfig, records: Iterable[TrialRecord], trial: Tree) -> bool:
-    """Whether both neighbours of a trial's rate have been tried."""
+    """Return whether both neighbours of a trial's rate have been tried."""
     tried = {record.id for record in records}
     key = str(config.around)
     rate = trial[key]
@@ -131,9 +131,9 @@ def is_inside(config: SweepConfig, records: Iterable[TrialRecord], trial: Tree) 
 
 
 def check_space(config: SweepConfig, train: Tree, source: str) -> None:
-    """Check that every value of the space, and every trial of a grid, makes a run.
+    """Check that each value of the space, and each trial of a grid, gives a valid run.
 
-    Raises ConfigError for one that does not, and where the search is not installed.
+    Raises ConfigError if one does not, or if the search's package is not installed.
     """
     if config.search == "optuna":
         require_package("search", "optuna", source)
@@ -145,14 +145,14 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
 
 
 def require_package(key: str, name: str, source: str | None = None) -> None:
-    """Raise ConfigError where a package is missing that an extra of ours installs."""
+    """Raise ConfigError if a package that one of our extras installs is missing."""
     if importlib.util.find_spec(name) is None:
         fix = f"run `pip install 'paceline[{name}]'`"
         raise ConfigError(key, name, f"needs the package {name}", fix, source)
 
 
 def check_trial(train: Tree, trial: Tree, source: str) -> None:
-    """Raise ConfigError for what is no trial of a run."""
+    """Raise ConfigError if a trial sets a fixed key or does not give a valid run."""
     for key in trial:
         if key.partition(".")[0] in _FIXED:
             rule = "cannot vary inside a sweep: lanes are set up once"
@@ -165,9 +165,9 @@ def check_trial(train: Tree, trial: Tree, source: str) -> None:
 
 
 def error_in_space(error: ConfigError, trial: Tree, source: str) -> ConfigError:
-    """Return the error of a run as one of the space, where a trial's value is at fault.
+    """Return a run's error as one of the space, if a value of the trial is at fault.
 
-    Any other names the trial.
+    Otherwise the error's text is extended by the values of the trial.
     """
     field = error.field
     rule = error.rule
@@ -181,14 +181,14 @@ def error_in_space(error: ConfigError, trial: Tree, source: str) -> ConfigError:
 
 
 def grid(config: SweepConfig) -> list[Tree]:
-    """Return all combinations of a grid's lists, in order; none for any other search."""
+    """Return all combinations of a grid in order; empty for any other search."""
     if config.search != "grid":
         return []
     return list(_combinations(config.space))
 
 
 def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
-    """Return a grid's trials without a record; of `around` those known to be needed."""
+    """Return a grid's trials without a record, or the next ones of an `around`."""
     ended = {record.id for record in records if record.purpose == "trial"}
     if config.around is None:
         planned = grid(config)[: config.budget.trials]
@@ -201,14 +201,14 @@ def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
 
 
 def trial_tree(train: Tree, trial: Tree) -> Tree:
-    """Return the configuration of one trial; a function's `keys` say where values land."""
+    """Return the whole configuration of a trial; maps names by a function's `keys`."""
     keys = train.get("keys") or {}
     values = {keys.get(key, key): value for key, value in trial.items()}
     return override(kind_of(train), train, values)
 
 
 def known_space(space: Space, train: Tree, source: str) -> Space:
-    """Return a space by the names of a function's `keys`, with the run's own `around`."""
+    """Return a space keyed by a function's `keys`; `around: run` becomes a number."""
     keys = train.get("keys") or {}
     names = {path: name for name, path in keys.items()}
     for path, name in names.items():
@@ -234,7 +234,7 @@ def _from_run(key: str, values: Values, train: Tree, source: str) -> Values:
 
 
 def value_at(tree: Tree, key: str) -> Any:
-    """Return what stands at a dotted key; None where nothing does."""
+    """Return the value at a dotted key, or None if there is none."""
     node: Any = tree
     for part in key.split("."):
         if not isinstance(node, dict):
@@ -251,5 +251,5 @@ def planned_trials(config: SweepConfig) -> int:
 
 
 def unwrap(config: Tree) -> Tree:
-    """Return the trial that Tune's configuration holds, whole or key by key."""
+    """Return the trial in Tune's configuration, stored whole or key by key."""
     return dict(config.get(WHOLE, config))

@@ -1,4 +1,4 @@
 """A sweep from its file to its answer.
 
-The door is `run_to_answer` (sweep.py), behind the command and `from tune import sweep`.
+The entry point is `run_to_answer` (sweep.py), which the command and `tune.sweep` call.
 """

@@ -1,7 +1,8 @@
 """Plan a sweep: how many trials on how many lanes, from its file and the cluster.
 
-`python -m tune SWEEP.yaml` makes it from the live cluster; `python -m tune plan` from a
-cluster file, and says what the sweep would hold and cost before a cent is spent.
+`python -m tune SWEEP.yaml` makes the plan from the live cluster. `python -m tune plan`
+makes it from a cluster file, and shows which nodes the sweep would hold and what it
+would cost, without starting anything.
 """
 
 import datetime as dt
@@ -38,9 +39,9 @@ from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, dollars
 
 _CPUS_TO_START = 2
-"""That a worker keeps busy while it and its first trial start.
+"""CPUs that a worker keeps busy while it and its first trial start.
 
-Of lanes that start together on fewer the first is up as late as the last.
+If lanes start together on fewer CPUs, the first one is up no earlier than the last.
 """
 Nodes = Sequence[Mapping[str, float]]
 """The resources of each node."""
@@ -51,32 +52,32 @@ class SweepPlan:
     """What a sweep runs, and on how many lanes."""
 
     train: RunConfig
-    """The run that trials vary; the worker group of each lane has its shape."""
+    """The run that trials vary; its `scaling` is the shape of each lane's workers."""
     num_trials: int
-    """Trials that the search makes."""
+    """The number of trials in the search."""
     is_independent: bool
-    """Whether the search chooses trials regardless of how others end, so that an end
-    may be held back from it.
+    """Whether the search chooses trials regardless of the results of others, so that
+    results may be held back from it.
     """
     precisions: tuple[Any, ...]
-    """All those that a trial may have."""
+    """All precisions that a trial may have."""
     use_gpu: bool
     max_lanes: int
-    """Worker groups that fit when the cluster has grown."""
+    """The number of worker groups that fit once the cluster has fully grown."""
     num_lanes: int
-    """Those for which there is no node yet wait for one: that is what makes the cluster
-    grow.
+    """The number of lanes to start. Those without a node wait for one, which makes the
+    cluster grow.
     """
     num_at_once: int
     """Lanes that may start at the same time."""
     lane_usd_per_hour: float | None
-    """Price of one lane, where the sweep's file gives the price of all."""
+    """Price of one lane, if the sweep's file gives the price of all lanes."""
 
     @classmethod
     def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> Self:
-        """Plan a sweep on the nodes that are `up`, and those that the cluster may grow to.
+        """Plan a sweep on the nodes that are `up`, and on those that may be added.
 
-        Raises ConfigError where more lanes are asked for than fit.
+        Raises ConfigError if more lanes are asked for than fit.
         """
         config = spec.config
         train = build_run(spec.train, spec.source)
@@ -108,9 +109,9 @@ def lanes_for(
     trials: int | None,
     source: str | None = None,
 ) -> int:
-    """Return how many lanes a sweep gets where `groups` worker groups fit; no idle ones.
+    """Return how many lanes a sweep gets if `groups` worker groups fit; none is idle.
 
-    Raises ConfigError when more are asked for than fit.
+    Raises ConfigError if more are asked for than fit.
     """
     if wanted == "auto":
         return max(1, min(groups, trials or groups))
@@ -124,8 +125,8 @@ def lanes_for(
 def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -> int:
     """Return how many of `count` lanes of `workers` workers may start at the same time.
 
-    A node starts one worker at least. All lanes start where some wait for a node (only
-    `fits` have one): that is what makes a cluster grow.
+    Each node starts at least one worker at a time. If only `fits` lanes have a node,
+    all start at once, because lanes that wait for a node make the cluster grow.
     """
     nodes = sum(cpu >= 1 for cpu in cpus)
     if fits < count:
@@ -140,14 +141,14 @@ class Size:
 
     counts: Mapping[str, int]
     nodes: Nodes
-    """The head's among them."""
+    """The resources of all nodes, including the head."""
     num_workers: int
-    """Workers that fit side by side."""
+    """The number of workers that fit at the same time."""
     cost: Cost
 
     @property
     def words(self) -> str:
-        """Its nodes, and what they have."""
+        """Its nodes and their resources, in words."""
         workers = [f"{count} {name}" for name, count in self.counts.items() if count]
         has = f"{total(self.nodes, 'CPU'):g} CPUs, {total(self.nodes, 'GPU'):g} GPUs"
         return f"the head and {', '.join(workers) or 'no worker node'}: {has}"
@@ -165,7 +166,7 @@ class Size:
 def size_of(
     cluster: ClusterFile, cpus: float, gpus: float, num_workers: int | None = None
 ) -> Size:
-    """Return the fewest nodes on which `num_workers` workers fit, or all there may be."""
+    """Return the smallest size that fits `num_workers`; if None, the largest size."""
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, cpus, gpus, num_workers)
     nodes = nodes_of(types, counts)
@@ -181,36 +182,36 @@ def size_of(
 
 @dataclass(frozen=True)
 class Forecast:
-    """A sweep on what a cluster file can grow to: what it holds, takes and costs."""
+    """A sweep on a cluster file's largest size: its trials, its time and its price."""
 
     lines: list[str]
     """What the terminal shows."""
     trials: int
-    """Trials to come."""
+    """The number of trials still to run."""
     ended: int
-    """Trials that the sweep's directory holds already."""
+    """The number of trials that already have a record in the sweep's directory."""
     usd_per_hour: float | None
-    """Price of the nodes that are held, as given or by the price list; None where that
-    of a node is not known.
+    """Price of the nodes that the sweep holds, as given or by the price list; None if a
+    node's price is not known.
     """
     trial_s: float | None
-    """Duration of a trial; None when nothing is known of it."""
+    """Duration of a trial, or None if unknown."""
     time_s: float | None
     """Wall time until the fullest lane has run its trials one after the other, or the
     budget is used up.
     """
     usd: float | None
-    """Dollars of `time_s`."""
+    """Price of `time_s`, in US dollars."""
 
 
 def make_plan(
     spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | None
 ) -> Forecast:
-    """Forecast a sweep on what a cluster file can grow to. Starts nothing.
+    """Forecast a sweep on the largest size of a cluster file. Starts nothing.
 
-    Raises ConfigError when the sweep cannot fit: no node holds a worker, the cluster
-    never holds one group or the lanes that are asked for, or the budget ends before the
-    first trial does.
+    Raises ConfigError if the sweep cannot fit: no node holds a worker, the cluster
+    never holds one worker group or the requested lanes, or the budget is used up before
+    the first trial ends.
     """
     _check_resources(cluster)
     train = build_run(spec.train, spec.source)
@@ -304,7 +305,7 @@ def _time(time_s: float | None, budget_s: float | None) -> str:
 
 
 def _remarks(cluster: ClusterFile, held: Size) -> Iterator[str]:
-    """Say where the price of each node is from, and how old it is."""
+    """Yield a line per node type: its price, the source, and how old it is."""
     today = dt.datetime.now(dt.UTC).date()
     prices = load_prices(cluster.provider, cluster.region)
     types = []
@@ -341,7 +342,7 @@ def _too_short(
 
 
 def _check_resources(cluster: ClusterFile) -> None:
-    """Raise ConfigError for a node type whose processors only the running node tells."""
+    """Raise ConfigError for a node type whose CPUs are unknown until a node is up."""
     for node_type in cluster.node_types:
         if "CPU" in node_type.resources:
             continue
@@ -355,7 +356,7 @@ def _check_resources(cluster: ClusterFile) -> None:
 
 
 def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None, str]:
-    """Return how many trials have ended, how long one takes, and how that is known."""
+    """Return how many trials have ended, how long one takes, and the source of that."""
     note = ""
     records: list[TrialRecord] = []
     try:

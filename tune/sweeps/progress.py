@@ -1,4 +1,4 @@
-"""What the driver does between two of Tune's steps: Ctrl-C, the live table, growth (Ray).
+"""The driver's work between Tune's steps: Ctrl-C, the live table, growth (Ray).
 
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
@@ -52,19 +52,19 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 GROW_EVERY_S = 10.0
 _PAYS_S = 6.0
-"""Twice the start of one of Tune's actors."""
+"""Twice the time that one of Tune's actors takes to start."""
 
 
 @dataclass(frozen=True)
 class View:
-    """All that is shown."""
+    """Everything that the live table shows."""
 
     config: SweepConfig
     live: Live
     statuses: Mapping[str, int]
-    """Trials that have ended, by status."""
+    """The number of trials that have ended, by status."""
     best: tuple[float, TrialRecord] | None
-    """The objective's best value so far, and whose it is."""
+    """The objective's best value so far, and the record of its trial."""
     spent_s: float
 
 
@@ -84,7 +84,7 @@ def render(view: View) -> RenderableType:
 
 
 def _best_so_far(config: SweepConfig, best: tuple[float, TrialRecord] | None) -> str:
-    """Say what is best; empty where nothing is."""
+    """Return the best value and its configuration in words; empty if there is none."""
     if best is None:
         return ""
     value, record = best
@@ -92,7 +92,7 @@ def _best_so_far(config: SweepConfig, best: tuple[float, TrialRecord] | None) ->
 
 
 def _running(running: Sequence[Running]) -> Table:
-    """Return a row for each trial on a lane."""
+    """Return a table with a row for each trial on a lane."""
     table = Table(box=None, pad_edge=False, show_header=bool(running))
     columns = {"lane": "right", "trial": "left", "step": "right", "newest": "left"}
     for header, justify in {**columns, "for": "right"}.items():
@@ -119,10 +119,10 @@ def _spent(view: View) -> str:
 
 
 class Terminal:
-    """Lines, and beside them the live table on a terminal or in a notebook."""
+    """Prints lines and, on a terminal or in a notebook, the live table below them."""
 
     def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
-        """`is_live`: a table is wanted."""
+        """`is_live` says whether to show the live table."""
         self._console = console or TerminalConsole()
         self._is_live = is_live
         self._draw: Callable[[RenderableType], None] | None = None
@@ -147,7 +147,7 @@ class Terminal:
         self.close()
 
     def close(self) -> None:
-        """Take the table away."""
+        """Remove the live table."""
         self._undo.close()
         self._draw = None
 
@@ -168,9 +168,9 @@ class Pace:
     """
 
     def __init__(self, search: Any, mailbox: Any, total: int | None) -> None:
-        """Take how many trials Tune will start, where the search heeds no results.
+        """`total` is how many trials Tune will start, if the search ignores results.
 
-        Any other search (`total` None) has as many at a time as there are lanes.
+        For other searches it is None: as many trials run at a time as there are lanes.
         """
         self._search = search
         self._mailbox = mailbox
@@ -179,17 +179,17 @@ class Pace:
         self._num_ended = 0
         self._num_known = 0
         self._began = 0.0
-        """When the first trial had its actor, by this machine's clock."""
+        """When the first trial got its actor, by this machine's clock."""
 
     def lanes_started(self, count: int) -> None:
-        """Called with the number of lanes that wait for a node, come up, or are up."""
+        """Allow for `count` lanes that were started, whether they are up or not."""
         if self._total is None:
             self._allow(count)
 
     def lanes_up(self, count: int) -> None:
-        """Called with the number of lanes that take trials.
+        """Allow for `count` lanes that are up.
 
-        An actor that is started sooner would only slow their start.
+        Actors that start before their lanes are up would only slow the lanes' start.
         """
         if self._total is None:
             return
@@ -199,10 +199,10 @@ class Pace:
         self._mailbox.expect.remote(0 if is_all else self._search.max_concurrent)
 
     def _left_s(self, total: int) -> float:
-        """Estimate how long one lane needs for the trials that are left.
+        """Estimate how long one lane would need for the remaining trials, s.
 
-        Another actor does not pay where they are over before it is up; at its end Tune
-        waits for it (5 s).
+        Another actor does not pay if they end before it is up; Tune also waits for it
+        at the end (5 s).
         """
         if not self._started:
             return 0.0
@@ -210,7 +210,7 @@ class Pace:
         return (total - self._num_ended - self._num_known) * each_s
 
     def trial_started(self, name: str) -> None:
-        """Called when Tune has given an actor to one of its trials."""
+        """Note that one of Tune's trials has got its actor."""
         if not self._started:
             self._began = time.monotonic()
         self._started.add(name)
@@ -218,14 +218,14 @@ class Pace:
             self._mailbox.expect.remote(0)
 
     def trial_ended(self, was_known: bool) -> None:
-        """Called when one of Tune's trials has ended, maybe in an earlier start."""
+        """Note that a trial of Tune's has ended; `was_known`: in an earlier start."""
         if was_known:
             self._num_known += 1
         else:
             self._num_ended += 1
 
     def over(self) -> None:
-        """Called when Tune starts no further trial."""
+        """Note that Tune starts no further trial."""
         self._total = None
         self._mailbox.expect.remote(0)
 
@@ -235,7 +235,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Extra:
-    """A trial beside those that Tune starts."""
+    """A trial that the driver starts in addition to Tune's: a clone or a repeat."""
 
     config: Tree
     purpose: Purpose = "trial"
@@ -244,14 +244,14 @@ class Extra:
 
     @property
     def shown(self) -> Tree:
-        """Its configuration, with the seed of a repeat."""
+        """Its configuration, including the seed if it is a repeat."""
         if self.seed is None:
             return self.config
         return self.config | {"seed": self.seed}
 
 
 class Progress(tune.Callback):
-    """The sweep as its driver sees it; each trial that has ended has its record."""
+    """Tune's callback in the driver: records ended trials, and shows progress."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class Progress(tune.Callback):
         grow: Callable[[], None] | None,
         output: Output,
     ) -> None:
-        """`grow` is called every ten seconds."""
+        """`grow`, if given, is called every `GROW_EVERY_S`."""
         self._output = output
         self._config = spec.config
         self._plan = plan
@@ -272,29 +272,29 @@ class Progress(tune.Callback):
         self._storage = spec.storage
         self._journal = Journal(spec.storage)
         self._kept: Live | None = None
-        """What was written last."""
+        """The progress that was written last."""
         self.signal_name: str | None = None
-        """What asked to stop, once it has come."""
+        """The name of the signal that asked the sweep to stop, once it has arrived."""
         self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
         self.failure: Exception | None = None
-        """What ends the sweep: raised between two of Tune's steps, which would blame a
-        trial for it.
+        """The error that ends the sweep. It is raised between two of Tune's steps:
+        inside a step, Tune would attribute it to a trial.
         """
         self.seen: dict[str, Tree] = {}
-        """Configurations of the trials that have started, by id."""
+        """Configurations of the trials that have started, by ID."""
         self.extras: dict[str, Extra] = {}
         """Clones and repeats that have not ended, by id."""
         self.records: dict[str, TrialRecord] = {}
-        """Those of all trials that have ended, as storage had them then."""
+        """Records of all trials that have ended, as they were stored then."""
         self.steer: Callable[[], None] | None = None
-        """Called every second: does what a user wants."""
+        """Called every second to carry out the actions of users."""
         self.reasons: dict[str, str] = {}
-        """Why a scheduler has stopped trials, by Tune's id."""
+        """Why a scheduler has stopped trials, by Tune's IDs."""
         self._started: dict[str, float] = {}
         self._train = spec.train
         self._source = spec.source
         self._ahead: set[str] = set()
-        """Trials that were given to lanes before Tune has started them."""
+        """Trials that were submitted to the mailbox before Tune started them."""
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
         self._num_notes = 0
@@ -310,10 +310,10 @@ class Progress(tune.Callback):
         return tune.Callback, ()
 
     def heeding_signals(self) -> StopSignals:
-        """Note what asks to stop, to act on it between two of Tune's steps.
+        """Return a context in which stop signals are noted, for `tick` to act on.
 
-        Raising from the handler itself would be lost in whatever `except` happens to be
-        running.
+        An exception that the signal handler itself raised could be swallowed by any
+        `except` in the code that happens to be running.
         """
 
         def note(name: str) -> None:
@@ -322,11 +322,11 @@ class Progress(tune.Callback):
         return StopSignals(note)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune in its loop, several times a second."""
+        """Do what is due; called by Tune in its loop, several times a second."""
         self.tick()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune: the first trials go to their lanes while their actors start."""
+        """Submit the first trials while their actors start; called by Tune."""
         if self._started:
             return
         for trial in trials:
@@ -339,11 +339,11 @@ class Progress(tune.Callback):
                 self._mailbox.submit_ahead.remote(assignment)
 
     def tick(self) -> None:
-        """Do what is due.
+        """Do all regular work that is due by now.
 
         Raises:
-            Interrupted: The user has asked to stop.
-            PacelineError: Something has failed that ends the sweep.
+            Interrupted: The user has asked the sweep to stop.
+            PacelineError: A failure ends the sweep.
         """
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)
@@ -358,7 +358,7 @@ class Progress(tune.Callback):
             self._look()
 
     def _look(self) -> None:
-        """Do what a user wants, and show how the lanes are."""
+        """Carry out user actions, and show the state of the lanes."""
         if self.steer is not None:
             self.steer()
         state = ray.get(self._mailbox.watch.remote(self._num_notes))
@@ -381,7 +381,7 @@ class Progress(tune.Callback):
                 write_live(self._storage, shown)
 
     def _live(self, state: Tree) -> Live:
-        """Return how far the sweep is, by what the mailbox's `watch` returns."""
+        """Return the sweep's progress, from the result of the mailbox's `watch`."""
         running = []
         for lane, trial in sorted(state["running"].items()):
             name = trial["trial"]
@@ -404,13 +404,13 @@ class Progress(tune.Callback):
 
     @property
     def _total(self) -> int:
-        """Trials that are known: `around` needs more than the first ones."""
+        """The number of trials known so far; an `around` search adds more."""
         return max(self._plan.num_trials, len(self.seen))
 
     def on_trial_start(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial gets its actor."""
+        """Note a trial's start; called by Tune when the trial gets its actor."""
         self._pace.trial_started(trial.trial_id)
         name = _name(trial)
         self.seen[name] = unwrap(trial.config)
@@ -419,7 +419,7 @@ class Progress(tune.Callback):
     def on_trial_complete(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial has ended, or was stopped: record it, and say so."""
+        """Record and report a trial that ended or was stopped; called by Tune."""
         name = _name(trial)
         with self._noting_failure():
             why = self.reasons.get(trial.trial_id, "stopped by the search")
@@ -434,7 +434,7 @@ class Progress(tune.Callback):
             self.say_end(record)
 
     def _count(self, record: TrialRecord) -> None:
-        """Count a trial that has ended."""
+        """Count an ended trial by its status, and update the best one."""
         self._statuses[record.status] += 1
         value = value_of(self._config.objective.metric, record)
         if value is not None and self._is_best(value):
@@ -445,7 +445,7 @@ class Progress(tune.Callback):
         tell_of_job({"sweep": sweep, "trials": trials, "best": best})
 
     def say_end(self, record: TrialRecord) -> None:
-        """Say how a trial, or a finalist's repeat, has ended."""
+        """Print how a trial, or a finalist's repeat, has ended."""
         parts = [f"trial {self._statuses.total()}/{self._total}"]
         config = record.config
         if record.seed is not None:
@@ -471,7 +471,7 @@ class Progress(tune.Callback):
     def on_trial_recover(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when a trial's actor has failed: what runs on a lane goes on."""
+        """Let a trial go on though its actor has failed; called by Tune."""
         with self._noting_failure():
             name = _name(trial)
             ray.get(self._mailbox.orphan.remote(name))
@@ -481,13 +481,13 @@ class Progress(tune.Callback):
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
-        """Called by Tune when it gives a trial up: it has no result."""
+        """Have the sweep end; called by Tune when it gives a trial up."""
         what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times, at last of {_cause(trial)}"
         self.failure = self.failure or PacelineError(what)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Keep what keeps the driver from recording a trial."""
+        """Store an error of the block in `failure`, which ends the sweep, and go on."""
         try:
             yield
         except (PacelineError, ray.exceptions.RayError) as error:
@@ -500,13 +500,13 @@ class Progress(tune.Callback):
         seed: int | None = None,
         source: Storage | None = None,
     ) -> str:
-        """Submit a trial beside the search, and return its id.
+        """Submit a trial that is not part of the search, and return its ID.
 
         Args:
             config: Its dotted keys and values.
             purpose: Whether it is a clone or a finalist's repeat.
-            seed: Of a repeat, in place of the configuration's own.
-            source: Where the state lies that it begins with.
+            seed: For a repeat, the seed that replaces the configuration's own.
+            source: The location of the state from which it continues, if any.
         """
         objective = self._config.objective
         assignment = assignment_of(config, self._train, objective, purpose, seed)
@@ -520,7 +520,7 @@ class Progress(tune.Callback):
         return name
 
     def has_ended(self, name: str) -> bool:
-        """Whether a clone or repeat has ended: record it then, and say so."""
+        """Return whether a clone or repeat has ended; if so, record and report it."""
         extra = self.extras.get(name)
         if extra is None:
             return True
@@ -539,9 +539,9 @@ class Progress(tune.Callback):
         return True
 
     def _record(self, name: str, why_stopped: str) -> None:
-        """Note a trial's record; write it where storage was gone, or it was stopped.
+        """Load a trial's record; write one if its actor could not, or it was stopped.
 
-        One without an evaluation gets none.
+        A trial without an evaluation or an outcome gets no record.
         """
         record = self._journal.find(name)
         if record is None:
@@ -555,7 +555,7 @@ class Progress(tune.Callback):
             self._output.record({"record": "trial", **asdict(record)})
 
     def _from_mailbox(self, name: str, why_stopped: str) -> TrialRecord | None:
-        """Return the record of a trial as its lane has told it, or as stopped."""
+        """Make a trial's record from its lane's reports; as stopped if not ended."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
         outcome = events[-1].outcome if events else None
@@ -576,7 +576,7 @@ class Progress(tune.Callback):
         )
 
     def record_rest(self, is_over_budget: bool) -> None:
-        """Record the trials that a budget has cut off; raise where another is missing."""
+        """Record the trials that the budget cut off; raise if any other is missing."""
         if self.failure is not None:
             raise self.failure
         known = {*self.records, *self.extras}
@@ -588,7 +588,7 @@ class Progress(tune.Callback):
             self._record(name, "stopped by the budget")
 
     def restore_records(self) -> None:
-        """Write again what has vanished from storage since; raises StorageError."""
+        """Rewrite records that have vanished from storage; may raise StorageError."""
         there = self._journal.names()
         gone = [record for name, record in self.records.items() if name not in there]
         for record in gone:
@@ -599,12 +599,12 @@ class Progress(tune.Callback):
 
 
 def _name(trial: Any) -> str:
-    """Our id of one of Tune's trials."""
+    """Return our ID for one of Tune's trials."""
     return trial_id(unwrap(trial.config))
 
 
 def _cause(trial: Any) -> str:
-    """Return what one of Tune's trials failed of last, in a line, from Tune's file."""
+    """Return the last error of one of Tune's trials in a line, from Tune's file."""
     lines: list[str] = []
     with contextlib.suppress(OSError, TypeError):  # the disk may be full
         lines = Path(trial.error_file).read_text(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""The sweep as it runs: lanes, Ray Tune's Tuner over them, and what users want (Ray)."""
+"""Run a sweep: its lanes, Ray Tune's Tuner on them, and user actions (Ray)."""
 
 import logging
 import math
@@ -51,19 +51,19 @@ from tune.trials.steering import Action, Actions, Steering
 logger = logging.getLogger(__name__)
 
 _QUIET_TIMEOUT_S = 60.0
-"""A stopped trial may need this long to notice, a lane to start."""
+"""How long to wait for stopped trials to notice, and for lanes to start."""
 _LOOK_S = 0.5
 _SOON_S = 0.1
 _SAY_AFTER_S = 2.0
 _MAX_ACTORS = 4
-"""Actors that Tune may start for one trial, whose work goes on on its lane without."""
+"""Actors that Tune may start for a trial; the trial's lane goes on without them."""
 _LEAST_ROOM_BYTES = 2**20
 
 
 class Steered:
-    """What a user has had the sweep do, as far as it is done.
+    """The user actions that have been carried out so far.
 
-    The driver reads the actions, and does them.
+    The driver reads new actions here, and carries them out.
     """
 
     def __init__(self, spec: SweepSpec, mailbox: Any, progress: Progress) -> None:
@@ -81,24 +81,24 @@ class Steered:
         self._begun: set[str] = set()
         self._is_alone = False
         self.is_extended = False
-        """Whether the sweep goes on with another configuration once its trials have
-        ended.
+        """Whether the sweep was extended: it goes on with another configuration once
+        its trials have ended.
         """
 
     @property
     def has_clones(self) -> bool:
-        """Whether clones run, or are about to."""
+        """Whether clones are running or about to start."""
         return bool(self._progress.extras or self._steering.clones.keys() - self._begun)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Begin no clone in the block."""
+        """Start no clones inside the block."""
         self._is_alone = True
         yield
         self._is_alone = False
 
     def look(self) -> None:
-        """Do what is new, and record the clones that have ended."""
+        """Carry out new actions, and record the clones and repeats that have ended."""
         steering = self._steering
         with suppress(StorageError):
             steering = self._actions.read()
@@ -113,7 +113,7 @@ class Steered:
             self._progress.has_ended(name)
 
     def _do(self, steering: Steering) -> None:
-        """Have lanes take trials as is wanted now."""
+        """Pass new actions to the mailbox; submit trials that should run first."""
         before = self._steering
         self._steering = steering
         ray.get(self._mailbox.steer.remote(steering))
@@ -126,7 +126,7 @@ class Steered:
         self.is_extended = self.is_extended or steering.extension != before.extension
 
     def _begin(self, name: str, clone: Action) -> None:
-        """Submit a clone that has no record yet."""
+        """Submit a clone, unless it has a record already."""
         self._begun.add(name)
         if self._journal.find(name) is not None:
             return
@@ -148,22 +148,22 @@ def run_sweep(
 
     Args:
         spec: The sweep, whose directory is ready.
-        checked: Look at the nodes first.
+        checked: Whether to check the nodes first.
         output: What the user wants to be told.
-        zygote: The sweep's, where it has been started already.
+        zygote: The sweep's zygote, if it has been started already.
 
     Returns:
         The records of all trials.
 
     Raises:
         ConfigError: The cluster can never hold a trial.
-        ClusterError: Nodes are not in order.
+        ClusterError: The check of the nodes found errors.
         Interrupted: The sweep was asked to stop.
-        PacelineError: It was cut off; what ended before is in the journal.
+        PacelineError: The sweep was cut off; trials that had ended are in the journal.
     """
     # Tune misses the result files that the journal replaces.
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
-    # Why a lane starts again is said by the mailbox.
+    # The mailbox reports why a lane restarts.
     logging.getLogger("ray.train").setLevel(logging.CRITICAL)
     with closing(zygote or spec.zygote()) as own:
         run = _Run(spec, _plan(spec, checked, own), own, output or Output())
@@ -184,7 +184,7 @@ class _Run:
         self._num_to_run = max(1, num_missing(spec.config, records))
         self._deadline = math.inf
         """When the budget is used up, by this machine's clock."""
-        # The other searches come to their old trials again.
+        # Searches that do not learn propose their old trials again.
         self._before: list[TrialRecord] = []
         if spec.config.learns:
             self._before = [record for record in records if record.purpose == "trial"]
@@ -215,7 +215,8 @@ class _Run:
         try:
             self._with_signals()
             self._lanes.close()
-            # Tune's copy of its handle would keep it as long as this process lives.
+            # Tune holds a copy of the handle, which would keep the actor alive as long
+            # as this process.
             ray.kill(self._mailbox)
         except BaseException as error:
             self._cut_off()
@@ -275,7 +276,7 @@ class _Run:
         return time.monotonic() >= self._deadline
 
     def _grow(self) -> None:
-        """Start further lanes where the cluster has grown."""
+        """Start further lanes if the cluster has grown."""
         plan = SweepPlan.make(
             self._spec, _nodes_up(), nodes_at_most(), self._plan.use_gpu
         )
@@ -288,7 +289,7 @@ class _Run:
         self._pace.lanes_started(self._lanes.count)
 
     def _cut_off(self) -> None:
-        """Keep what has ended, and end lanes and mailbox."""
+        """Save the records of ended trials, and end the lanes and the mailbox."""
         with suppress(PacelineError):
             self._progress.restore_records()
             save(self._spec)
@@ -297,7 +298,7 @@ class _Run:
             ray.kill(self._mailbox)
 
     def _reason(self, error: BaseException) -> BaseException:
-        """Return what the caller hears of an error that has cut the sweep off."""
+        """Return the exception to raise for an error that has cut the sweep off."""
         cause = self._progress.failure or error
         if isinstance(cause, LeaseError):
             return cause
@@ -357,8 +358,8 @@ class _Run:
     def _run_repeats(self) -> None:
         """Run the repeats of finalists that have no record yet.
 
-        They end when the order of the first is decided, cannot be, or their time or the
-        sweep's budget is used up.
+        They end when the race is decided or cannot be decided, or when the time for
+        repeats or the sweep's budget is used up.
         """
         wanted = self._wanted_repeats()
         if wanted:
@@ -379,14 +380,14 @@ class _Run:
             wanted = self._wanted_repeats()
 
     def _wanted_repeats(self) -> list[tuple[TrialRecord, int]]:
-        """Return finalist and seed of each repeat that has no record yet."""
+        """Return the finalist and the seed of each repeat that is due."""
         records = Journal(self._spec.storage).records()
         return repeats_to_run(self._spec.config, self._spec.train, records)
 
     def _await_quiet(self) -> None:
-        """Wait, for a minute at most, until no lane works or starts.
+        """Wait, for a minute at most, until no lane is running a trial or starting.
 
-        A lane that starts takes as much of the machine as a trial.
+        A lane that is starting loads the machine as much as a trial does.
         """
         began = time.monotonic()
         is_said = False
@@ -406,7 +407,7 @@ class _Run:
 
 
 def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
-    """Return the lanes of a sweep, none of which has started."""
+    """Return the lanes of a sweep, with its mailbox; none is started yet."""
     return Lanes(
         start_mailbox(spec.storage),
         plan.train.scaling,
@@ -421,12 +422,12 @@ def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
 
 
 def _goes_on(spec: SweepSpec) -> str:
-    """Say how a sweep that was cut off goes on."""
+    """Return words on how to continue a sweep that was cut off."""
     return f"what has ended is in the journal, and `{spec.resume()}` goes on"
 
 
 def _why(error: Exception, spec: SweepSpec) -> str:
-    """Say in a line what has cut the sweep off: a full disk or a dead actor first."""
+    """Return the cause in one line; a full disk or a dead actor takes precedence."""
     places = [spec.storage.path] if spec.storage.is_local else []
     node = own_node()
     if node is not None:
@@ -444,7 +445,7 @@ def _why(error: Exception, spec: SweepSpec) -> str:
 
 
 def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
-    """Connect, check the task and the cluster, and plan the sweep on it."""
+    """Connect to the cluster, check it and the task, and plan the sweep."""
     kind: Any = FunctionSpec if spec.is_of_function else RunSpec
     run = kind(spec.train, spec.path, spec.source, spec.uri)
     connect(show_workers=False)
@@ -470,9 +471,9 @@ def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
 def _wrong(
     run: Any, plan: SweepPlan, device_type: str, zygote: Zygote
 ) -> PacelineError | None:
-    """Return what is wrong with the task or function on the cluster.
+    """Return the error that the task or function gives on this cluster, or None.
 
-    A fork of the zygote tells, since it has imported torch.
+    The check runs in a fork of the zygote, which has imported torch already.
     """
     try:
         fork = zygote.fork("tune.forks.task:check", run, plan.precisions, device_type)
@@ -487,7 +488,7 @@ def _nodes_up() -> list[dict[str, float]]:
 
 
 def _driver_node() -> str:
-    """Return the resource of the driver's own node, which does not come and go."""
+    """Return Ray's resource name of the driver's node, which lasts all the sweep."""
     node_id = ray.get_runtime_context().get_node_id()
     [own] = [node for node in ray.nodes() if node["NodeID"] == node_id]
     head = "node:__internal_head__"

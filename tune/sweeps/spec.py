@@ -42,11 +42,11 @@ from tune.trials.steering import Actions
 
 SAVED = "sweep.yaml"
 _NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
-"""Keys that may change where a sweep goes on."""
+"""Keys that may change when a sweep is resumed."""
 
 
 class KeptConfig(SweepConfig):
-    """A sweep as its directory has it, with its run in the same file."""
+    """A sweep as saved in its directory, with its run in the same file."""
 
     train: Tree
 
@@ -64,17 +64,17 @@ class SweepSpec:
     """The resolved configuration that trials vary: a TrainConfig, or a FunctionConfig.
     """
     path: tuple[str, ...]
-    """Directories of the task's module."""
+    """Directories that are searched for the task's module."""
     source: str
     """The file it came from, for error messages."""
     uri: str
     """The sweep's directory."""
     token: str = ""
-    """Of the directory's lease, without which nothing is written; empty where nobody
-    holds one.
+    """Token of the directory's lease, which is needed to write; empty if no lease is
+    held.
     """
     is_kept: bool = False
-    """Whether it was read from its directory, with what it is to be extended by."""
+    """Whether it was read from its directory, with pending extensions applied."""
 
     @property
     def storage(self) -> Storage:
@@ -82,7 +82,7 @@ class SweepSpec:
         return fenced(Storage(self.uri), SAVED, self.token)
 
     def resume(self, python: str = "python") -> str:
-        """Return the command that goes on with it; inside a Ray job, another job."""
+        """Return the command that resumes it; inside a Ray job, by another job."""
         submit = shlex.quote(python)
         if inside_ray_job():
             submit = "ray job submit --working-dir . -- python"
@@ -94,7 +94,7 @@ class SweepSpec:
         return kind_of(self.train) is FunctionConfig
 
     def zygote(self) -> Zygote:
-        """Start the parent of the sweep's trials on this node; returns at once."""
+        """Start the sweep's zygote on this node; return at once."""
         modules = ["tune.forks.function", "ray.tune"] if self.is_of_function else []
         named = self.train["train_func" if self.is_of_function else "task"]
         modules.append(str(named).partition(":")[0])
@@ -103,12 +103,12 @@ class SweepSpec:
 
     @property
     def trackers(self) -> list[TrackerConfig]:
-        """The experiment trackers that hear of the sweep."""
+        """The experiment trackers to which the sweep is sent."""
         return chosen(build_run(self.train, self.source).tracking)
 
     @property
     def num_trials(self) -> int:
-        """Trials that the search makes."""
+        """The number of trials in the search."""
         return planned_trials(self.config)
 
     def saved(self) -> Tree:
@@ -121,9 +121,9 @@ class SweepSpec:
 def read_sweep(location: str, overrides: Tree, own_workers: bool = True) -> SweepSpec:
     """Read and check a sweep file, before torch or Ray is imported.
 
-    Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
-    below `train.`, of the run. `own_workers`: it will run from here; one that is only
-    planned for a cluster need not fit on this machine.
+    Overrides are keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or,
+    below `train.`, of the run. `own_workers` says that the sweep will run from here;
+    one that is only planned for a cluster need not fit on this machine.
     """
     tree, directory = read_file(location)
     return sweep_with(tree, location, directory, overrides, own_workers)
@@ -169,11 +169,11 @@ def _spec(
     directory: Path | None,
     own_workers: bool,
 ) -> SweepSpec:
-    # A trial's own name and storage have no effect: it keeps nothing, the journal does.
+    # A trial's own name and storage have no effect: only the journal stores results.
     own = ("name", "storage_path")
     given = {key: value for key, value in train.items() if key not in own}
     space = known_space(config.space, given, source)
-    # With the first value of each swept key: what only the space gives is there.
+    # Use the first value of each swept key, since some keys may be in the space only.
     first = {key: sample_values(values)[0] for key, values in space.items()}
     base = trial_tree(given, first)
     make: Callable[..., RunSpec | FunctionSpec] = make_spec
@@ -197,9 +197,9 @@ def _spec(
 
 
 def read_saved(location: str, overrides: Tree | None = None) -> SweepSpec:
-    """Read the sweep that a directory holds, to run it, with its extension and overrides.
+    """Read the sweep in a directory, with its extensions and `overrides`, to run it.
 
-    Raises ConfigError when there is none, or it cannot run here.
+    Raises ConfigError if there is none, or if it cannot run here.
     """
     kept = read_kept(location)
     task_dir = kept.train.get("task_dir")
@@ -210,9 +210,9 @@ def read_saved(location: str, overrides: Tree | None = None) -> SweepSpec:
 
 
 def read_kept(location: str) -> SweepSpec:
-    """Read the sweep that a directory holds, to look at: its task need not be here.
+    """Read the sweep in a directory, to look at only: its task need not be present.
 
-    ConfigError when there is none.
+    Raises ConfigError if there is none.
     """
     storage = Storage(storage_uri(location))
     if not storage.exists(SAVED):
@@ -225,15 +225,16 @@ def read_kept(location: str) -> SweepSpec:
 
 
 def save(spec: SweepSpec) -> None:
-    """Keep the sweep with its records: `resume` and `report` begin with it."""
+    """Save the sweep's configuration beside its records, unless it is saved already."""
     if not spec.storage.exists(SAVED):
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
 def is_complete(spec: SweepSpec) -> bool:
-    """Whether every trial has a record, and finalists their repeats.
+    """Return whether all trials, clones and repeats of finalists have records.
 
-    A random search that has drawn a configuration twice shows it only by running.
+    If a random search draws a configuration twice, this returns False although all
+    trials have run.
     """
     records = Journal(spec.storage).records()
     ended = {record.id for record in records}
@@ -252,11 +253,11 @@ def num_missing(config: SweepConfig, records: Records) -> int:
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
-    """Make the sweep's directory ready, whose lease is held.
+    """Prepare the sweep's directory; the caller holds its lease.
 
-    Returns how many trials stand in it already.
+    Returns how many trials have a record in it already.
 
-    Raises ConfigError when another sweep of this name is there.
+    Raises ConfigError if the directory holds another sweep of this name.
     """
     storage = spec.storage
     if fresh:
@@ -269,7 +270,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         for key in _NOT_LEARNED:
             then.pop(key, None)
             now.pop(key, None)
-        if not count:  # it may name no metric, which has ended the sweep
+        if not count:  # a wrong metric may have ended the sweep: it may be corrected
             now["objective"] = then["objective"]
         extend = (
             f"go on with what is known by `python -m tune {shlex.quote(storage.uri)}`"
@@ -282,12 +283,12 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
 
 
 def num_records(sweep: Storage) -> int:
-    """Count the trials that stand in a sweep's directory, and read none."""
+    """Count the trials with a record in a sweep's directory, without reading any."""
     return len(Journal(sweep).names())
 
 
 def known_keys(saved: Tree, source: str) -> Tree:
-    """Return what makes a sweep what it is, as its directory has it, by dotted keys."""
+    """Return what identifies a saved sweep, by dotted keys."""
     found = {key: saved.get(key) for key in ("space", "search", "objective")}
     for key, value in with_defaults(saved.get("train"), source).items():
         found[f"train.{key}"] = value
@@ -305,6 +306,6 @@ def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> No
 def with_defaults(train: Any, source: str) -> Tree:
     """Return an older version's `train` with the defaults of its missing keys."""
     tree = train if isinstance(train, dict) else {}
-    with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
+    with contextlib.suppress(ConfigError):  # the run is only compared here
         return build_run(tree, source).tree()
     return tree

@@ -1,6 +1,6 @@
-"""Have a sweep do something else, wherever it runs: actions, and another configuration.
+"""Change a sweep while it runs, by actions, or extend it by another configuration.
 
-An action is written into its directory, where its driver looks.
+An action is a file in the sweep's directory, which the sweep's driver watches.
 """
 
 import logging
@@ -53,9 +53,9 @@ _OF_TRIALS = ("stop", "clone", "first")
 
 
 def order_extension(location: str, overrides: Tree) -> SweepSpec:
-    """Have a sweep go on with other keys, now or where it runs; return what it becomes.
+    """Order an extension of a sweep by other keys, and return the extended sweep.
 
-    Raises ConfigError where it could not.
+    Raises ConfigError if the sweep cannot be extended that way.
     """
     spec = read_saved(location, overrides)
     _check(_kept(location), spec)
@@ -65,13 +65,13 @@ def order_extension(location: str, overrides: Tree) -> SweepSpec:
 
 
 def _kept(location: str) -> SweepSpec:
-    """Read the sweep that a directory holds, as it was begun or last extended."""
+    """Read the sweep in a directory, as it was begun or last extended."""
     kept = read_kept(location)
     return replace(kept, train=with_defaults(kept.train, kept.source))
 
 
 def _check(old: SweepSpec, new: SweepSpec) -> None:
-    """Raise ConfigError where a sweep's trials would be none of what it is to become."""
+    """Raise ConfigError if a sweep's trials would not belong to the extended sweep."""
     fix = "begin another sweep, from its file and under another `--name`"
     refuse_changes({"name": old.uri}, {"name": new.uri}, old.uri, fix, new.source)
     is_drawn = (old.config.search, old.config.space)
@@ -80,7 +80,7 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
         rule = "draws its trials anew from another space, whatever is known"
         better = "add `--search optuna`, which goes on from it"
         raise ConfigError("search", new.config.search, rule, better)
-    # The value of a swept key is that of its first trial, and nothing of the run's.
+    # Trials override swept keys, so these are compared by their first value.
     swept = {key: sample_values(values)[0] for key, values in new.config.space.items()}
     then = trial_tree(old.train, swept)
     now = trial_tree(new.train, swept)
@@ -93,14 +93,14 @@ def _check(old: SweepSpec, new: SweepSpec) -> None:
 
 
 def _learned(train: Tree) -> Tree:
-    """Return what a trial's figures follow from, by the sweep's keys."""
+    """Return the keys that determine a trial's figures, named as the sweep's keys."""
     return {f"train.{key}": train[key] for key in train.keys() - _FREE}
 
 
 def apply_extension(spec: SweepSpec) -> int:
-    """Make a sweep's records and configuration those that it goes on with.
+    """Convert a sweep's records and saved configuration to the extended sweep.
 
-    Its lease is held. Returns how many trials stand in it.
+    The caller holds the lease. Returns how many recorded trials stay valid.
     """
     old = _kept(spec.uri)
     journal = Journal(spec.storage)
@@ -132,7 +132,7 @@ def apply_extension(spec: SweepSpec) -> int:
 
 
 def content(spec: SweepSpec) -> tuple[Tree, Tree]:
-    """Return what makes a sweep what it is, wherever its task lies."""
+    """Return what identifies a sweep, regardless of where its task's files are."""
     train = {key: value for key, value in spec.train.items() if key != "task_dir"}
     return spec.config.model_dump(exclude={"train"}), train
 
@@ -140,7 +140,7 @@ def content(spec: SweepSpec) -> tuple[Tree, Tree]:
 def _carried(
     record: TrialRecord, old: SweepSpec, new: SweepSpec, usd_per_hour: float | None
 ) -> TrialRecord | None:
-    """Return the record as the extended sweep has it; None of a shorter trial."""
+    """Convert a record to the extended sweep; None if the trial must train longer."""
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
@@ -161,9 +161,9 @@ def _carried(
 def _goes_on(
     record: TrialRecord, old: SweepSpec, new: SweepSpec, time_s: float | None
 ) -> bool:
-    """Whether a trial that is done would have trained longer in the extended sweep.
+    """Return whether a completed trial would train longer in the extended sweep.
 
-    One that ended early by its own evaluations would not.
+    A trial that ended early because of its own evaluations would not.
     """
     if new.config.objective.ends_at_target and time_s is not None:
         return False
@@ -175,7 +175,7 @@ def _goes_on(
 
 
 def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
-    """Whether a trial was trained to the last step that it has in a sweep."""
+    """Return whether a trial was trained to its last step, as configured by `spec`."""
     run = build_run(trial_tree(spec.train, record.config), spec.source)
     if isinstance(run, FunctionConfig):
         is_short = spec.config.objective.ends_at_target
@@ -184,7 +184,7 @@ def _is_whole(record: TrialRecord, spec: SweepSpec) -> bool:
 
 
 def _length(record: TrialRecord, run: TrainConfig) -> float:
-    """Return the share of a run that a trial was trained for."""
+    """Return the share of a run's configured length that a trial has trained."""
     end = record.curve[-1] if record.curve else {}
     if run.max_steps is not None:
         return end.get("step", 0) / run.max_steps
@@ -193,7 +193,7 @@ def _length(record: TrialRecord, run: TrainConfig) -> float:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that is known."""
+    """A known trial of a sweep: its configuration and status."""
 
     config: Tree
     status: str
@@ -252,7 +252,7 @@ def steer(
 def steer_in_words(
     directory: str, action: str, trial: str = "", *assignments: str
 ) -> str:
-    """Steer with a clone's keys as they are typed: KEY=VALUE, the value in YAML."""
+    """Steer with a clone's keys as typed on the command line: KEY=VALUE, in YAML."""
     keys: Tree = {}
     for word in assignments:
         key, _, text = word.partition("=")
@@ -261,7 +261,7 @@ def steer_in_words(
 
 
 def known_trials(spec: SweepSpec) -> dict[str, Trial]:
-    """Return a sweep's trials by id: those that have ended, run, or are known to come."""
+    """Return a sweep's trials by ID: those ended, running, or known to follow."""
     records = Journal(spec.storage).records()
     clones = Actions(spec.storage).read().clones
     return trials_of(spec, records, clones, read_live(spec.storage))
@@ -273,7 +273,7 @@ def trials_of(
     clones: Mapping[str, Action],
     live: Live | None,
 ) -> dict[str, Trial]:
-    """Return what `known_trials` returns, from what has been read already."""
+    """Return the same as `known_trials`, from records and actions already read."""
     found: dict[str, Trial] = {}
     for trial in open_trials(spec.config, records):
         found[trial_id(trial)] = Trial(trial, "waiting")
@@ -287,7 +287,7 @@ def trials_of(
 
 
 def named_trial(text: str, names: Iterable[str], uri: str) -> str:
-    """Return the only trial whose id is, or begins with, a text."""
+    """Return the only trial whose ID begins with `text`; ConfigError otherwise."""
     found = [name for name in names if name.startswith(text)]
     if text and len(found) == 1:
         return found[0]

@@ -190,23 +190,23 @@ def run_to_answer(
     is_command: bool = False,
     output: Output | None = None,
 ) -> SweepResult:
-    """Run what has no record yet, and write the report; then what is added meanwhile.
+    """Run all trials without a record and write the report; repeat if extended.
 
     Args:
-        spec: The sweep; where it was read from its directory, it is to be extended.
-        fresh: Delete what the directory holds.
-        checked: Look at the nodes first.
-        is_command: The process is there for nothing else. Otherwise its Ray connection,
+        spec: The sweep; if it was read from its directory, it is applied as extension.
+        fresh: Whether to delete what the directory holds.
+        checked: Whether to check the nodes first.
+        is_command: Whether the process does nothing else. If not, its Ray connection,
             its log and its garbage collection stay as they are.
         output: What the command's user wants to be told.
     """
     output = output or Output()
     result = _run_held(spec, fresh, checked, is_command, output)
-    # Whoever has added something since the last look has found the lease held.
+    # Whoever extended the sweep after the last check found the lease held: run it now.
     while (extended := pending_extension(result.spec)) is not None:
         try:
             result = _run_held(extended, False, checked, is_command, output)
-        except InUseError:  # by a start that goes on with it
+        except InUseError:  # another process has started the extended sweep
             break
     return result
 
@@ -214,7 +214,7 @@ def run_to_answer(
 def _run_held(
     spec: SweepSpec, fresh: bool, checked: bool, is_command: bool, output: Output
 ) -> SweepResult:
-    """Run and report, with the lease of the sweep's directory."""
+    """Run the sweep and write its report while holding the directory's lease."""
     from trainers.launch.process import shown_log
 
     check_trackers(spec.trackers, spec.path, spec.source)
@@ -259,10 +259,10 @@ def _run_held(
 def _run_to_end(
     spec: SweepSpec, checked: bool, is_command: bool, output: Output
 ) -> SweepResult:
-    """Run the sweep, and what it is extended to meanwhile.
+    """Run the sweep, including extensions that are added while it runs.
 
-    What takes seconds is done beside what only waits: imports while Ray starts, the
-    report while it ends.
+    To save time, imports run while Ray starts, and the report is written while Ray
+    shuts down.
     """
     with without_collection(own_process=is_command):
         from trainers.on_ray.cluster import connect, leaving
@@ -289,7 +289,7 @@ def _run_to_end(
 
 
 def pending_extension(spec: SweepSpec) -> SweepSpec | None:
-    """Return what a user has had the sweep become while it ran, or before."""
+    """Return the sweep as users have extended it, or None if nothing is pending."""
     if not Actions(spec.storage).read().extension:
         return None
     following = replace(read_saved(spec.uri), token=spec.token)
@@ -297,7 +297,7 @@ def pending_extension(spec: SweepSpec) -> SweepSpec | None:
 
 
 def _block_sigterm() -> None:
-    """Leave SIGTERM to the main thread, which holds it back while Ray ends."""
+    """Leave SIGTERM to the main thread, which defers it while Ray shuts down."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 

@@ -31,7 +31,7 @@ _POSITION = ("step", "epoch", "train_time_s")
 
 
 class SweepHistory:
-    """A sweep: its trials as they end, by the journal, and its report."""
+    """A sweep's history for trackers: its trials as they end, and its report."""
 
     def __init__(self, sweep: Storage) -> None:
         self._sweep = sweep
@@ -42,7 +42,7 @@ class SweepHistory:
         self._spec: SweepSpec | None = None
 
     def poll(self, ended: str | None) -> list[History]:
-        """Return the histories that are new; a trial comes once, when it has ended."""
+        """Return the sweep's history, and those of the trials that ended since."""
         if self._spec is None:
             self._spec = read_saved(self._sweep.uri)
         spec = self._spec
@@ -89,10 +89,10 @@ class SweepHistory:
 
 
 def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
-    """Return a trial that has ended: its evaluations, and the figures of its end."""
+    """Return the history of an ended trial: its evaluations and final figures."""
     rows: dict[int, Row] = {}
     end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
-    # Back from its end: a trial may have begun on its lane before Tune has started it.
+    # Counted back from the end, as a lane may begin a trial before Tune starts it.
     began = record.end_time - end_s
     for point in record.curve:
         time_s = began + point["train_time_s"]

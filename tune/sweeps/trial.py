@@ -36,7 +36,7 @@ def assignment_of(
     purpose: Purpose = "trial",
     seed: int | None = None,
 ) -> Assignment:
-    """Return what a lane is given of a trial; a repeat has a seed of its own."""
+    """Return the assignment of a trial for a lane; `seed` is that of a repeat."""
     name = trial_id(trial, purpose, seed)
     values = trial if seed is None else {**trial, "seed": seed}
     target = objective.goal if objective.ends_at_target else None
@@ -50,11 +50,11 @@ def assignment_of(
 
 
 class LaneTrial(Trainable):
-    """Submits its configuration to the mailbox; `step` gives one evaluation at a time.
+    """Submits a trial to the mailbox; each `step` returns one evaluation.
 
-    The record of a trial is in the journal before Tune hears of its end. A trial whose
-    record is there already (a resumed sweep) ends at once, from the record. Where the
-    actor dies, Tune starts another for the trial.
+    A trial's record is written to the journal before Tune hears that the trial ended. A
+    trial that has a record already (in a resumed sweep) ends at once with the recorded
+    result. If the actor dies, Tune starts another one for the trial.
     """
 
     def setup(
@@ -67,7 +67,7 @@ class LaneTrial(Trainable):
         objective: Tree | None = None,
         usd_per_hour: float | None = None,
     ) -> None:
-        """Called by Tune once for each actor; the keyword arguments are the sweep's."""
+        """Set up the actor; called once by Tune, with the sweep's keyword arguments."""
         show_life()
         self._mailbox = mailbox
         self._train = train or {}
@@ -82,7 +82,7 @@ class LaneTrial(Trainable):
         return f"{self._name}, trials"
 
     def reset_config(self, new_config: Tree) -> bool:
-        """Called by Tune with the next trial of the same actor."""
+        """Take the next trial on this actor; called by Tune."""
         self.cleanup()
         self._begin(new_config)
         return True
@@ -102,7 +102,7 @@ class LaneTrial(Trainable):
             self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 
     def step(self) -> Tree:
-        """Wait for the next evaluation, or the end."""
+        """Wait for the trial's next evaluation or its end, and return it."""
         if self._record is not None:
             return self._final(self._record)
         event: Event = ray.get(
@@ -130,7 +130,7 @@ class LaneTrial(Trainable):
         return self._final(self._record)
 
     def _value(self, row: Row) -> float:
-        """Return the objective so far, for a scheduler; the worst before it has one."""
+        """Return the objective so far, for a scheduler; the worst value if unknown."""
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)
             if value is not None and self._objective.metric == "usd_to_target":

@@ -1,4 +1,4 @@
-"""Records of trials, what they teach about memory, and what users want done.
+"""Trial records, what trials reveal about memory, and the actions of users.
 
-The doors are `Journal` (journal.py) and `make_record` (record.py).
+The entry points are `Journal` (journal.py) and `make_record` (record.py).
 """

@@ -1,4 +1,4 @@
-"""What a sweep keeps in its directory: trials that ended, how far it is, what fits."""
+"""What a sweep keeps in its directory: trial records, progress and memory limits."""
 
 import contextlib
 import json
@@ -27,9 +27,9 @@ class Running:
     trial: Name
     lane: int
     started: UnixTime
-    """When the lane took it, Unix time, s."""
+    """Unix time at which the lane took the trial, s."""
     config: Tree = field(default_factory=dict)
-    """Of a repeat of a finalist with its seed."""
+    """Its keys and values; for a finalist's repeat, including its seed."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Its newest evaluation."""
 
@@ -38,27 +38,27 @@ class Running:
 class Live:
     """How far a sweep is: `progress.json`, which its driver writes every few seconds.
 
-    Who watches needs no connection to the cluster. A driver that was killed leaves what
-    it wrote last: whether it is alive the directory's lease tells.
+    An observer needs no connection to the cluster. A driver that was killed leaves the
+    last state that it wrote, so use the directory's lease to see whether it is alive.
     """
 
     state: Literal["running", "ended", "cut off"]
     total: int | None = None
-    """Trials that are planned, where that is known."""
+    """The number of planned trials, if known."""
     num_lanes: int = 0
     """Lanes that are up."""
     running: list[Running] = field(default_factory=list)
 
 
 def write_live(sweep: Storage, live: Live) -> None:
-    """Write it once; where that fails, or the lease is another's, the sweep goes on."""
+    """Try to write the progress file once; storage errors do not stop the sweep."""
     content = json.dumps(asdict(live))
     with contextlib.suppress(StorageError), sweep.writer(PROGRESS) as stream:
         stream.write(content.encode())
 
 
 def read_live(sweep: Storage) -> Live | None:
-    """Return what it says; None where there is none, or it is damaged."""
+    """Read the progress file; return None if it is missing or damaged."""
     if not sweep.exists(PROGRESS):
         return None
     try:
@@ -70,20 +70,21 @@ def read_live(sweep: Storage) -> Live | None:
 class Journal:
     """The trial records of a sweep: a file each, durable before Tune is told.
 
-    `<sweep>/trials/<id>.json` is a whole file because object stores have no append. A
-    resumed sweep answers a trial that has a record from it and runs only the others.
+    Each trial has its own file, `<sweep>/trials/<id>.json`, because object stores
+    cannot append. A resumed sweep takes the results of recorded trials from their
+    records, and runs only the others.
     """
 
     def __init__(self, sweep: Storage) -> None:
         self._storage = sweep.child("trials")
 
     def append(self, record: TrialRecord) -> None:
-        """Write a record; return when it is durable."""
+        """Write a record; return once it is durable."""
         content = json.dumps(asdict(record))
         self._storage.write(f"{record.id}.json", content.encode())
 
     def set_aside(self, record: TrialRecord) -> None:
-        """Move a record out of the way, to `before/`: its trial runs again, or goes on."""
+        """Move a record to `before/`, so that its trial runs again or goes on."""
         name = f"before/{record.id}-{record.end_time:.0f}.json"
         content = json.dumps(asdict(record))
         self._storage.parent.write(name, content.encode())
@@ -95,7 +96,7 @@ class Journal:
         return self._read(name) if self._storage.exists(name) else None
 
     def names(self) -> set[str]:
-        """Return the ids of the trials that have a record, and read none."""
+        """Return the IDs of the trials that have a record, without reading any."""
         files = self._storage.names()
         return {name.removesuffix(".json") for name in files if name.endswith(".json")}
 
@@ -125,7 +126,7 @@ def in_order(records: Iterable[TrialRecord]) -> list[TrialRecord]:
 
 
 def read_boundary(sweep: Storage) -> Boundary:
-    """Return what earlier starts learned of microbatches; nothing where it is damaged."""
+    """Return what earlier starts learned on microbatches; empty if damaged."""
     try:
         if not sweep.exists(_BOUNDARY):
             return Boundary()
@@ -141,6 +142,6 @@ def read_boundary(sweep: Storage) -> Boundary:
 
 
 def write_boundary(sweep: Storage, boundary: Boundary) -> None:
-    """Write what is known of microbatches; return when it is durable."""
+    """Write what is known about microbatches; return once it is durable."""
     content = json.dumps(boundary.to_plain())
     sweep.write(_BOUNDARY, content.encode())

@@ -2,15 +2,16 @@
 
 Pure.
 
-A key stands for everything that touches memory (`key_of`). Memory grows with the size,
-so every size up to the largest that fitted fits, and every size from the smallest that
-did not on does not. What lies between is not known.
+A key represents all settings that affect memory (`key_of`). Memory use grows with the
+microbatch size. So all sizes up to the largest that fitted are taken to fit, and all
+sizes from the smallest that did not fit are taken not to fit. Sizes in between are
+unknown.
 
-Trials may contradict each other: a size that a probe found to fit runs out of memory an
-hour later, in a fragmented heap. The stricter wins, whichever came first: a size that
-has once run out is never taken again, nor is a larger one, and what was thought to fit
-from there on is forgotten. So the order of observations does not matter. `observe`
-returns each contradiction as a sentence.
+Trials may contradict each other: a size that a probe found to fit may run out of memory
+an hour later, in a fragmented heap. The stricter observation wins, whichever came
+first: a size that has run out of memory once is never tried again, nor is a larger one,
+and contrary observations are forgotten. So the order of observations does not matter.
+`observe` returns each contradiction as a sentence.
 """
 
 import hashlib
@@ -40,12 +41,12 @@ _MEMORY_KEYS = (
 
 
 def key_of(tree: Tree, device_name: str) -> str:
-    """Return a digest that is equal where microbatches need the same memory on a device.
+    """Return a digest that is equal for runs that need the same memory per microbatch.
 
     `tree` is the run's configuration as plain data, `device_name` the GPU's model and
     memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed, the length and the
-    global batch size of a task's run change no tensor's size; of a training function's
-    configuration only the batch size and numbers with a fraction do not count.
+    global batch size of a task's run change no tensor's size, so they are left out. For
+    a training function, only the batch size and floats are left out.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
@@ -75,9 +76,10 @@ def _of_task(config: TrainConfig) -> Tree:
 
 
 def fixed_size(tree: Tree) -> int | None:
-    """Return the microbatch that a trial insists on, cut to a worker's share, if any.
+    """Return the microbatch size that a trial's configuration fixes, or None.
 
-    A training function insists on its batch size.
+    It is at most a worker's share of the batch. For a training function, it is the
+    function's batch size.
     """
     config = build_run(dict(tree), "trial")
     if isinstance(config, FunctionConfig):
@@ -90,7 +92,7 @@ def fixed_size(tree: Tree) -> int | None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known for one key, as plain data has it."""
+    """What is known for one key, in the form in which it is stored."""
 
     fits: list[Positive]
     misfit: Positive | None
@@ -123,15 +125,15 @@ class Boundary:
         return f"a microbatch of {fitted} fitted, but {ran_out}: taken not to fit from there on"
 
     def largest_fit(self, key: str) -> int | None:
-        """Return the largest size known to fit; None when none is."""
+        """Return the largest size that is known to fit, or None."""
         return max(self._fits.get(key, ()), default=None)
 
     def smallest_misfit(self, key: str) -> int | None:
-        """Return the smallest size known not to fit; None when none is."""
+        """Return the smallest size that is known not to fit, or None."""
         return self._misfit.get(key)
 
     def fits(self, key: str, size: int) -> bool | None:
-        """Whether a size fits; None when that is not known."""
+        """Return whether a size fits, or None if that is not known."""
         low = self.largest_fit(key)
         high = self.smallest_misfit(key)
         if low is not None and size <= low:
@@ -149,7 +151,7 @@ class Boundary:
 
     @classmethod
     def from_plain(cls, tree: Tree) -> Self:
-        """Read `to_plain` back; CheckpointError when it is something else."""
+        """Return a boundary from `to_plain`'s data; CheckpointError if invalid."""
         boundary = cls()
         for key, known in validated(tree, dict[str, _Known]).items():
             for size in known.fits:

@@ -1,4 +1,4 @@
-"""TrialRecord: how one trial ended, made from what a lane reports; and its figures."""
+"""TrialRecord: how one trial ended, and its figures, from what its lane reported."""
 
 import hashlib
 import json
@@ -15,21 +15,22 @@ from trainers.errors import STATUSES, Status, redact
 from tune.config import Objective
 
 REPEATS = 0.2
-"""Standard deviation of the logarithm of what repeats of one configuration need, until
-enough of them tell it: of the samples to the target 0.11 and 0.20 in
-benchmarks/results/ground-truth-*.json, of which this is the larger.
+"""Standard deviation of the logarithm of the time to target between repeats of one
+configuration, assumed until enough repeats are measured. In
+benchmarks/results/ground-truth-*.json it is 0.11 and 0.20 for the samples to the
+target; this is the larger one.
 """
 APART = math.exp(1.96 * math.sqrt(2) * REPEATS)
-"""The ratio of two runs of one configuration is above it in 2.5 % of all cases."""
+"""Two runs of one configuration have a ratio above this in 2.5 % of all cases."""
 FAR_APART = math.exp(3.24 * math.sqrt(2) * REPEATS)
-"""Above this in 0.06 %: one ratio or more of eighty is, in 5 % of all cases."""
+"""Likewise, in 0.06 %: among eighty ratios, one or more is above it in 5 % of cases."""
 REPEATS_WEIGHT = 4  # degrees of freedom that `REPEATS` counts for
 EQUAL = 0.05
-"""A smaller relative difference between two configurations is of no interest."""
+"""A smaller relative difference between two configurations does not matter."""
 BY_HAND = "stopped by hand"
-"""Message of a trial that a user has stopped."""
+"""The message in the record of a trial that a user has stopped."""
 USED = ("peak_memory_bytes", "energy_j")
-"""What evaluations say of a trial so far, where the objective asks for it."""
+"""Figures that evaluations report so far, if the objective needs them."""
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 _FIELDS = {
     "time_to_target": "time_to_target_s",
@@ -38,21 +39,21 @@ _FIELDS = {
     "peak_memory_bytes": "peak_memory_bytes",
     "energy_j": "energy_j",
 }
-"""The field of a record that has a metric, where one has."""
+"""The record fields that hold metrics, by the metric's name."""
 
 Purpose = Literal["trial", "repeat", "clone"]
 """trial: one of the search; repeat: a finalist again, alone, with another seed; clone:
 one that a user has added.
 """
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=200)]
-"""Of a trial: it becomes the name of a file."""
+"""A trial's name, which is also the name of a file."""
 UnixTime = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 _Whole = Annotated[int, Field(ge=0, lt=2**63)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def placed(row: dict[str, float]) -> dict[str, float]:
-    """Return an evaluation; ValueError where it says that it is from nowhere in a run."""
+    """Return an evaluation unchanged; raise ValueError if its position is invalid."""
     for name, otherwise in (("step", -1.0), ("epoch", 0.0), ("train_time_s", -1.0)):
         if not 0 <= row.get(name, otherwise) < 1e12:
             raise ValueError(f"{name} is no position in a run")
@@ -66,7 +67,7 @@ Row = Annotated[dict[str, float], AfterValidator(placed)]
 
 
 def trial_id(config: Tree, purpose: Purpose = "trial", seed: int | None = None) -> str:
-    """Return ten hex digits that name a configuration, run for a purpose and seed."""
+    """Return ten hex digits that identify a configuration, its purpose and its seed."""
     named = config
     if purpose != "trial":
         named = {"purpose": purpose, "seed": seed, "config": config}
@@ -93,21 +94,21 @@ class Spent:
     """Where a trial's time on its lane went, in its last start."""
 
     began: UnixTime
-    """When the lane took it, Unix time of that node, s."""
+    """When the lane took it, as Unix time by the node's clock, s."""
     starting_s: _Amount
-    """Outside the loop: imports, data, model, the search for a microbatch, and closing
-    them.
+    """Time outside the training loop: imports, data, model, the search for a
+    microbatch, and cleaning up.
 
-    Of a training function, until it was called.
+    For a training function, the time until it was called.
     """
     training_s: _Amount
-    """In training steps. Of a training function, all of its call."""
+    """Time in training steps. For a training function, the whole call."""
     total_s: _Amount
-    """All of it; what is neither starting nor training is evaluation."""
+    """The total time; what is neither starting nor training is evaluation."""
     first_step_s: _Amount | None = None
-    """Of training_s, the first step, which compiles."""
+    """The part of training_s spent in the first step, which compiles."""
     phases_s: dict[str, _Amount] = field(default_factory=dict)
-    """All of total_s by phase; of a training function nothing."""
+    """total_s divided by phase; empty for a training function."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class TrialRecord:
     step_time_ci95_s: _Amount | None = None
     """Half width of the 95 % confidence interval of the mean step time."""
     cpu_pressure: _Amount | None = None
-    """Share of its time in which work of rank 0's node waited for a processor (Linux
+    """Share of its time in which some work on rank 0's node waited for a CPU (Linux
     pressure stall information).
     """
     message: str = ""
@@ -162,11 +163,11 @@ class TrialRecord:
     spent: Spent | None = None
     """Where its time went; None where it failed."""
     disturbed_s: _Amount | None = None
-    """Training time that it stood still, or had no processor: its throughput leaves it
-    out, its times do not.
+    """Training time in which it was stalled or had no CPU. Its throughput excludes this
+    time; its times include it.
     """
     energy_j: _Amount | None = None
-    """Energy of its GPUs, from the loop's start to its end; None where nothing tells.
+    """Energy that its GPUs used in the training loop; None if it cannot be measured.
     """
 
     @property
@@ -183,9 +184,8 @@ class TrialRecord:
     def missed_target_s(self) -> float | None:
         """Training time at the last evaluation before the one that met the target.
 
-        It is 0 where that was the first: the target was met in between.
-
-        None where it was not met, or the evaluations do not tell.
+        The target was met between the two. The value is 0 if the first evaluation met
+        it, and None if none did or the evaluations hold no times.
         """
         before = 0.0
         for row in self.curve:
@@ -202,7 +202,7 @@ Records = Sequence[TrialRecord]
 
 
 def value_of(metric: str, record: TrialRecord) -> float | None:
-    """Return a trial's figure; None where it failed, or has none that is finite."""
+    """Return a trial's value of a metric; None if it failed or has no finite value."""
     if not record.finished:
         return None
     value = record.metrics.get(metric)
@@ -224,10 +224,10 @@ def time_to_target(objective: Objective, curve: list[Row]) -> float | None:
 def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     """Return the training time, s, at which a trial met the target.
 
-    It is on the straight line between the last evaluation before and the one that met it,
-    between which it may have been at any time.
+    The value is interpolated linearly between the last evaluation that missed the
+    target and the first that met it; the interval extends from the one to the other.
 
-    None where it did not meet it.
+    Returns None if the trial did not meet the target.
     """
     time_s = record.time_to_target_s
     before = record.missed_target_s
@@ -262,10 +262,10 @@ def make_record(
     purpose: Purpose = "trial",
     seed: int | None = None,
 ) -> TrialRecord:
-    """Return the record of a trial from its evaluations and from what its lane said.
+    """Make the record of a trial from its evaluations and its lane's outcome.
 
     `usd_per_hour` is the price of one lane. A trial that reports no objective or target
-    has status `error`.
+    has the status `error`.
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
@@ -323,7 +323,7 @@ def make_record(
 
 
 def _samples(result: Tree) -> float | None:
-    """Return the samples that a trial has trained; a training function's by steps."""
+    """Return the number of samples that a trial has trained on, or None."""
     if result.get("samples") is not None:
         return float(result["samples"])
     if "steps" not in result:

@@ -1,9 +1,9 @@
-"""What a user has a running sweep do: one file an action in `<sweep>/steering/`.
+"""User actions on a running sweep, one file per action in `<sweep>/steering/`.
 
-Anybody may add one.
+Any process may add a file.
 
-The driver looks there every second, and a resumed sweep reads all of them again: what
-they come to follows from the files alone, whoever reads them and however often.
+The driver looks there every second, and a resumed sweep reads all files again. Their
+combined effect depends on the files alone, not on who reads them or how often.
 """
 
 import json
@@ -28,18 +28,18 @@ Kind = Literal["stop", "pause", "go-on", "clone", "first", "extend"]
 
 @dataclass(frozen=True)
 class Action:
-    """One of them."""
+    """One action of a user."""
 
     kind: Kind
     trial: Annotated[str, Field(pattern=r"^(\w[\w.-]*)?$", max_length=200)] = ""
-    """Its id, of those that mean one; the trial that is cloned."""
+    """The ID of the trial to stop, prefer or clone; empty for other kinds."""
     keys: Tree = field(default_factory=dict)
-    """The whole configuration of a clone; dotted keys of the sweep that an extension
-    sets.
+    """For a clone, its whole configuration; for an extension, the dotted keys of the
+    sweep that it sets.
     """
     goes_on: bool = False
-    """Whether a clone is its trial again, though maybe longer, and may begin with the
-    checkpoint of that.
+    """Whether a clone differs from its trial only in length, so that it may start from
+    that trial's checkpoint.
     """
     time: UnixTime = field(default_factory=time.time)
 
@@ -50,7 +50,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Steering:
-    """What all actions come to."""
+    """The combined effect of all actions."""
 
     paused: bool = False
     """Whether lanes take no further trial."""
@@ -59,13 +59,13 @@ class Steering:
     first: tuple[str, ...] = ()
     """Trials that start before the others, in this order."""
     clones: dict[str, Action] = field(default_factory=dict)
-    """By their own ids."""
+    """The actions that added clones, by the clones' IDs."""
     extension: Tree = field(default_factory=dict)
-    """Dotted keys of the sweep."""
+    """The dotted keys of the sweep that extensions set, with their values."""
 
 
 def steered(actions: Iterable[Action]) -> Steering:
-    """Return what actions, in order, come to."""
+    """Return the combined effect of actions, given in order."""
     paused = False
     stopped: set[str] = set()
     first: list[str] = []
@@ -94,12 +94,12 @@ class Actions:
         self._news: list[Action] = []
 
     def add(self, action: Action) -> None:
-        """Write an action; return when it is durable."""
+        """Write an action; return once it is durable."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
         self._storage.write(name, json.dumps(asdict(action)).encode())
 
     def read(self) -> Steering:
-        """Return what the actions come to; a damaged file is left out."""
+        """Return the combined effect of all actions; damaged files are ignored."""
         for name in self._storage.names():
             if name.endswith(".json") and name not in self._known:
                 action = self._known[name] = self._read(name)
@@ -109,7 +109,7 @@ class Actions:
         return steered(filter(None, actions))
 
     def news(self) -> list[Action]:
-        """Return the actions that were read since the last call."""
+        """Return the actions that `read` has found since the last call of `news`."""
         news = self._news
         self._news = []
         return news
