@@ -1,6 +1,6 @@
 """The finalists of a sweep: trials that one run each cannot tell apart, and repeats.
 
-Pure.
+Every function here is pure.
 
 A repeat runs alone, with another seed, and finalists take turns. So its time is not
 affected by trials that run beside it, nor by the selection of a lucky first run, and
