@@ -80,8 +80,8 @@ _LEAVE_S = 20.0  # with all alive Ray takes one or two
 _GIVEN_UP = (
     "Ray's GCS has given up the node of this process, whose raylet does not answer"
 )
-_DASHBOARD_AFTER_S = 15.0
-"""Started sooner, its dozen processes would take the processors from a starting run."""
+_DASHBOARD_AFTER_S = 60.0
+"""Its dozen processes would slow a run that starts, or the trials of a short sweep."""
 _before_end = contextlib.ExitStack()
 """What must be closed before an embedded cluster ends."""
 _put_back = contextlib.ExitStack()
