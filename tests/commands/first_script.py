@@ -18,6 +18,7 @@ if HOW == "ours-first":
     from tune.ray import TorchTrainer, Tuner
 
 import ray.train  # noqa: E402
+import ray.train.torch  # noqa: E402
 from ray.train import RunConfig, ScalingConfig  # noqa: E402
 from ray.tune.integration.ray_train import TuneReportCallback  # noqa: E402
 
@@ -51,3 +52,10 @@ if __name__ == "__main__":
         sorted(result.metrics["double"] for result in results),
         list(results.errors),
     )
+    if HOW == "no-init":  # and the script goes on, with Ray's own
+        ray.train.torch.TorchTrainer(
+            train,
+            train_loop_config={"size": 3},
+            scaling_config=ScalingConfig(**SCALING),
+            run_config=RunConfig(storage_path=storage),
+        ).fit()

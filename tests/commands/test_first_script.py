@@ -36,6 +36,7 @@ def stranger(home, *command):
             timeout=HANG_S,
         )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
     return done.stdout
 
 
@@ -48,3 +49,12 @@ MARKS = {"ours-first": pytest.mark.full, "init-first": pytest.mark.campaign}
 def test_the_drop_in_runs_whatever_comes_first(how, tmp_path):
     script = Path(__file__).with_name("first_script.py")
     assert "DOUBLES [2, 4] []" in stranger(tmp_path, str(script), how)
+
+
+@pytest.mark.full
+def test_a_first_training_says_nothing_of_ray_s_own_helpers(tmp_path):
+    """By the default launcher, and over before Ray's dashboard would be there."""
+    small = ("--max_steps", "20", "--storage_path", str(tmp_path))
+    out = stranger(tmp_path, "-m", "trainers", "examples/digits/train.yaml", *small)
+    assert "done: 20 steps" in out
+    assert "PlacementGroupCleaner" not in out

@@ -34,9 +34,6 @@ _AGENTS = re.compile(
     rf"{re.escape(_TRACEBACK)}:?\n(?:(?!{re.escape(_TRACEBACK)}).)*?\n(?:torch\.distributed\.elastic\S*|KeyboardInterrupt)",
     re.DOTALL,
 )
-# Actors of Ray Train's that look for the cluster of their machine and fail where there
-# are two: cases run side by side.
-_RAYS_OWN = re.compile(r"\((PlacementGroupCleaner|TrainStateActor) pid=")
 Samples = dict[tuple[int, int, int], list[int]]
 """Indices by trial, step and rank."""
 
@@ -164,11 +161,7 @@ def no_traceback(seen: Observed) -> Iterator[str]:
     for number, end in enumerate(seen.ends):
         if number == 0 and seen.case.expected.traceback:
             continue
-        text = "\n".join(
-            line
-            for line in f"{end.out}\n{end.err}".split("\n")
-            if not _RAYS_OWN.search(line)
-        )
+        text = f"{end.out}\n{end.err}"
         if seen.case.scenario.root == "torchrun":
             text = _AGENTS.sub("", text)
         if _TRACEBACK in text:

@@ -27,9 +27,21 @@ HOSTS = ["h0", "h1", "h2"]
 WORKERS = ["h1", "h2"]
 PROMETHEUS = "http://127.0.0.1:9090"
 DIGITS = ("python", "-m", "trainers", "examples/digits/train.yaml", "--launcher", "ray")
-INTERVAL = 500
-"""Steps between the checkpoints of the run that loses its hosts: three seconds or so.
+UNHURRIED = """
+import time
+from examples.digits.task import Digits
+
+class Unhurried(Digits):
+    def transform(self, batch, training):
+        if training:
+            time.sleep(0.02)
+        return super().transform(batch, training)
 """
+"""The run that loses its hosts leaves this machine's processors to all else."""
+INTERVAL = 100
+"""Steps between its checkpoints: three seconds or so."""
+TOLD = 10
+"""Steps between those that it tells of."""
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +76,24 @@ def elastic(cluster):
     """A run without end on one or two workers, a host each; it has both, and has
     written a checkpoint.
     """
-    long = (
-        "--max_steps",
-        "100000000",
-        "--max_time_s",
-        "600",
-        "--evaluate.every_steps",
-        "100000000",
-    )
-    every = ("--checkpoint.every_steps", str(INTERVAL), "--log_every_steps", "50")
-    size = ("--scaling.num_workers", "[1, 2]")
-    job = cluster.submit(*DIGITS, "--name", "elastic", *long, *every, *size, wait=False)
+    own = cluster.lab.shared / "own"
+    own.mkdir()
+    (own / "own.py").write_text(UNHURRIED)
+    options = {
+        "name": "elastic",
+        "task": "own:Unhurried",
+        "task_dir": "/srv/nfs/own",
+        "max_steps": 100_000_000,
+        "max_time_s": 600,
+        "evaluate.every_steps": 100_000_000,
+        "checkpoint.every_steps": INTERVAL,
+        "log_every_steps": TOLD,
+        "scaling.num_workers": [1, 2],
+    }
+    words = [
+        str(word) for key, value in options.items() for word in (f"--{key}", value)
+    ]
+    job = cluster.submit(*DIGITS, *words, wait=False)
     until(lambda: "worker group of size 2" in cluster.log(job), "both workers")
     until(
         lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], "steps after a checkpoint"
@@ -178,7 +197,7 @@ def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(
 
 def test_a_sweep_trains_in_two_lanes(cluster):
     # bf16 takes minutes where it is emulated
-    space = "{optimizer.lr: [0.001, 0.002], global_batch_size: [32, 64]}"
+    space = "{global_batch_size: [32, 64]}"
     # Long enough for the lane that is up a little later, and for Prometheus, which
     # looks every ten seconds.
     size = ("--train.epochs", "64", "--lanes", "2")
@@ -192,8 +211,8 @@ def test_a_sweep_trains_in_two_lanes(cluster):
         *size,
     )
     log = cluster.submit(*words, "--objective", "{metric: val_loss}")
-    assert "4 trials in 2 lanes" in log
-    assert len(re.findall(r"trial \d/4 .* done", log)) == 4, log[-6000:]
+    assert "2 trials in 2 lanes" in log
+    assert len(re.findall(r"trial \d/2 .* done", log)) == 2, log[-6000:]
     assert (cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml").exists()
 
 
@@ -266,7 +285,9 @@ def test_a_drained_host_loses_nothing(cluster, elastic):
     until(lambda: resumed_at(cluster.log(elastic)), "the run's return")
     [at] = resumed_at(cluster.log(elastic))
     assert f"a node is being taken away; step {at} is kept" in cluster.log(elastic)
-    assert last <= at < last + 50, "no step that would have been told was made after it"
+    assert last <= at < last + TOLD, (
+        "no step that would have been told was made after it"
+    )
 
 
 def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster, elastic):
@@ -282,7 +303,7 @@ def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster, elastic):
     until(
         lambda: len(resumed_at(cluster.log(elastic))) > len(before), "the run's return"
     )
-    assert last - INTERVAL - 50 <= resumed_at(cluster.log(elastic))[-1] <= last + 50
+    assert last - INTERVAL - TOLD <= resumed_at(cluster.log(elastic))[-1] <= last + TOLD
 
 
 def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster, elastic):

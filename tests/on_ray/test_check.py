@@ -20,7 +20,7 @@ def second_node(cluster, driver):
         yield node.id
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # the lab examines three hosts
 def test_two_nodes_are_examined(tmp_path, cluster, second_node, command):
     options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
     done = command("-m", "cluster", "check", *options, ray_address=cluster.address)

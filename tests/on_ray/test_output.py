@@ -26,7 +26,8 @@ def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path, cluster):
     assert not [line for line in seen.lines if "step 60/120" in line]
 
 
-def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path, command, cluster):
+@pytest.mark.campaign
+def test_a_run_on_ray_tells_in_json(tmp_path, command, cluster):
     file = write(tmp_path, **TWO)
     done = command(
         "-m", "trainers", file, "--json", ray_address=cluster.address, forked=True
@@ -41,6 +42,9 @@ def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path, command, cluster):
         "result",
         "done",
     ]
+
+
+def test_a_sweep_tells_in_json(tmp_path, command, cluster):
     train = {
         "task": "tests.tasks:Blobs",
         "task_dir": str(REPOSITORY),

@@ -82,6 +82,8 @@ _GIVEN_UP = (
 )
 _DASHBOARD_AFTER_S = 60.0
 """Its dozen processes would slow a run that starts, or the trials of a short sweep."""
+_SCRIPTS_END_S = 1.0
+"""A script that ends so soon after its sweep has no use for the dashboard."""
 _before_end = contextlib.ExitStack()
 """What must be closed before an embedded cluster ends."""
 _put_back = contextlib.ExitStack()
@@ -151,25 +153,44 @@ def _start_embedded(show_workers: bool) -> None:
     _show_dashboard_later(logger)
 
 
-def start_as_ray() -> None:
-    """Start Ray as a script's first use of it does, but without its extra processes."""
+@contextmanager
+def started_as_ray() -> Iterator[None]:
+    """In the block, use the script's Ray, or start it without its extra processes.
+
+    A script that goes on after the block gets the dashboard that Ray would have
+    started: Ray Train's actors ask it which controllers are alive.
+    """
+    if ray.is_initialized():
+        yield
+        return
     with without_extras(show_workers=True):
         ray.init()
-    if own_node().is_head():
-        _show_dashboard_later(logging.getLogger("ray"))
-        atexit.register(_before_end.close)
+    if not own_node().is_head():
+        yield
+        return
+    goes_on = _show_dashboard_later(logging.getLogger("ray"))
+    atexit.register(_before_end.close)
+    try:
+        yield
+    finally:
+        goes_on.set()
 
 
-def _show_dashboard_later(log: logging.Logger) -> None:
+def _show_dashboard_later(log: logging.Logger) -> threading.Event:
     """Start an embedded cluster's dashboard later, if the cluster still exists.
 
     Its address is written to `log`.
+
+    Returns:
+        An event that starts it a second after it is set.
     """
+    is_due = threading.Event()
     is_over = threading.Event()
     node = own_node()
 
     def serve() -> None:
-        if is_over.wait(_DASHBOARD_AFTER_S) or own_node() is not node:
+        is_due.wait(_DASHBOARD_AFTER_S)
+        if is_over.wait(_SCRIPTS_END_S) or own_node() is not node:
             return
         try:
             _tell_dashboard(start_dashboard(), log)
@@ -181,7 +202,9 @@ def _show_dashboard_later(log: logging.Logger) -> None:
     thread = threading.Thread(target=serve, name="dashboard", daemon=True)
     thread.start()
     _before_end.callback(thread.join)
+    _before_end.callback(is_due.set)
     _before_end.callback(is_over.set)
+    return is_due
 
 
 def _tell_dashboard(address: str | None, log: logging.Logger) -> None:

@@ -4,6 +4,9 @@ The user's own settings are never overridden, and no import changes any.
 
 while an embedded cluster starts, whose processes inherit it:
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
+RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION
+                                        nobody asks the dashboard which controllers are
+                                        dead: they end with the cluster
 until an embedded cluster ends:
 RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has
                                         none: see cluster.py
@@ -39,6 +42,7 @@ from collections.abc import Iterator
 
 _EMBEDDED = {
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
+    "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION": "0",
 }
 _RUN = {
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",

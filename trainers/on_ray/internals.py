@@ -253,6 +253,19 @@ def autoscaler_parts() -> tuple[Any, Any, int]:
 # Ray Train's controller.
 
 
+def without_cleaner(callbacks: list[Any]) -> list[Any]:
+    """Return a trainer's callbacks without those that free what a dead controller had.
+
+    Their actor asks the dashboard whether the controller is alive. Without a dashboard,
+    or with two clusters on a machine, it does not end with the run, or with an error.
+    """
+    from ray.train.v2._internal.callbacks.placement_group_callback import (
+        PlacementGroupCleanerCallback as Cleaner,
+    )
+
+    return [callback for callback in callbacks if not isinstance(callback, Cleaner)]
+
+
 def starts_again(state: Any) -> bool:
     """Whether the controller is in a state just before a new worker group."""
     from ray.train.v2._internal.execution.controller.state import (

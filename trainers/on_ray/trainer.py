@@ -43,7 +43,7 @@ from trainers.on_ray.cluster import (
     show_life,
     wants_gpu,
 )
-from trainers.on_ray.environment import run_environment
+from trainers.on_ray.environment import embedded, run_environment
 from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
     ControllerCallback,
@@ -59,6 +59,7 @@ from trainers.on_ray.internals import (
     quiet_reports,
     run_register,
     starts_again,
+    without_cleaner,
 )
 from trainers.on_ray.worker_group import (
     FailurePolicy,
@@ -177,6 +178,14 @@ class _Reports(ray.train.UserCallback):
             send(self._storage, [{"record": "report", "metrics": metrics[0]}])
 
 
+class _Trainer(TorchTrainer):
+    """A TorchTrainer whose cluster, if it is embedded, ends with the run."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc] # its type is that of Train's first version
+        return without_cleaner(callbacks) if embedded() else callbacks
+
+
 def _function_worker(loop_config: Tree) -> Any:
     """Call the training function, as one worker of the TorchTrainer."""
     return FunctionSpec(**loop_config).load()()
@@ -217,7 +226,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     """
     config = spec.config
     storage = spec.storage
-    trainer = TorchTrainer(
+    trainer = _Trainer(
         _function_worker,
         train_loop_config=asdict(spec),
         scaling_config=ray_scaling(config.scaling, wants_gpu(config, capacity())),
@@ -304,7 +313,7 @@ def run_job(job: Job[R]) -> R:
         ending_with_cluster("nothing was changed"),
         VitalSigns(),
     ):
-        trainer = TorchTrainer(
+        trainer = _Trainer(
             _job_worker,
             train_loop_config={"job": job},
             torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
@@ -331,7 +340,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
     # Ray's list of the checkpoints that it was told of: with one of them deleted, as
     # ours are once newer ones are complete, it refuses to go on with the run.
     spec.storage.delete("checkpoint_manager_snapshot.json")
-    trainer = TorchTrainer(
+    trainer = _Trainer(
         _run_worker,
         train_loop_config=asdict(spec),
         torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]

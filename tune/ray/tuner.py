@@ -20,7 +20,7 @@ from ray.tune.schedulers import (
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from trainers.config.model import Tree
-from trainers.on_ray.cluster import start_as_ray
+from trainers.on_ray.cluster import started_as_ray
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import beside_driver
@@ -170,12 +170,13 @@ class Tuner(tune.Tuner):
         """As Ray's. The lanes end with it."""
         if self._driver is None:
             return super().fit()
-        with contextlib.closing(Zygote.of_functions(self._pool_name)):
+        with (
+            contextlib.closing(Zygote.of_functions(self._pool_name)),
+            started_as_ray(),
+        ):
             return self._fit()
 
     def _fit(self) -> tune.ResultGrid:
-        if not ray.is_initialized():
-            start_as_ray()
         sweep = str(self._local_tuner.get_run_config().name)  # type: ignore[union-attr]
         options = beside_driver()
         actor: Any = ray.remote(Pool).options(name=self._pool_name, **options)
