@@ -132,13 +132,12 @@ def timed(*command: str) -> tuple[float, str]:
 
 def train_one(loop_config: dict[str, Any]) -> None:
     """What each worker of Ray's way runs: the same loop."""
-    from trainers.launch.spec import RunSpec
+    from trainers.launch.training import TrainJob
     from trainers.on_ray.worker_group import RayContext
 
     context = RayContext(None)
-    RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(
-        context
-    )
+    path = tuple(loop_config["path"])
+    TrainJob(loop_config["tree"], path, "benchmark", "").execute(context)
     context.flush()
 
 

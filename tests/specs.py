@@ -1,5 +1,6 @@
 """Runs of the suite's own tasks, as specs."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from trainers.launch.spec import RunSpec, make_spec, read_run
+from trainers.launch.training import TrainJob
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
@@ -34,18 +36,23 @@ def tree(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     )
 
 
-def make(tmp_path: Path, **changes: Any) -> RunSpec:
-    """The same as a spec."""
-    return make_spec(tree(tmp_path, **changes), "test", tmp_path)
+def make(tmp_path: Path, **changes: Any) -> TrainJob:
+    """The same as a job."""
+    return as_job(make_spec(tree(tmp_path, **changes), "test", tmp_path))
+
+
+def as_job(spec: RunSpec) -> TrainJob:
+    """The training of a run."""
+    return TrainJob(**asdict(spec))
 
 
 def read_spec(
     location: str, overrides: dict[str, Any], world_size: int | None = None
-) -> RunSpec:
+) -> TrainJob:
     """Read the file of a task's run."""
     spec = read_run(location, overrides, world_size)
     assert isinstance(spec, RunSpec)
-    return spec
+    return as_job(spec)
 
 
 def losses(spec: RunSpec) -> list[float]:

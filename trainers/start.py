@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -130,7 +130,10 @@ def run_training(
             # Ray prints what its workers say, amid lines of ours, until the cluster is
             # left.
             with cluster, _telling(spec, output, rank) as take:
-                result = launch(spec, launcher, rank, is_command, take)
+                from trainers.launch.training import TrainJob
+
+                job = TrainJob(**asdict(spec))
+                result = launch(job, launcher, rank, is_command, take)
         if rank == 0:
             check_kept(spec.storage, result)
     return result

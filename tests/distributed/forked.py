@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import RunSpec
+from trainers.launch.training import TrainJob
 
 
-def run_forked(spec: RunSpec, world_size: int, rendezvous: Path) -> list[int]:
+def run_forked(spec: TrainJob, world_size: int, rendezvous: Path) -> list[int]:
     """The run by `world_size` forked workers; how each ended: 0, an exit code, or minus
     the signal.
     """
@@ -32,7 +32,7 @@ def run_forked(spec: RunSpec, world_size: int, rendezvous: Path) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in workers]
 
 
-def _worker(spec: RunSpec, rank: int, world_size: int, rendezvous: Path) -> None:
+def _worker(spec: TrainJob, rank: int, world_size: int, rendezvous: Path) -> None:
     """Never returns."""
     code = 1
     signal.alarm(600)

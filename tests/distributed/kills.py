@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.distributed.forked import run_forked
-from tests.specs import REPOSITORY, evaluations, losses, tree
+from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.launch.spec import RunSpec, make_spec
+from trainers.launch.spec import make_spec
+from trainers.launch.training import TrainJob
 from trainers.loop import watchdog
 from trainers.step.train_step import TrainStep
 from trainers.storage import Storage
@@ -79,7 +80,7 @@ def count_steps() -> None:
     TrainStep.__call__ = counted  # type: ignore[method-assign]
 
 
-def spec(directory: Path, name: str, **more: Any) -> RunSpec:
+def spec(directory: Path, name: str, **more: Any) -> TrainJob:
     changes = {
         "task": "tests.distributed.kills:Recorded",
         "global_batch_size": BATCH,
@@ -89,7 +90,8 @@ def spec(directory: Path, name: str, **more: Any) -> RunSpec:
         "name": name,
         **more,
     }
-    return make_spec(tree(directory, **changes), "test", REPOSITORY, own_workers=False)
+    made = make_spec(tree(directory, **changes), "test", REPOSITORY, own_workers=False)
+    return as_job(made)
 
 
 def newest_step(run: Storage) -> int:

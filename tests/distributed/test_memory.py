@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE, REPOSITORY, losses, tree
+from tests.specs import BASE, REPOSITORY, as_job, losses, tree
 from tests.tasks import Blobs
 from tests.waits import HANG_S
 from trainers.config import TrainConfig
@@ -181,7 +181,7 @@ def mid_training(tmp_path, name, workers, **task_args):
         changes |= {"task_args": {"samples": 170, "dtype": "float64"}}
     launcher = "spawn" if workers > 1 else "local"
     made = tree(tmp_path, scaling__num_workers=workers, launcher=launcher, **changes)
-    return make_spec(made, "test", REPOSITORY, own_workers=False)
+    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 @pytest.mark.parametrize(("workers", "phase"), [(1, "forward"), (3, "backward")])

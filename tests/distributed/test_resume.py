@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.specs import REPOSITORY, losses, tree
+from tests.specs import REPOSITORY, as_job, losses, tree
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import make_spec
@@ -28,9 +28,8 @@ def spec(tmp_path, name, workers, kill_at=(), **changes):
         **changes,
     }
     made = tree(tmp_path, task_args=args, scaling__num_workers=workers, **changes)
-    return make_spec(
-        made, "test", REPOSITORY, own_workers=False
-    )  # three workers on two cores will do
+    # Three workers on two cores will do.
+    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def run_killed(killed, marker):

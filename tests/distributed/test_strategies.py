@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens, gradient
-from tests.specs import REPOSITORY, evaluations, losses, tree
+from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.store import Checkpoints
 from trainers.config.sections import DataConfig
@@ -139,9 +139,8 @@ def spec(
         launcher=launcher,
         **changes,
     )
-    return make_spec(
-        made, "test", REPOSITORY, own_workers=False
-    )  # three workers on two cores will do
+    # Three workers on two cores will do.
+    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def execute(rank, world_size, specs):

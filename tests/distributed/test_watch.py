@@ -5,7 +5,7 @@ with the first cause.
 import pytest
 
 from tests.distributed.processes import run_module
-from tests.specs import REPOSITORY, make, tree
+from tests.specs import REPOSITORY, as_job, make, tree
 from tests.waits import HANG_S
 from trainers.config.yaml import dump_yaml
 from trainers.errors import RunFailedError
@@ -25,7 +25,7 @@ def stuck(tmp_path, place, workers=1, **changes):
     made = tree(
         tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes}
     )
-    return make_spec(made, "test", REPOSITORY, own_workers=False)
+    return as_job(make_spec(made, "test", REPOSITORY, own_workers=False))
 
 
 def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path):

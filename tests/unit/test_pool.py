@@ -9,8 +9,8 @@ import asyncio
 import pytest
 
 from tune.ray import pool as pools
+from tune.ray.controller import Shape
 from tune.ray.pool import Pool
-from tune.ray.shape import Shape
 
 SHAPE = Shape(1, (("CPU", 1.0),), "PACK", (), "{}")
 

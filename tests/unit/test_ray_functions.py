@@ -15,10 +15,10 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
+from tune.ray.controller import Shape
 from tune.ray.pool import Pool, most_lanes
-from tune.ray.shape import Shape, makes_trainer
 from tune.ray.trainer import with_own_name
-from tune.ray.tuner import _Pace
+from tune.ray.tuner import _Pace, makes_trainer
 
 made = []
 

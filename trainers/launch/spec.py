@@ -1,4 +1,4 @@
-"""A run as plain data: read from a file, checked, executed by workers; its directory.
+"""A run as plain data: read from a file and checked; its directory.
 
 Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded
 one on this machine); RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
@@ -289,11 +289,8 @@ class FunctionSpec(Spec):
         return load_function(config.train_func, config.train_loop_config, self.source)
 
 
-class Job(Spec, ABC, Generic[R]):
-    """All that a worker of our own loop needs."""
-
-    answer: ClassVar[type[Any]]
-    """The type of `execute`'s result."""
+class RunSpec(Spec):
+    """A run of our own loop."""
 
     @functools.cached_property
     def config(self) -> TrainConfig:
@@ -313,6 +310,13 @@ class Job(Spec, ABC, Generic[R]):
             add_to_path(list(self.path))
             return load_task(config.task, config.task_args, self.source)
 
+
+class Job(RunSpec, ABC, Generic[R]):
+    """What the workers of a run do: training, or something else with its task."""
+
+    answer: ClassVar[type[Any]]
+    """The type of `execute`'s result."""
+
     @abstractmethod
     def execute(self, context: RunContext) -> R:
         """Do the work of one worker."""
@@ -321,25 +325,6 @@ class Job(Spec, ABC, Generic[R]):
         """Parse the JSON of what `execute` returned."""
         found: R = parse_json(text, self.answer, finite=False)
         return found
-
-
-class RunSpec(Job["RunResult"]):
-    """A training run."""
-
-    def execute(self, context: RunContext) -> RunResult:
-        """Train as one worker."""
-        with watched(self.config.failure, context):
-            with without_collection():
-                import torch._dynamo  # noqa: F401 (every optimizer imports it)
-
-                from trainers.loop.fit import fit
-            return fit(self.load_task(context), self.config, context)
-
-    def read_result(self, text: bytes) -> RunResult:
-        """Parse the JSON of what `execute` returned."""
-        from trainers.measure.result import RunResult
-
-        return RunResult.from_json(text)
 
 
 def torchrun_world_size() -> int | None:

@@ -38,7 +38,7 @@ from trainers.config.function import FunctionConfig
 from trainers.config.sections import ScalingConfig
 from trainers.errors import ClusterError, ConfigError, first_line
 from trainers.launch.process import without_collection
-from trainers.launch.spec import FunctionSpec, Job
+from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import Resources, capacity
 from trainers.on_ray.environment import cluster_environment, run_environment
@@ -312,7 +312,7 @@ def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
+def check_cluster(spec: RunSpec | FunctionSpec) -> str:
     """Connect; return the device type of the run's workers.
 
     Raises:

@@ -33,6 +33,7 @@ from trainers.errors import (
 )
 from trainers.launch.process import StopSignals, setup_logging
 from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
+from trainers.launch.training import TrainJob
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster import (
@@ -252,17 +253,17 @@ def _run_worker(loop_config: Tree) -> None:
     """Run the loop as one worker of the TorchTrainer."""
     quiet_reports()
     quiet_failures()  # printed below
-    spec = RunSpec(**loop_config)
-    context = RayContext(spec.storage)
-    setup_logging(context.rank, spec.quiet)
-    with telling(spec, context):
-        _execute(spec, context)
+    job = TrainJob(**loop_config)
+    context = RayContext(job.storage)
+    setup_logging(context.rank, job.quiet)
+    with telling(job, context):
+        _execute(job, context)
 
 
-def _execute(spec: RunSpec, context: RayContext) -> None:
+def _execute(job: TrainJob, context: RayContext) -> None:
     with _failing(context.rank):
         try:
-            spec.execute(context)
+            job.execute(context)
             context.flush()
         except PreemptedError as notice:
             logger.warning(

@@ -31,6 +31,7 @@ from trainers.errors import (
 )
 from trainers.launch.process import setup_logging
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
+from trainers.launch.training import TrainJob
 from trainers.step.ceiling import next_smaller
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Place
@@ -169,11 +170,11 @@ def run_trial(
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     grow_segments()
     context = TrialContext(channel, place, assignment)
-    spec = RunSpec(assignment.tree, path, f"trial {assignment.trial}", "")
+    job = TrainJob(assignment.tree, path, f"trial {assignment.trial}", "")
     try:
         if place.address:
             form_group(place, channel.files)
-        result = spec.execute(context)
+        result = job.execute(context)
     except Exception as error:
         return _failed(error, context)
     total_s = time.monotonic() - clock

@@ -33,7 +33,6 @@ from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import OwnController, Stub, Unannounced
-from tune.ray.shape import Shape
 from tune.ray_internals import (
     DatasetsCallback,
     DefaultPlacementGroupHandle,
@@ -63,6 +62,21 @@ _HEAR_S = 0.25
 _LOOK_S = 0.002
 _ANSWER_S = 5.0
 """How long a healthy worker may take to answer a poll."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What defines a lane's workers; trials of the same shape may share a lane."""
+
+    num_workers: int
+    resources: tuple[tuple[str, float], ...]
+    """Resources of each worker."""
+    strategy: str
+    """Placement strategy of the lane's placement group."""
+    labels: tuple[tuple[tuple[str, str], ...], ...]
+    """Labels that each worker's node must have; empty if there are none."""
+    runtime_env: str
+    """The workers' runtime environment, as JSON."""
 
 
 @dataclass

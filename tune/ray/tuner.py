@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import inspect
 import os
 import sys
 import time
+import types
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import ray
@@ -27,7 +29,6 @@ from tune.lanes.controller import beside_driver
 from tune.ray.controller import is_stopped, report_in_process
 from tune.ray.driver import Asked
 from tune.ray.pool import Pool
-from tune.ray.shape import makes_trainer
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
@@ -274,3 +275,42 @@ class _Pace(tune.Callback):
         pool.expect.remote(
             self._search.max_concurrent if num_trials < self._total() else 0
         )
+
+
+def makes_trainer(driver: Any) -> bool:
+    """Return whether a trial's function, or one that it uses, refers to a TorchTrainer.
+
+    If not, the function needs no lane: it trains in the trial's own process.
+    """
+    pending = [driver]
+    seen = set[int]()
+    while pending:
+        found: Any = inspect.unwrap(pending.pop())
+        function = getattr(found, "func", found)  # of a partial
+        if isinstance(function, type) and function.__name__ == "TorchTrainer":
+            return True
+        code = getattr(function, "__code__", None)
+        outside = getattr(function, "__globals__", {})
+        if not isinstance(code, types.CodeType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        names = set(_names(code))
+        if "TorchTrainer" in names:
+            return True
+        used = [outside[name] for name in names & outside.keys()]
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                used.append(cell.cell_contents)
+        for module in filter(inspect.ismodule, list(used)):
+            # Not by `getattr`, because some modules import what they are asked for.
+            used += [vars(module).get(name) for name in names]
+        pending += filter(callable, used)
+    return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield all names that a code object and the functions inside it use."""
+    yield from (*code.co_names, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
