@@ -34,6 +34,7 @@ from tune.lanes.controller import (
     NoGroup,
     Room,
     beside_driver,
+    lane_trainer,
 )
 from tune.lanes.mailbox import Mailbox
 
@@ -218,8 +219,6 @@ class Lanes:
 
     def _fit(self, lane: int) -> None:
         """Run one worker group for a lane until that group ends."""
-        from tune.lanes.trainer import LaneTrainer
-
         config = {
             "lane": lane,
             "mailbox": self.mailbox,
@@ -231,7 +230,7 @@ class Lanes:
             "zygote": self.zygote,
             "preload": asdict(self.preload),
         }
-        trainer = LaneTrainer(
+        trainer = lane_trainer(self._rooms[lane])(
             serve,
             train_loop_config=config,
             torch_config=NoGroup(),  # type: ignore[arg-type]
@@ -243,7 +242,6 @@ class Lanes:
                 callbacks=[LaneCallback(self.mailbox, lane)],  # type: ignore[list-item]
             ),
         )
-        trainer.room = self._rooms[lane]
         trainer.fit()
 
 
