@@ -16,7 +16,7 @@ from tests.waits import when
 from trainers import lease
 from trainers.errors import LeaseError, PacelineError
 from trainers.lease import held
-from trainers.on_ray import cluster
+from trainers.on_ray import vital_signs
 from tune.sweeps.spec import SAVED, prepare
 from tune.trials.journal import Journal
 
@@ -61,7 +61,7 @@ def test_a_killed_trial_actor_costs_nothing(tmp_path, driver):
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
     tmp_path, driver, monkeypatch, how
 ):
-    monkeypatch.setattr(cluster, "_LOOKS", 3)
+    monkeypatch.setattr(vital_signs, "_LOOKS", 3)
     pids = tmp_path / "pids"
     spec = sweep(
         tmp_path,

@@ -136,7 +136,7 @@ SCRIPT = """
 import sys, threading, time
 from types import SimpleNamespace
 import ray
-import trainers.on_ray.cluster as end
+import trainers.on_ray.vital_signs as end
 
 end._LOOK_S, end._RAYS_PATIENCE_S = 0.05, 2 / 3
 dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [("dashboard", None)]}
@@ -187,7 +187,7 @@ def test_a_cluster_that_is_gone(kind, code, out, err):
     ("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)]
 )
 def test_a_head_may_be_away_for_less_than_ray_waits(said, patience_s):
-    from trainers.on_ray.cluster import _patience_s
+    from trainers.on_ray.vital_signs import _patience_s
 
     assert (
         _patience_s(

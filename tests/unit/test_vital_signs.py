@@ -4,11 +4,11 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from trainers.on_ray import cluster
-from trainers.on_ray.cluster import VitalSigns
+from trainers.on_ray import vital_signs
+from trainers.on_ray.vital_signs import VitalSigns
 
 PREFIX = "paceline/alive/01/"
-LOOKS = cluster._LOOKS
+LOOKS = vital_signs._LOOKS
 
 
 class Store:
@@ -37,10 +37,10 @@ class Store:
 def store(monkeypatch):
     made = Store()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(cluster, "_prefix", lambda: PREFIX)
-    monkeypatch.setattr(cluster, "kv_list", lambda prefix: list(made.data))
-    monkeypatch.setattr(cluster, "kv_get", lambda key: made.data.get(key))
-    monkeypatch.setattr(cluster, "kv_delete", made.delete)
+    monkeypatch.setattr(vital_signs, "_prefix", lambda: PREFIX)
+    monkeypatch.setattr(vital_signs, "kv_list", lambda prefix: list(made.data))
+    monkeypatch.setattr(vital_signs, "kv_get", lambda key: made.data.get(key))
+    monkeypatch.setattr(vital_signs, "kv_delete", made.delete)
     monkeypatch.setattr(
         ray._private.state, "actors", lambda name: {"State": made.states[name]}
     )

@@ -36,14 +36,7 @@ from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
 from trainers.launch.training import TrainJob
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
-from trainers.on_ray.cluster import (
-    VitalSigns,
-    check_cluster,
-    ending_with_cluster,
-    ray_scaling,
-    show_life,
-    wants_gpu,
-)
+from trainers.on_ray.cluster import check_cluster, ray_scaling, wants_gpu
 from trainers.on_ray.environment import embedded, run_environment
 from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
@@ -62,6 +55,7 @@ from trainers.on_ray.internals import (
     starts_again,
     without_cleaner,
 )
+from trainers.on_ray.vital_signs import VitalSigns, ending_with_cluster, show_life
 from trainers.on_ray.worker_group import (
     FailurePolicy,
     GroupConfig,

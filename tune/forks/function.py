@@ -27,8 +27,7 @@ from trainers.devices.device import peak_memory_bytes
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
-from tune.forks.child import Channel, TrialStopped
-from tune.forks.task import form_group, imported_libraries
+from tune.forks.child import Channel, TrialStopped, form_group, imported_libraries
 from tune.ray_internals import (
     PublicContext,
     TrainFnUtils,

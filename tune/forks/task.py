@@ -1,13 +1,11 @@
 """A trial of a task, in a process of its own."""
 
 import logging
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,7 +33,7 @@ from trainers.launch.training import TrainJob
 from trainers.step.ceiling import next_smaller
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Place
-from tune.forks.child import Channel
+from tune.forks.child import Channel, form_group, imported_libraries
 
 _NAMES = (
     "objective.metric",
@@ -98,30 +96,6 @@ class TrialContext(RunContext):
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """Report where this rank hangs; the trial then ends."""
         self._channel.call("hung", failure, stack)
-
-
-def form_group(place: Place, files: Sequence[int]) -> None:
-    """Form the process group of a trial's ranks."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
-
-    from trainers.devices.group import join_group, keep_on_this_machine
-
-    if place.local_world_size == place.world_size:
-        keep_on_this_machine()
-    server = socket.socket(fileno=files[0]).detach() if place.rank == 0 else None
-    timeout = timedelta(seconds=place.timeout_s)
-    store = TCPStore(
-        place.address,
-        place.port,
-        place.world_size,
-        place.rank == 0,
-        timeout,
-        master_listen_fd=server,
-    )
-    backend = place.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    join_group(
-        backend, store, place.rank, place.world_size, place.device_index, timeout
-    )
 
 
 def check(
@@ -218,14 +192,3 @@ def _failed(error: Exception, context: RunContext) -> Tree:
     if not isinstance(error, PacelineError) and failure.status == "error":
         outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
     return outcome
-
-
-def imported_libraries(before: set[str]) -> list[str]:
-    """Return the installed modules imported since `before`; the zygote gets them."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        is_installed = "site-packages" in file or "dist-packages" in file
-        if is_installed and name not in before:
-            found.append(name)
-    return found

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
@@ -30,7 +30,10 @@ from trainers.on_ray.environment import embedded
 from trainers.on_ray.worker_group import as_failure
 from tune.ray_internals import (
     ControllerCallback,
+    DatasetsCallback,
     FixedScalingPolicy,
+    PlacementGroupCleanerCallback,
+    StateManagerCallback,
     TrainController,
     Worker,
     WorkerGroup,
@@ -44,12 +47,23 @@ from tune.ray_internals import (
     watching_in_thread,
 )
 
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
+
 _LOOK_S = 0.2
 _OFTEN = 32
 """The first so many lanes are checked as often as Ray Train checks its workers."""
 _MAKE_S = 10.0
 """The longest that Ray takes to create a group that has room, on a busy machine."""
 _NO_ROOM = ("NO_RESOURCES", "INFEASIBLE")
+_NOWHERE = (
+    # an actor that manages the Ray datasets of the run; a lane is given none
+    DatasetsCallback,
+    # what a dead controller had reserved: it dies with the driver, and Ray frees that
+    PlacementGroupCleanerCallback,
+    # lists the runs whose controllers are actors
+    StateManagerCallback,
+)
 
 
 def beside_driver() -> dict[str, Any]:
@@ -328,3 +342,24 @@ class LaneController(OwnController):
     def _go_on(self) -> None:
         if self._room.is_over.is_set():
             raise LaneEnded
+
+
+def lane_trainer(room: Room) -> "type[TorchTrainer]":
+    """Return a class of TorchTrainer whose controller runs in the thread of `fit`.
+
+    Modeled on DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
+    """
+    # It needs torch, which the workers of lanes do without; they import this file.
+    from ray.train.torch import TorchTrainer
+
+    class LaneTrainer(TorchTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            callbacks = super()._create_default_callbacks()  # type: ignore[misc] # its type is that of Train's first version
+            return [
+                callback for callback in callbacks if not isinstance(callback, _NOWHERE)
+            ]
+
+        def _initialize_and_run_controller(self, **given: Any) -> Any:
+            return LaneController(room, **given).fit()
+
+    return LaneTrainer

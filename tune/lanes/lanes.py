@@ -23,8 +23,9 @@ from trainers.config.model import Tree
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.process import without_collection
-from trainers.on_ray.cluster import is_alive, ray_scaling
+from trainers.on_ray.cluster import ray_scaling
 from trainers.on_ray.environment import embedded
+from trainers.on_ray.vital_signs import is_alive
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
 from tune.lanes.controller import (
@@ -33,6 +34,7 @@ from tune.lanes.controller import (
     NoGroup,
     Room,
     beside_driver,
+    lane_trainer,
 )
 from tune.lanes.mailbox import Mailbox
 
@@ -217,8 +219,6 @@ class Lanes:
 
     def _fit(self, lane: int) -> None:
         """Run one worker group for a lane until that group ends."""
-        from tune.lanes.trainer import LaneTrainer
-
         config = {
             "lane": lane,
             "mailbox": self.mailbox,
@@ -230,7 +230,7 @@ class Lanes:
             "zygote": self.zygote,
             "preload": asdict(self.preload),
         }
-        trainer = LaneTrainer(
+        trainer = lane_trainer(self._rooms[lane])(
             serve,
             train_loop_config=config,
             torch_config=NoGroup(),  # type: ignore[arg-type]
@@ -242,7 +242,6 @@ class Lanes:
                 callbacks=[LaneCallback(self.mailbox, lane)],  # type: ignore[list-item]
             ),
         )
-        trainer.room = self._rooms[lane]
         trainer.fit()
 
 

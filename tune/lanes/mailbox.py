@@ -16,7 +16,7 @@ from typing import Any, Literal
 from trainers.config.model import Tree
 from trainers.errors import ConfigError, RunFailedError, StorageError
 from trainers.loop.watchdog import GRACE_S
-from trainers.on_ray.cluster import show_life
+from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Begun

@@ -24,15 +24,10 @@ from trainers.errors import (
 )
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray.capacity import nodes_at_most
-from trainers.on_ray.cluster import (
-    VitalSigns,
-    check_cluster,
-    connect,
-    ending_with_cluster,
-    energy_is_counted,
-)
+from trainers.on_ray.cluster import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.internals import own_node
+from trainers.on_ray.vital_signs import VitalSigns, ending_with_cluster
 from trainers.output import Output
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.lanes.lanes import Lanes, start_mailbox

@@ -269,7 +269,7 @@ def _run_to_end(
     with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
         with leaving(), closing(spec.zygote()) as zygote:
             imported = beside.submit(import_module, "tune.sweeps.run")
-            beside.submit(import_module, "tune.lanes.trainer")
+            beside.submit(import_module, "ray.train.torch")
             with without_collection(own_process=is_command):
                 connect(False, {"sweep": redact(spec.uri)})
                 imported.result()

@@ -10,7 +10,7 @@ from ray.tune import Trainable
 
 from trainers.config.model import Tree
 from trainers.errors import StorageError
-from trainers.on_ray.cluster import show_life
+from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import TO_TARGET, Objective
 from tune.forks.assignment import Assignment
