@@ -1,6 +1,10 @@
-"""Versions of installed packages."""
+"""Installed packages: their versions, and torchao, which may be absent."""
 
+import importlib
 from importlib import metadata
+from typing import Any
+
+from trainers.errors import ConfigError, first_line
 
 
 def package_versions(*names: str) -> dict[str, str]:
@@ -15,3 +19,19 @@ def package_versions(*names: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def import_torchao(module: str, key: str, value: str, instead: str) -> Any:
+    """Import a module of torchao, which `value` of the key needs.
+
+    Raises ConfigError if it cannot be imported; its fix is to use `instead`.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            key,
+            value,
+            f"needs torchao, which cannot be imported here ({first_line(error)})",
+            f"`pip install torchao`, or use {instead}",
+        ) from error

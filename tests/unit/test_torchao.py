@@ -15,13 +15,8 @@ from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.launch.local import run_local
 from trainers.model import precision
-from trainers.model.precision import (
-    NARROW,
-    TABLE,
-    narrow_adamw,
-    resolve_precision,
-    to_float8,
-)
+from trainers.model.optimizer import NARROW, narrow_adamw
+from trainers.model.precision import TABLE, resolve_precision, to_float8
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

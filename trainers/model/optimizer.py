@@ -6,7 +6,7 @@ Several optimizers, each with parameters of its own, are joined into one.
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ from trainers.config.sections import ScalingRule, ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError, shorten
 from trainers.model.moving_average import MovingAverage
-from trainers.model.precision import NARROW, narrow_adamw
 from trainers.model.sharding import is_shard
 from trainers.model.state import left_beside, parameters_of
+from trainers.versions import import_torchao
 
 logger = logging.getLogger(__name__)
+
+NARROW = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
+"""Classes of torchao.optim by `optimizer.name`."""
 
 _FLAGS = ("found_inf", "grad_scale")
 """Attributes of its optimizer that a fused step reads."""
@@ -395,3 +398,76 @@ def lr_factor(
     if schedule.name == "linear":
         return 1.0 - progress
     return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def narrow_adamw(
+    name: str, parameters: Iterable[nn.Parameter], options: Mapping[str, Any]
+) -> Optimizer:
+    """Build torchao's AdamW of this `optimizer.name`; ConfigError without torchao.
+
+    Its steps are not fused, but compiled, with one graph for each shape of parameter.
+    """
+    library = import_torchao("torchao.optim", "optimizer.name", name, "adamw")
+    kind = getattr(library, NARROW[name])
+    plain = type(kind.__name__, (_PlainState, kind), {})
+    made: Optimizer = plain(parameters, **options)
+    return made
+
+
+class _PlainState:
+    """Makes the state_dict of a torchao optimizer contain only plain tensors.
+
+    Checkpoints cannot contain torchao's own kinds of tensors.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with each narrow moment as a mapping of plain tensors."""
+        whole: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        state = {}
+        for number, entries in whole["state"].items():
+            state[number] = {name: _taken_apart(one) for name, one in entries.items()}
+        return {**whole, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned.
+
+        Raises ValueError if shapes or formats differ from this optimizer's.
+        """
+        super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
+        optimizer: Any = self
+        parameters = parameters_of(optimizer)
+        for number, entries in state_dict["state"].items():
+            if entries:
+                parameter = parameters[number]
+                optimizer.state[parameter] = _filled(optimizer, parameter, entries)
+
+
+def _taken_apart(value: Any) -> Any:
+    if not hasattr(value, "__tensor_flatten__"):
+        return value
+    names, _ = value.__tensor_flatten__()
+    return {name: getattr(value, name) for name in names}
+
+
+def _filled(
+    optimizer: Any, parameter: Tensor, entries: Mapping[str, Any]
+) -> dict[str, Any]:
+    state = {
+        "step": torch.tensor(float(entries["step"])),
+        "exp_avg": optimizer._new_buffer(parameter, True),
+        "exp_avg_sq": optimizer._new_buffer(parameter, False),
+    }
+    for name in ("exp_avg", "exp_avg_sq"):
+        ours = _taken_apart(state[name])
+        theirs = entries[name]
+        if not isinstance(ours, dict):
+            ours = {name: ours}
+            theirs = {name: theirs}
+        for key, mine in ours.items():
+            saved = theirs[key]
+            if mine.shape != saved.shape or mine.dtype != saved.dtype:
+                raise ValueError(
+                    f"{name} is {saved.dtype} {list(saved.shape)}, not {mine.dtype} {list(mine.shape)}"
+                )
+            mine.copy_(saved)
+    return state

@@ -1,47 +1,30 @@
 """Say what each precision means for autocast, scaler, parameters and matmul: `TABLE`.
 
-What torch lacks is torchao's: Linear layers that multiply in float8, and AdamW with
-narrow moments.
+Linear layers that multiply in float8 are torchao's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
-from trainers.errors import ConfigError, first_line
-from trainers.model.state import parameters_of
+from trainers.errors import ConfigError
+from trainers.versions import import_torchao
 
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
 """Both sizes of a layer must be multiples of this for the GPU's float8 products."""
-NARROW = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
-"""Classes of torchao.optim by `optimizer.name`."""
 _AMPERE = (8, 0)
 _ADA = (8, 9)
-
-
-def _import(module: str, key: str, value: str, instead: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            key,
-            value,
-            f"needs torchao, which cannot be imported here ({first_line(error)})",
-            f"`pip install torchao`, or use {instead}",
-        ) from error
 
 
 def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
@@ -55,7 +38,8 @@ def to_float8(model: nn.Module, emulate: bool = False) -> nn.Module:
     hardware, on any device. Raises ConfigError without torchao, or if there is no such
     layer.
     """
-    float8 = _import("torchao.float8", "precision", "fp8", "precision bf16")
+    instead = "precision bf16"
+    float8 = import_torchao("torchao.float8", "precision", "fp8", instead)
     if not any(map(_fits, model.modules())):
         raise ConfigError(
             "precision",
@@ -77,79 +61,6 @@ def _fits(module: nn.Module) -> bool:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return False
     return module.in_features % _MULTIPLE == 0 == module.out_features % _MULTIPLE
-
-
-def narrow_adamw(
-    name: str, parameters: Iterable[nn.Parameter], options: Mapping[str, Any]
-) -> Optimizer:
-    """Build torchao's AdamW of this `optimizer.name`; ConfigError without torchao.
-
-    Its steps are not fused, but compiled, with one graph for each shape of parameter.
-    """
-    library = _import("torchao.optim", "optimizer.name", name, "adamw")
-    kind = getattr(library, NARROW[name])
-    plain = type(kind.__name__, (_PlainState, kind), {})
-    made: Optimizer = plain(parameters, **options)
-    return made
-
-
-class _PlainState:
-    """Makes the state_dict of a torchao optimizer contain only plain tensors.
-
-    Checkpoints cannot contain torchao's own kinds of tensors.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, with each narrow moment as a mapping of plain tensors."""
-        whole: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        state = {}
-        for number, entries in whole["state"].items():
-            state[number] = {name: _taken_apart(one) for name, one in entries.items()}
-        return {**whole, "state": state}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises ValueError if shapes or formats differ from this optimizer's.
-        """
-        super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
-        optimizer: Any = self
-        parameters = parameters_of(optimizer)
-        for number, entries in state_dict["state"].items():
-            if entries:
-                parameter = parameters[number]
-                optimizer.state[parameter] = _filled(optimizer, parameter, entries)
-
-
-def _taken_apart(value: Any) -> Any:
-    if not hasattr(value, "__tensor_flatten__"):
-        return value
-    names, _ = value.__tensor_flatten__()
-    return {name: getattr(value, name) for name in names}
-
-
-def _filled(
-    optimizer: Any, parameter: Tensor, entries: Mapping[str, Any]
-) -> dict[str, Any]:
-    state = {
-        "step": torch.tensor(float(entries["step"])),
-        "exp_avg": optimizer._new_buffer(parameter, True),
-        "exp_avg_sq": optimizer._new_buffer(parameter, False),
-    }
-    for name in ("exp_avg", "exp_avg_sq"):
-        ours = _taken_apart(state[name])
-        theirs = entries[name]
-        if not isinstance(ours, dict):
-            ours = {name: ours}
-            theirs = {name: theirs}
-        for key, mine in ours.items():
-            saved = theirs[key]
-            if mine.shape != saved.shape or mine.dtype != saved.dtype:
-                raise ValueError(
-                    f"{name} is {saved.dtype} {list(saved.shape)}, not {mine.dtype} {list(mine.shape)}"
-                )
-            mine.copy_(saved)
-    return state
 
 
 @dataclass(frozen=True)

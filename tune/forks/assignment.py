@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 from trainers.storage import Storage
@@ -77,6 +80,31 @@ class Place:
     def meeting_at(self, address: str, port: int) -> Place:
         """Return a copy of this place, in a group that rendezvous at an address."""
         return replace(self, address=address, port=port)
+
+    def form_group(self, files: Sequence[int]) -> None:
+        """Form the process group; rank 0's first open file is the listening socket."""
+        # The driver and the lanes' workers, which import this file, do without torch.
+        import torch
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
+
+        from trainers.devices.group import join_group, keep_on_this_machine
+
+        if self.local_world_size == self.world_size:
+            keep_on_this_machine()
+        server = socket.socket(fileno=files[0]).detach() if self.rank == 0 else None
+        timeout = timedelta(seconds=self.timeout_s)
+        store = TCPStore(
+            self.address,
+            self.port,
+            self.world_size,
+            self.rank == 0,
+            timeout,
+            master_listen_fd=server,
+        )
+        backend = self.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        join_group(
+            backend, store, self.rank, self.world_size, self.device_index, timeout
+        )
 
     @property
     def environment(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A trial's process: its work, its process group, and its channel to the requester.
+"""A trial's process: its work, and its channel to the requester.
 
 If it is not a fork, it is run as: python -m tune.forks.child CHANNEL STDOUT STDERR
 [FILE...], where all arguments are file descriptors.
@@ -12,19 +12,14 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tune.forks.assignment import Place
+from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
 """The prctl option by which orphaned descendants become this process's children."""
@@ -87,31 +82,6 @@ def pack(value: Any) -> bytes:
 def prctl(option: int, value: int) -> None:
     """Call Linux's prctl, which sets an option of this process."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def form_group(place: "Place", files: Sequence[int]) -> None:
-    """Form the process group of a trial's ranks."""
-    import torch
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
-
-    from trainers.devices.group import join_group, keep_on_this_machine
-
-    if place.local_world_size == place.world_size:
-        keep_on_this_machine()
-    server = socket.socket(fileno=files[0]).detach() if place.rank == 0 else None
-    timeout = timedelta(seconds=place.timeout_s)
-    store = TCPStore(
-        place.address,
-        place.port,
-        place.world_size,
-        place.rank == 0,
-        timeout,
-        master_listen_fd=server,
-    )
-    backend = place.backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    join_group(
-        backend, store, place.rank, place.world_size, place.device_index, timeout
-    )
 
 
 def imported_libraries(before: set[str]) -> list[str]:

@@ -27,7 +27,7 @@ from trainers.devices.device import peak_memory_bytes
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
-from tune.forks.child import Channel, TrialStopped, form_group, imported_libraries
+from tune.forks.child import Channel, TrialStopped, imported_libraries
 from tune.ray_internals import (
     PublicContext,
     TrainFnUtils,
@@ -46,31 +46,31 @@ class ForkContext(PublicContext):
         self._storage = storage
 
     def get_experiment_name(self) -> str:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._experiment
 
     def get_world_size(self) -> int:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._place.world_size
 
     def get_world_rank(self) -> int:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._place.rank
 
     def get_local_rank(self) -> int:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._place.local_rank
 
     def get_local_world_size(self) -> int:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._place.local_world_size
 
     def get_node_rank(self) -> int:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._place.node_rank
 
     def get_storage(self) -> Any:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._storage
 
 
@@ -98,16 +98,16 @@ class ForkUtils(TrainFnUtils):
     broadcast_from_rank_zero = _asked("broadcast_from_rank_zero")
 
     def get_dataset_shard(self, *args: Any, **given: Any) -> Any:
-        """As Ray\'s."""
+        """As Ray's."""
         connect()  # it holds actors
         return self.channel.call("get_dataset_shard", *args, **given)
 
     def get_context(self) -> PublicContext:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._context
 
     def is_distributed(self) -> bool:
-        """As Ray\'s."""
+        """As Ray's."""
         return True
 
 
@@ -120,12 +120,12 @@ class _TuneSession:
         self._utils = utils
 
     def report(self, metrics: Tree, checkpoint: Any = None) -> None:
-        """As Ray\'s."""
+        """As Ray's."""
         self._utils.report(metrics, checkpoint)
 
     @property
     def loaded_checkpoint(self) -> Any:
-        """As Ray\'s."""
+        """As Ray's."""
         return self._utils.get_checkpoint()
 
 
@@ -173,7 +173,7 @@ def run_function(
     set_train_fn_utils(utils)
     set_session(_TuneSession(utils))
     try:
-        form_group(place, channel.files)
+        place.form_group(channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
         if isinstance(function, bytes):
             call = cloudpickle.loads(function)

@@ -33,7 +33,7 @@ from trainers.launch.training import TrainJob
 from trainers.step.ceiling import next_smaller
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Place
-from tune.forks.child import Channel, form_group, imported_libraries
+from tune.forks.child import Channel, imported_libraries
 
 _NAMES = (
     "objective.metric",
@@ -147,7 +147,7 @@ def run_trial(
     job = TrainJob(assignment.tree, path, f"trial {assignment.trial}", "")
     try:
         if place.address:
-            form_group(place, channel.files)
+            place.form_group(channel.files)
         result = job.execute(context)
     except Exception as error:
         return _failed(error, context)
