@@ -42,7 +42,7 @@ from benchmarks.runs import (
 from trainers.config import TrainConfig
 from trainers.data.batch import Batch
 from trainers.devices.device import synchronize
-from trainers.loop.checkpointing import AGREE_EVERY_STEPS
+from trainers.loop._checkpointing import AGREE_EVERY_STEPS
 from trainers.model.optimizer import lr_factor
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 

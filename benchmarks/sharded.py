@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.measure import interleave, save, show, summarize
-from trainers.checkpoint.row_shards import cut_rows
+from trainers.checkpoint._row_shards import cut_rows
 from trainers.checkpoint.store import Checkpoints
 from trainers.devices.device import get_rng_state
 from trainers.devices.group import Group

@@ -108,7 +108,7 @@ def sweep_file(
 
 def in_process(file: Path) -> tuple[float, list[Any]]:
     """Wall time of a sweep from its call to its last record, and the records."""
-    from tune.sweeps.run import run_sweep
+    from tune.sweeps._run import run_sweep
     from tune.sweeps.spec import prepare, read_sweep
 
     spec = read_sweep(str(file), {})

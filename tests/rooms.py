@@ -150,6 +150,21 @@ def upward(files: Arrows) -> list[str]:
     return sorted(found)
 
 
+def misnamed(files: Arrows) -> list[str]:
+    """Files whose name does not say whether a reader elsewhere meets them: what only its
+    own folder imports begins with an underscore, and nothing else does.
+    """
+    found = []
+    for module in files:
+        folder, _, name = module.rpartition(".")
+        users = [user for user, targets in files.items() if module in targets]
+        stays = bool(users) and all(user.startswith(f"{folder}.") for user in users)
+        if folder not in PACKAGES and name != "__main__":
+            if stays != name.startswith("_"):
+                found.append(f"{module} is imported by {', '.join(sorted(users))}")
+    return found
+
+
 def ray_elsewhere(root: Path = REPOSITORY) -> list[str]:
     """Files with an import of Ray that lie in no place of WITH_RAY."""
     names = {str(path.relative_to(root)): path for path in source_files(root)}

@@ -87,7 +87,7 @@ def train_all_sharded(
     """As `train`; replicas, too, write together, however small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainers.checkpoint.run_state._SHARD_BYTES", 0)
-        patch.setattr("trainers.checkpoint.row_shards._LEAST_BYTES", 0)
+        patch.setattr("trainers.checkpoint._row_shards._LEAST_BYTES", 0)
         train(rank, world_size, path, name, source, task, strategy=strategy)
 
 

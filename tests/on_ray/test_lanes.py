@@ -35,7 +35,7 @@ def sweep(
 
 
 def run(spec):
-    from tune.sweeps.run import run_sweep
+    from tune.sweeps._run import run_sweep
 
     prepare(spec, fresh=False)
     return run_sweep(spec)

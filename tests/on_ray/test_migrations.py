@@ -64,7 +64,7 @@ def test_accelerate(
 
 
 def test_optuna(tmp_path, driver, monkeypatch):
-    from tune.sweeps.run import run_sweep
+    from tune.sweeps._run import run_sweep
 
     optuna = pytest.importorskip("optuna")
     migrations.after("Optuna", tmp_path)

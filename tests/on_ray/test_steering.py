@@ -56,7 +56,7 @@ def unbroken(tmp_path, seed, **changes):
 def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
     tmp_path, driver
 ):
-    from tune.sweeps.run import run_sweep
+    from tune.sweeps._run import run_sweep
 
     steps = tmp_path / "steps"
     gate = tmp_path / "gate"
@@ -102,7 +102,7 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
 @contextlib.contextmanager
 def heard(caplog):
     """What the driver says, whatever becomes of the log of those above it."""
-    said = logging.getLogger("tune.sweeps.progress")
+    said = logging.getLogger("tune.sweeps._progress")
     said.addHandler(caplog.handler)
     try:
         yield

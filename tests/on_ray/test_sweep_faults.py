@@ -109,7 +109,7 @@ def test_a_killed_sweep_around_a_rate_tries_the_same_rates_and_none_twice(
 
 
 def test_a_sweep_whose_directory_is_deleted_says_so(tmp_path, driver, monkeypatch):
-    from tune.sweeps.run import run_sweep
+    from tune.sweeps._run import run_sweep
 
     monkeypatch.setattr(lease, "BEAT_S", 0.2)
     spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, {"task_args": {"pause_s": 0.02}})

@@ -79,7 +79,7 @@ def test_training_goes_on_while_one_is_written(tmp_path, monkeypatch):
     }
     changes |= {"microbatch_size": 5}
     # One checkpoint, at step 5: a second would wait for it.
-    once = "trainers.loop.attempt.Attempt.is_due"
+    once = "trainers.loop._attempt.Attempt.is_due"
     monkeypatch.setattr(once, lambda _, step, every: step == every.every_steps == 5)
     fit(Watched(), config(**changes), context)
     told = [

@@ -17,7 +17,7 @@ from ray._private import ray_constants
 from tests.conftest import REPOSITORY
 from tests.waits import HANG_S
 from trainers.errors import ClusterError
-from trainers.on_ray import reaper
+from trainers.on_ray import _reaper as reaper
 from trainers.on_ray.cluster import connect, disconnect
 
 

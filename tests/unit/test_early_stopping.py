@@ -11,7 +11,7 @@ from tests.unit.test_checkpoint_best import Scripted
 from tests.unit.test_checkpoint_best import config as scripted
 from tests.unit.test_loop import Context, Power, curve
 from trainers.config.sections import EarlyStoppingConfig
-from trainers.loop.attempt import EarlyStopping
+from trainers.loop._attempt import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 

@@ -25,8 +25,8 @@ from tests.specs import REPOSITORY, read_spec, whole_state
 from tests.unit.cluster_files import LOCAL, parent_of, shipped
 from tests.unit.report_records import curve, trial
 from trainers.__main__ import train
+from trainers.checkpoint._row_shards import cut_rows
 from trainers.checkpoint.manifest import Manifest, shard_file
-from trainers.checkpoint.row_shards import cut_rows
 from trainers.checkpoint.store import Archive
 from trainers.command_line import Command, entries
 from trainers.config import TrainConfig

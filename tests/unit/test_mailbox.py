@@ -14,7 +14,7 @@ from trainers.causes import death_of
 from trainers.errors import ConfigError, RunFailedError
 from trainers.storage import Storage
 from tune.forks.assignment import Assignment
-from tune.lanes.mailbox import MAX_LOSSES, Mailbox
+from tune.lanes._mailbox import MAX_LOSSES, Mailbox
 from tune.lanes.messages import Event
 from tune.trials.record import BY_HAND
 from tune.trials.steering import Steering

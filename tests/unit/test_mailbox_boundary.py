@@ -8,7 +8,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import override
 from trainers.storage import Storage
 from tune.forks.assignment import Assignment
-from tune.lanes.mailbox import Mailbox
+from tune.lanes._mailbox import Mailbox
 
 TREE = override(
     TrainConfig,

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.test_mailbox import WAIT_S, asynchronous, reports, taken
 from tune.config import Target
 from tune.forks.assignment import Assignment, Begun
-from tune.lanes.mailbox import Mailbox
+from tune.lanes._mailbox import Mailbox
 
 
 def assignment(ticket, rows=8, failures=0, **given):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.unit.test_loop import PER_EPOCH, SAMPLES, train
-from trainers.loop.monitor import BackwardTimer, Monitor
+from trainers.loop._monitor import BackwardTimer, Monitor
 from trainers.measure.clock import WARMUP_STEPS, StepClock
 from trainers.measure.run_log import read_log
 from trainers.model.precision import resolve_precision
@@ -170,7 +170,7 @@ class Sleepy(nn.Module):
 def test_the_backward_timer_leaves_out_what_is_before_and_after(
     monkeypatch,
 ):
-    monkeypatch.setattr("trainers.loop.monitor.time", NOW)
+    monkeypatch.setattr("trainers.loop._monitor.time", NOW)
     model = Sleepy()
     timer = BackwardTimer(model, CPU)
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_steps_are_timed_to_the_end_of_an_epoch(
     in between.
     """
     monkeypatch.setattr(
-        "trainers.loop.attempt.StepClock",
+        "trainers.loop._attempt.StepClock",
         lambda device: StepClock(torch.device("meta")),
     )
     steps = 4 * PER_EPOCH + 3

@@ -1,5 +1,5 @@
 """When the pool of `tune.ray` starts lanes, and in which order it ends them
-(tune/ray/pool.py); without a cluster.
+(tune/ray/_pool.py); without a cluster.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import asyncio
 
 import pytest
 
-from tune.ray import pool as pools
-from tune.ray.controller import Shape
-from tune.ray.pool import Pool
+from tune.ray import _pool as pools
+from tune.ray._controller import Shape
+from tune.ray._pool import Pool
 
 SHAPE = Shape(1, (("CPU", 1.0),), "PACK", (), "{}")
 

@@ -15,8 +15,8 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
-from tune.ray.controller import Shape
-from tune.ray.pool import Pool, most_lanes
+from tune.ray._controller import Shape
+from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
 from tune.ray.tuner import _Pace, makes_trainer
 

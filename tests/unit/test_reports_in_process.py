@@ -1,5 +1,5 @@
 """How reports pass from the thread of a trial's function to Tune
-(tune/ray/controller.py), as Ray's session has it.
+(tune/ray/_controller.py), as Ray's session has it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from ray.util.queue import Empty
 
 from tests.waits import HANG_S
 from tune.forks.child import TrialStopped
-from tune.ray import controller
-from tune.ray.controller import report_in_process
+from tune.ray import _controller as controller
+from tune.ray._controller import report_in_process
 
 
 @pytest.fixture

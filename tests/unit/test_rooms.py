@@ -14,6 +14,7 @@ from tests.rooms import (
     file_arrows,
     imported_modules,
     mermaid,
+    misnamed,
     ray_elsewhere,
     ray_internals_in,
     room_arrows,
@@ -31,6 +32,10 @@ def test_no_rooms_and_no_files_import_each_other():
 
 def test_every_import_goes_down_and_every_file_lies_in_a_room():
     assert upward(FILES) == []
+
+
+def test_a_file_that_no_other_folder_imports_begins_with_an_underscore():
+    assert misnamed(FILES) == []
 
 
 def test_ray_is_imported_in_its_folders_only():

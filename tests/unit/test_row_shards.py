@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_checkpoint import edit_manifest, flip_a_bit
+from trainers.checkpoint._row_shards import FORMATS, cut_rows, write_tensors
 from trainers.checkpoint.manifest import Manifest, folder_name, rank_file, shard_file
-from trainers.checkpoint.row_shards import FORMATS, cut_rows, write_tensors
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError

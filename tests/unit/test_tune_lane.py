@@ -16,9 +16,9 @@ from tests.unit.report_records import config
 from trainers.storage import Storage
 from tune.config import Target
 from tune.forks.assignment import Assignment
+from tune.lanes._worker import Asked
 from tune.lanes.messages import Event
-from tune.lanes.worker import Asked
-from tune.sweeps.trial import LaneTrial
+from tune.sweeps._trial import LaneTrial
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
 TARGET = Target("val_accuracy", 0.97, "max")

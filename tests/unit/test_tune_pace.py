@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tune.sweeps import progress
-from tune.sweeps.progress import Pace
+from tune.sweeps import _progress as progress
+from tune.sweeps._progress import Pace
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.report_records import config, done, failed, trial
 from trainers.storage import Storage
+from tune.report._figures import figures
 from tune.report.answer import answer
-from tune.report.figures import figures
 from tune.report.table import table
 from tune.report.write import contents
 from tune.trials.record import trial_id

@@ -14,7 +14,7 @@ from trainers.errors import PacelineError, StorageError
 from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.messages import Event
-from tune.sweeps.progress import Progress
+from tune.sweeps._progress import Progress
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, make_record, trial_id
 

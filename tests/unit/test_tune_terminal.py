@@ -9,7 +9,7 @@ import time
 from rich.console import Console
 
 from tune.config import SweepConfig
-from tune.sweeps.progress import Terminal, View, render
+from tune.sweeps._progress import Terminal, View, render
 from tune.trials.journal import Live, Running
 from tune.trials.record import TrialRecord
 

@@ -1,7 +1,7 @@
 """The training state of a run: when it is written, and how it is restored.
 
 It does not depend on strategy or number of workers: it uses the bare module's names, is
-split by rows if each rank writes its own (trainers/checkpoint/row_shards.py), and is
+split by rows if each rank writes its own (trainers/checkpoint/_row_shards.py), and is
 then read by rows or whole, as the run needs it.
 """
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainers.causes import classify
+from trainers.checkpoint._row_shards import Cut, cut_rows
 from trainers.checkpoint.manifest import Best, Figures
-from trainers.checkpoint.row_shards import Cut, cut_rows
 from trainers.checkpoint.store import Checkpoints, Loaded
 from trainers.checkpoint.validation import (
     State,

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from trainers.checkpoint._row_shards import RowReader, write_tensors
 from trainers.checkpoint.manifest import (
     Best,
     Figures,
@@ -41,7 +42,6 @@ from trainers.checkpoint.manifest import (
     shard_file,
     surplus,
 )
-from trainers.checkpoint.row_shards import RowReader, write_tensors
 from trainers.checkpoint.validation import Place, State, map_tree
 from trainers.devices.group import Group
 from trainers.errors import (

@@ -34,23 +34,23 @@ from trainers.errors import (
     counted,
     shorten,
 )
-from trainers.loop.attempt import Attempt
-from trainers.loop.build import build_replica
-from trainers.loop.checkpointing import (
+from trainers.loop._attempt import Attempt
+from trainers.loop._checkpointing import (
     AGREE_EVERY_STEPS,
     Agreement,
     Agreements,
     Checkpointing,
     check_replicas,
 )
-from trainers.loop.data import check_length
-from trainers.loop.monitor import (
+from trainers.loop._monitor import (
     Monitor,
     end_window,
     finish,
     take_first_losses,
     validate,
 )
+from trainers.loop.build import build_replica
+from trainers.loop.data import check_length
 from trainers.loop.watchdog import Watchdog, watched
 from trainers.measure.profiler import Inspection, inspect_run, memory_watched
 from trainers.measure.result import RunResult

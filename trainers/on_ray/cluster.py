@@ -31,7 +31,7 @@ from trainers.config.sections import ScalingConfig
 from trainers.errors import ClusterError, ConfigError, first_line
 from trainers.launch.process import without_collection
 from trainers.launch.spec import FunctionSpec, RunSpec
-from trainers.on_ray import reaper
+from trainers.on_ray import _reaper
 from trainers.on_ray.capacity import Resources, capacity
 from trainers.on_ray.environment import cluster_environment, run_environment
 from trainers.on_ray.internals import (
@@ -120,7 +120,7 @@ def _start_embedded(show_workers: bool) -> None:
     finally:
         keep_on_loopback(before)
     atexit.register(disconnect)
-    reaper.start(own_node().get_session_dir_path(), directory)
+    _reaper.start(own_node().get_session_dir_path(), directory)
     _show_dashboard_later(logger)
 
 

@@ -64,7 +64,7 @@ def ending_with_cluster(
 
     Nothing can be cleaned up at that point, since every call to Ray waits for dead
     processes. What an embedded cluster leaves behind is killed by
-    trainers/on_ray/reaper.py.
+    trainers/on_ray/_reaper.py.
     """
     over = threading.Event()
     patience_s = _patience_s(os.environ)

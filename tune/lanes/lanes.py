@@ -28,6 +28,7 @@ from trainers.on_ray.environment import embedded
 from trainers.on_ray.vital_signs import is_alive
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
+from tune.lanes._mailbox import Mailbox
 from tune.lanes.controller import (
     LaneCallback,
     LaneEnded,
@@ -36,7 +37,6 @@ from tune.lanes.controller import (
     beside_driver,
     lane_trainer,
 )
-from tune.lanes.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -248,6 +248,6 @@ class Lanes:
 def serve(loop_config: Tree) -> None:
     """Run trials as a worker of a lane; Ray calls this in each worker."""
     with without_collection(own_process=True):
-        from tune.lanes.worker import serve_trials
+        from tune.lanes._worker import serve_trials
 
     serve_trials(loop_config)

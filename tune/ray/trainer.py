@@ -10,7 +10,7 @@ import ray.train
 import ray.train.torch
 from ray import cloudpickle
 
-from tune.ray.driver import Run
+from tune.ray._driver import Run
 from tune.ray_internals import get_session
 
 _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")

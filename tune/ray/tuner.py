@@ -26,9 +26,9 @@ from trainers.on_ray.cluster import started_as_ray
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import beside_driver
-from tune.ray.controller import is_stopped, report_in_process
-from tune.ray.driver import Asked
-from tune.ray.pool import Pool
+from tune.ray._controller import is_stopped, report_in_process
+from tune.ray._driver import Asked
+from tune.ray._pool import Pool
 
 _LOOK_S = 0.5
 _HOLD_S = 60.0
@@ -74,7 +74,7 @@ def in_lanes(driver: Callable[[Tree], Any], pool: str) -> Any:
         ray.get(lanes.enter.remote(actor))
         try:
             fork = Zygote.of_functions(pool).fork(
-                "tune.ray.driver:run_driver", packed, config
+                "tune.ray._driver:run_driver", packed, config
             )
             has_failed, returned = fork.serve(
                 Asked(lanes, pool), lambda: not is_stopped(), look_s=0.1

@@ -22,8 +22,8 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES, CheckpointError, escape_controls, redact
 from trainers.storage import Storage, validated
 from tune.config import SweepConfig, sample_values
+from tune.report._figures import figures
 from tune.report.answer import Answer, answer
-from tune.report.figures import figures
 from tune.report.table import best_first, columns, constant
 from tune.report.words import Trials, duration, metric_names, printable, target
 from tune.search.finalists import Final

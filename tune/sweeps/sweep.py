@@ -268,12 +268,12 @@ def _run_to_end(
         from trainers.on_ray.cluster import connect, leaving
     with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
         with leaving(), closing(spec.zygote()) as zygote:
-            imported = beside.submit(import_module, "tune.sweeps.run")
+            imported = beside.submit(import_module, "tune.sweeps._run")
             beside.submit(import_module, "ray.train.torch")
             with without_collection(own_process=is_command):
                 connect(False, {"sweep": redact(spec.uri)})
                 imported.result()
-                from tune.sweeps.run import environment, run_sweep
+                from tune.sweeps._run import environment, run_sweep
             records = run_sweep(spec, checked, output, zygote)
             extended = pending_extension(spec)
             while extended is not None:

@@ -17,7 +17,7 @@ from trainers.config.model import Tree
 from tune.forks.child import Channel, TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
-from tune.ray.controller import (
+from tune.ray._controller import (
     Answers,
     LaneController,
     own_place,

@@ -4,7 +4,7 @@ If a raylet is killed, Ray's agents outlive it by a minute, in which they report
 GCS that is dead too (ray/_private/process_watcher.py); a stopped worker notices nothing
 at all. Needs Linux.
 
-Run as: reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to
+Run as: _reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to
 delete; it begins when its standard input ends.
 """
 

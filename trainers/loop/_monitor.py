@@ -23,7 +23,7 @@ from trainers.devices.device import (
     memory_figures,
 )
 from trainers.errors import Status, counted
-from trainers.loop.attempt import Attempt
+from trainers.loop._attempt import Attempt
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
 from trainers.measure.figures import RankFigures, findings, total_energy_j
 from trainers.measure.profiler import Inspection

@@ -18,7 +18,7 @@ from trainers.data.stream import Stream, refuse_other_samples
 from trainers.devices.device import to_host
 from trainers.devices.group import find_unlike
 from trainers.errors import FIX, CheckpointError, ConfigError, DivergedError, counted
-from trainers.loop.attempt import Attempt
+from trainers.loop._attempt import Attempt
 from trainers.model.optimizer import averaged, set_training
 from trainers.model.sharding import is_sharded, local
 from trainers.step.forward import named_tensors

@@ -33,9 +33,9 @@ from tune.lanes.messages import Event
 from tune.report.table import as_html
 from tune.report.words import duration, in_a_line, newest
 from tune.search.space import unwrap
+from tune.sweeps._trial import assignment_of
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
-from tune.sweeps.trial import assignment_of
 from tune.trials.journal import WRITE_EVERY_S, Journal, Live, Running, write_live
 from tune.trials.record import (
     BY_HAND,

@@ -35,10 +35,10 @@ from tune.ray_internals import without_tags
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.search.space import open_trials
+from tune.sweeps._progress import Pace, Progress
+from tune.sweeps._trial import LaneTrial, assignment_of
 from tune.sweeps.plan import SweepPlan
-from tune.sweeps.progress import Pace, Progress
 from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
-from tune.sweeps.trial import LaneTrial, assignment_of
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, trial_id
 from tune.trials.steering import Action, Actions, Steering

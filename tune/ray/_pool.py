@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tune.ray.controller import LaneWorker, Shape, is_dead, worker_options
+from tune.ray._controller import LaneWorker, Shape, is_dead, worker_options
 from tune.ray_internals import make_barrier
 
 if TYPE_CHECKING:
