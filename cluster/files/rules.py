@@ -82,6 +82,7 @@ def findings(
         *key_findings(cluster.written),
         *_machines(cluster),
         *_misspelt(cluster),
+        *_limits(cluster),
         *_versions(cluster),
         *_head_start(cluster),
         *environment_findings(starts),
@@ -116,6 +117,20 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
                 machine,
                 f"has {size}, which is no size of EC2's",
                 fix,
+            )
+
+
+def _limits(cluster: ClusterFile) -> Iterator[Finding]:
+    """Warn of types that may have more nodes than the cluster: if it says none, 2."""
+    most = cluster.config["max_workers"]
+    for name, node_type in cluster.written.get("available_node_types", {}).items():
+        own = node_type.get("max_workers", 0)
+        if own > most:
+            yield warning(
+                f"available_node_types.{name}.max_workers",
+                own,
+                f"is above max_workers of the whole cluster, {most}",
+                "raise that, or lower this",
             )
 
 

@@ -97,6 +97,12 @@ FOUND = {
         "error",
         "file_mounts",
     ),
+    "more_of_a_type_than_of_all": (
+        "aws",
+        put("max_workers", 7),
+        "warning",
+        f"{SPOT}.max_workers",
+    ),
     "open_dashboard": (
         "onprem",
         replace(HEAD, "host=127.0.0.1", "host=0.0.0.0"),
