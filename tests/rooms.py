@@ -159,9 +159,9 @@ def misnamed(files: Arrows) -> list[str]:
         folder, _, name = module.rpartition(".")
         users = [user for user, targets in files.items() if module in targets]
         stays = bool(users) and all(user.startswith(f"{folder}.") for user in users)
-        if folder not in PACKAGES and name != "__main__":
-            if stays != name.startswith("_"):
-                found.append(f"{module} is imported by {', '.join(sorted(users))}")
+        is_door = folder in PACKAGES or name == "__main__"
+        if not is_door and stays != name.startswith("_"):
+            found.append(f"{module} is imported by {', '.join(sorted(users))}")
     return found
 
 
