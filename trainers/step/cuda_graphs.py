@@ -19,6 +19,7 @@ steps run normally start from the same state, and must end in the same state. An
 difference ends capturing for good.
 """
 
+import contextlib
 import functools
 import gc
 import logging
@@ -167,6 +168,7 @@ class CudaCapture:
         Waits for the device.
         """
         graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream(self._device)
         generator = torch.cuda.default_generators[self._device.index]
         random_state = generator.clone_state()
@@ -176,15 +178,16 @@ class CudaCapture:
             # torch, as 2.11, does not after a failure.
             with (
                 torch.cuda.stream(current),
-                torch.cuda.graph(
-                    graph, stream=self._stream, capture_error_mode="thread_local"
-                ),
+                torch.cuda.graph(graph, pool, self._stream, "thread_local"),
             ):
                 work()
         except BaseException:
             generator.graphsafe_set_state(
                 random_state
             )  # the old one may believe that it is still captured
+            # So may the allocator of torch 2.11, which then keeps all unused memory.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, pool)
             raise
         return graph.replay
 
