@@ -37,6 +37,10 @@ PHASES += ("transform", "collate", "loss", "metrics", "evaluate", "state_dict")
 _STEPWISE = ("forward", "backward", "loss")
 _LATER = {"transform": 40, "collate": 40, "metrics": 3, "evaluate": 3, "state_dict": 12}
 """Phases that come again and again: the latest occurrence that is drawn."""
+_SOONER = {"transform": 12, "collate": 12}
+"""The first that is: before, samples are also read in passes that are thrown away, in
+some of which nobody minds an error that does not come again.
+"""
 # How often each scenario is drawn: the slow ones less.
 _SHARES = {
     "local": 5,
@@ -307,11 +311,15 @@ def _in_phase(
 ) -> Fault:
     phase = chance.choice(phases)
     if phase not in _STEPWISE:
-        at = replace(at, number=chance.randint(1, _LATER.get(phase, 1)), trial=None)
+        at = replace(at, number=_number(chance, phase), trial=None)
     if phase == "setup":
         at = replace(at, rank=0)  # only one process of a node does it
     role = "loader" if phase == "collate" and "loader" in scenario.roles else "worker"
     return replace(at, name=f"{words}: {phase}", act=act, event=phase, role=role)
+
+
+def _number(chance: random.Random, phase: str) -> int:
+    return chance.randint(_SOONER.get(phase, 1), _LATER.get(phase, 1))
 
 
 def _two(chance: random.Random, scenario: Scenario) -> tuple[Fault, ...]:

@@ -411,12 +411,17 @@ class NodeCount(ControllerCallback):
     group's size at the deadline, seconds before it notices that they are missing.
     """
 
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Called by Ray in the controller's constructor."""
-        show_life()
+    def __init__(self) -> None:
         # A busy coordinator misses a request, which is sent again: a line, not a
         # traceback.
         logging.getLogger(COORDINATOR_LOGGER).addFilter(_without_traceback)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (NodeCount, ())  # in the controller, before its first request
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray in the controller's constructor."""
+        show_life()
 
     def after_controller_state_update(
         self, previous_state: Any, current_state: Any

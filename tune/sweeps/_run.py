@@ -213,6 +213,7 @@ class _Run:
             # Tune holds a copy of the handle, which would keep the actor alive as long
             # as this process.
             ray.kill(self._mailbox)
+            Journal(self._spec.storage).tidy()
         except BaseException as error:
             self._cut_off()
             reason = self._reason(error)

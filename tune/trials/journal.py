@@ -83,6 +83,10 @@ class Journal:
         content = json.dumps(asdict(record))
         self._storage.write(f"{record.id}.json", content.encode())
 
+    def tidy(self) -> None:
+        """Delete what killed writers have left, once no trial runs."""
+        self._storage.clear_aside()
+
     def set_aside(self, record: TrialRecord) -> None:
         """Move a record to `before/`, so that its trial runs again or goes on."""
         name = f"before/{record.id}-{record.end_time:.0f}.json"
