@@ -74,7 +74,7 @@ build/gpu-fake-%/installed: pyproject.toml constraints.txt
 	sed -E '/^(torch|torchvision|triton|cuda-.*|nvidia-.*)==/d' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --upgrade pip
 	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples,bert]' \
-	  torch==$* 'nvidia-cuda-cccl<14' pytest pytest-timeout pytest-xdist psutil
+	  torch==$* 'nvidia-cuda-cccl<14' pytest pytest-timeout pytest-xdist hypothesis psutil
 	@touch $@
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;
