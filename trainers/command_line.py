@@ -259,7 +259,7 @@ class _Door:
         _require_directory()
         name = self.named(args)
         names = [known for known in self.functions if known]
-        has_unnamed = "" in self.functions and not _is_mistyped(args[0], names)
+        has_unnamed = "" in self.functions and not _is_mistyped(args, names)
         if not name and not has_unnamed:
             fix = f"its commands are {', '.join(names)}"
             if not args[0].startswith("-"):
@@ -291,8 +291,9 @@ def run(
         redact("".join(traceback.format_exception(*raised))), file=sys.stderr
     )
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name or a message may have what its encoding has not.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # A name or a message may have what its encoding has not. Ray prints what workers
+        # say without a flush.
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     args = list(sys.argv[1:] if argv is None else argv)
     door = _Door(call, functions, config)
     if args == ["--schema"] and config is not None:
@@ -329,11 +330,17 @@ def run(
             return output.failed("error", words, PacelineError.exit_code)
 
 
-def _is_mistyped(word: str, names: Sequence[str]) -> bool:
-    """Whether a word resembles a command's name and is unlikely to name a file."""
+def _is_mistyped(args: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether the first argument is meant as a command: no file, but near a name.
+
+    Or an argument follows it, as in `validate sweep.yaml`.
+    """
+    word, *rest = args
     is_bare = word.replace("-", "").replace("_", "").isalpha()
-    near = nearest(word, names, cutoff=0.7) if is_bare else None
-    return near is not None and not Path(word).exists()
+    if word.startswith("-") or not is_bare or Path(word).exists():
+        return False
+    is_followed = bool(rest) and not rest[0].startswith("-")
+    return is_followed or nearest(word, names, cutoff=0.7) is not None
 
 
 def leave(code: int) -> NoReturn:

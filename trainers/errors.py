@@ -53,7 +53,7 @@ _USER = re.compile(
 _NAMED = re.compile(
     r"""((?:secret|password|passwd|signature|credentials?|authorization
     |(?:access|account|api|auth|private|secret)[_-]?key|(?:access|api|auth|refresh|security|session)[_-]?token
-    |(?<![\w-])(?:token|sig|pwd))
+    |(?<![\w/-])(?:token|sig|pwd))
     (?:['"]?\s{0,9}[=:]|`\ is)\s{0,9}(?:(?:bearer|basic)\s)?)
     (?:"[^"\n]{0,999}"|'[^'\n]{0,999}'|[^\s'"&,;)}\]]+)""",
     re.IGNORECASE | re.VERBOSE,

@@ -26,6 +26,7 @@ from trainers.launch.spec import (
     Spec,
     check_kept,
     check_precision,
+    find_result,
     prepare_function,
     prepare_storage,
     run_with,
@@ -107,19 +108,27 @@ def run_training(
         spec.load_task()
         trackers = spec.config.trackers if rank == 0 else []
         check_trackers(trackers, spec.path, spec.source)
-        device_type = check_cluster(spec) if launcher == "ray" else None
-        check_precision(spec, device_type)
         token = ""
         result: RunResult | None = None
         if rank == 0:
             token = stack.enter_context(held(spec.storage, MARK))
-            result = prepare_storage(spec, fresh)
+            if not fresh:  # before a cluster starts for it
+                result = find_result(spec)
+        if result is None:
+            device_type = check_cluster(spec) if launcher == "ray" else None
+            check_precision(spec, device_type)
+        if rank == 0:
+            result = result or prepare_storage(spec, fresh)
             again = "the same command" if is_command else "the same call"
-            module = "trainers.tracking.delivery"
-            has_ended = result is not None
             stack.enter_context(
                 followed(
-                    module, spec.storage, token, trackers, spec.path, again, has_ended
+                    "trainers.tracking.delivery",
+                    spec.storage,
+                    token,
+                    trackers,
+                    spec.path,
+                    again,
+                    has_ended=result is not None,
                 )
             )
         if result is not None and not is_torchrun:
@@ -195,9 +204,9 @@ def train_function(
             logger.warning(
                 "`tracking` is for sweeps of a `train_func`: the function itself tells its trackers of a run"
             )
+        token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(leaving())
         check_cluster(spec)
-        token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(failing_as_run(0, is_command))
         prepare_function(spec, fresh)
         spec = _held(spec, token, output, is_command)

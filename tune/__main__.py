@@ -23,7 +23,7 @@ from pydantic import Field
 
 from trainers.command_line import leave, run
 from trainers.config.model import Tree
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, counted
 from trainers.lease import InUseError
 from trainers.output import Output
 from trainers.storage import Storage
@@ -243,7 +243,8 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
         if python.is_relative_to(Path.cwd()):
             python = python.relative_to(Path.cwd())
         command = spec.resume(str(python))
-        words = f"interrupted: {interrupted.kept} trials are kept; go on with"
+        kept = counted(interrupted.kept, "trial")
+        words = f"interrupted: {kept} kept; go on with"
         if not output.as_json:
             print(f"{words}\n    {command}", flush=True)
         return output.failed("interrupted", f"{words} {command}", 130)

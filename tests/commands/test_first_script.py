@@ -58,3 +58,7 @@ def test_a_first_training_says_nothing_of_ray_s_own_helpers(tmp_path):
     out = stranger(tmp_path, "-m", "trainers", "examples/digits/train.yaml", *small)
     assert "done: 20 steps" in out
     assert "PlacementGroupCleaner" not in out
+    assert "State Transition" not in out
+    again = stranger(tmp_path, "-m", "trainers", "examples/digits/train.yaml", *small)
+    assert "is complete already" in again
+    assert "TrainController" not in again, "no cluster was started for it"

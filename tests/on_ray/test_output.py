@@ -21,7 +21,7 @@ def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path, cluster):
     is_clean(seen)
     assert (
         sum(line.endswith("own words at step 20: " + "x" * 150) for line in seen.lines)
-        == 2
+        == 1
     )
     assert not [line for line in seen.lines if "step 60/120" in line]
 

@@ -56,7 +56,14 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     reaped = []
-    monkeypatch.setattr(reaper, "start", lambda session, token: reaped.append(session))
+    ended = []
+    monkeypatch.setattr(
+        reaper,
+        "start",
+        lambda session, token: (
+            reaped.append(session) or (lambda: ended.append(session))
+        ),
+    )
     if fails:
         where = (
             f"joined at RAY_ADDRESS {address}"
@@ -78,6 +85,7 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
         if address != "10.0.0.7:6379" and not fails and sys.platform == "linux"
         else []
     )
+    assert ended == reaped
     assert ray_constants.ENABLE_RAY_CLUSTER
 
 

@@ -545,20 +545,28 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
 
     Raises ConfigError if it contains a run of this name that trained something else.
     """
-    storage = spec.storage
     if fresh:
-        delete_own(storage, MARK)
-    if storage.exists(MARK):
-        before = check_same(spec, IDENTITY)
-        lengths = ("epochs", "max_steps", "early_stopping")
-        if all(before.get(key) == spec.tree.get(key) for key in lengths):
-            result = _finished(storage)
-            if result is not None:
-                return result
+        delete_own(spec.storage, MARK)
+    result = find_result(spec)
+    if result is None:
         # Of a shorter run: it must not be taken for this one's.
-        storage.delete("result.json")
-    keep(spec)
-    return None
+        spec.storage.delete("result.json")
+        keep(spec)
+    return result
+
+
+def find_result(spec: RunSpec) -> RunResult | None:
+    """Return the result of the run if it is complete, and change nothing.
+
+    Raises ConfigError as `prepare_storage`.
+    """
+    if not spec.storage.exists(MARK):
+        return None
+    before = check_same(spec, IDENTITY)
+    lengths = ("epochs", "max_steps", "early_stopping")
+    if any(before.get(key) != spec.tree.get(key) for key in lengths):
+        return None
+    return _finished(spec.storage)
 
 
 def prepare_function(spec: FunctionSpec, fresh: bool) -> None:

@@ -13,7 +13,9 @@ import shutil
 import signal
 import stat
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,21 +23,33 @@ GRACE_S = 3.0
 """Time within which Ray's other processes end by themselves."""
 
 
-def start(session: str, directory: Path | None = None) -> None:
-    """Start a reaper beside this process; it also deletes `directory`."""
+def start(session: str, directory: Path | None = None) -> Callable[[], None]:
+    """Start a reaper beside this process; it also deletes `directory`.
+
+    Returns:
+        What ends it sooner than this process, once the cluster has ended.
+    """
     command = [sys.executable, "-I", "-S", __file__, session]
     if directory is not None:
         command.append(str(directory))
-    end, _ = os.pipe()  # what is written into is closed by the end of this process
+    # What is written into is closed by the end of this process, if not before.
+    end, held = os.pipe()
     streams = [
         (os.POSIX_SPAWN_DUP2, end, 0),
         (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
-    os.posix_spawn(
+    pid = os.posix_spawn(
         sys.executable, command, os.environ, file_actions=streams, setsid=True
     )
     os.close(end)
+
+    def let_go() -> None:
+        os.close(held)
+        # It may wait for Ray's last processes, and nobody need wait for it.
+        threading.Thread(target=os.waitpid, args=(pid, 0), daemon=True).start()
+
+    return let_go
 
 
 def processes(session: str) -> list[int]:

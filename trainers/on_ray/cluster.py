@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,10 @@ def _start_embedded(show_workers: bool) -> None:
     finally:
         keep_on_loopback(before)
     atexit.register(disconnect)
-    _reaper.start(own_node().get_session_dir_path(), directory)
-    _show_dashboard_later(logger)
+    _put_back.callback(
+        _reaper.start(own_node().get_session_dir_path(), directory),
+    )
+    _show_dashboard_later(logger, cluster_environment)
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def started_as_ray() -> Iterator[None]:
     if not own_node().is_head():
         yield
         return
-    goes_on = _show_dashboard_later(logging.getLogger("ray"))
+    goes_on = _show_dashboard_later(logging.getLogger("ray"), contextlib.nullcontext)
     atexit.register(_before_end.close)
     try:
         yield
@@ -147,10 +149,13 @@ def started_as_ray() -> Iterator[None]:
         goes_on.set()
 
 
-def _show_dashboard_later(log: logging.Logger) -> threading.Event:
+def _show_dashboard_later(
+    log: logging.Logger,
+    environment: Callable[[], contextlib.AbstractContextManager[None]],
+) -> threading.Event:
     """Start an embedded cluster's dashboard later, if the cluster still exists.
 
-    Its address is written to `log`.
+    It inherits `environment`. Its address is written to `log`.
 
     Returns:
         An event that starts it a second after it is set.
@@ -164,7 +169,9 @@ def _show_dashboard_later(log: logging.Logger) -> threading.Event:
         if is_over.wait(_SCRIPTS_END_S) or own_node() is not node:
             return
         try:
-            _tell_dashboard(start_dashboard(), log)
+            with environment():
+                address = start_dashboard()
+            _tell_dashboard(address, log)
         except Exception:  # the script ends its cluster meanwhile
             logger.debug("no dashboard was started", exc_info=True)
             return

@@ -2,8 +2,10 @@
 
 The user's own settings are never overridden, and no import changes any.
 
-while an embedded cluster starts, whose processes inherit it:
+while an embedded cluster starts, and later its dashboard, which inherit it:
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
+RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER       127.0.0.1 is no other address of this machine,
+                                        where nothing listens
 RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION
                                         nobody asks the dashboard which controllers are
                                         dead: they end with the cluster
@@ -15,6 +17,7 @@ while an embedded cluster starts, and while Ray Train has a run of ours, or lane
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its
                                         controller
 RAY_TRAIN_ENABLE_STATE_TRACKING         the run is visible in the dashboard
+RAY_TRAIN_ENABLE_PRINT_PATCH            what a worker prints comes once
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of
                                         the group is chosen anew
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       its end is noticed sooner than after 2 s
@@ -42,11 +45,13 @@ from collections.abc import Iterator
 
 _EMBEDDED = {
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_TRAIN_ENABLE_STATE_ACTOR_RECONCILIATION": "0",
 }
 _RUN = {
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "180",

@@ -253,6 +253,17 @@ def autoscaler_parts() -> tuple[Any, Any, int]:
 # Ray Train's controller.
 
 
+def quiet_controller() -> dict[str, Any]:
+    """Return the RunConfig's options with which a run's controller tells only warnings.
+
+    They are none if this Ray has no such option.
+    """
+    import ray.train
+
+    kind = getattr(ray.train, "LoggingConfig", None)
+    return {} if kind is None else {"logging_config": kind(log_level="WARNING")}
+
+
 def without_cleaner(callbacks: list[Any]) -> list[Any]:
     """Return a trainer's callbacks without those that free what a dead controller had.
 
@@ -345,6 +356,7 @@ _TRAIN = "ray.train.v2._internal"
 TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"  # noqa: S105 # (a name)
 FAILURE_LOGGER = f"{_TRAIN}.execution.failure_handling.default"
 CONTROLLER_LOGGER = f"{_TRAIN}.execution.controller.controller"
+STATE_LOGGER = f"{_TRAIN}.callbacks.state_manager"
 COORDINATOR_LOGGER = f"{_TRAIN}.execution.scaling_policy.autoscaling_coordinator_client"
 
 

@@ -40,6 +40,7 @@ from trainers.on_ray.cluster import check_cluster, ray_scaling, wants_gpu
 from trainers.on_ray.environment import embedded, run_environment
 from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
+    STATE_LOGGER,
     ControllerCallback,
     accepted,
     actor_record,
@@ -49,6 +50,7 @@ from trainers.on_ray.internals import (
     kv_list,
     kv_put,
     nodes_taken,
+    quiet_controller,
     quiet_failures,
     quiet_reports,
     run_register,
@@ -232,6 +234,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
                 max_failures=config.failure.max_failures
             ),
             callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
+            **(quiet_controller() if spec.quiet else {}),
         ),
     )
     with ending_with_cluster(_AGAIN), VitalSigns(), receiving(storage, take):
@@ -314,7 +317,9 @@ def run_job(job: Job[R]) -> R:
             torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
             scaling_config=ray_scaling(job.config.scaling, gpu),
             run_config=ray.train.RunConfig(
-                name=place.name, storage_path=place.parent.uri
+                name=place.name,
+                storage_path=place.parent.uri,
+                **(quiet_controller() if job.quiet else {}),
             ),
         )
         answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
@@ -351,6 +356,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
                 ),
             ),
             callbacks=[FailurePolicy(config.failure, spec.storage), NodeCount()],  # type: ignore[list-item]
+            **(quiet_controller() if spec.quiet else {}),
         ),
     )
     try:
@@ -412,6 +418,8 @@ class NodeCount(ControllerCallback):
     """
 
     def __init__(self) -> None:
+        # One line for each of the controller's states.
+        logging.getLogger(STATE_LOGGER).setLevel(logging.WARNING)
         # A busy coordinator misses a request, which is sent again: a line, not a
         # traceback.
         logging.getLogger(COORDINATOR_LOGGER).addFilter(_without_traceback)

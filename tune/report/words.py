@@ -88,13 +88,18 @@ def capitalized(text: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return at most three names, and how many more there are: "a, b, c and 2 more"."""
+    """Return at most three names, and how many more there are: "a, b, c and 2 more".
+
+    Names with commas are separated by semicolons.
+    """
     first = list(names[:_MOST_NAMES])
     last = f"{len(names) - _MOST_NAMES} more"
     if len(names) <= _MOST_NAMES:
         last = first.pop()
     if not first:
         return last
+    if any("," in name for name in names):
+        return "; ".join([*first, f"and {last}"])
     return f"{', '.join(first)} and {last}"
 
 

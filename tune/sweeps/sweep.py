@@ -244,9 +244,9 @@ def _run_held(
         else:
             if num_before:
                 logger.info(
-                    "%s holds %d trials that have ended: only the others run",
+                    "%s holds %s that ended: only the others run",
                     spec.uri,
-                    num_before,
+                    counted(num_before, "trial"),
                 )
             try:
                 result = _run_to_end(spec, checked, is_command, output)
