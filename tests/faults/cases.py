@@ -35,9 +35,9 @@ PHASES = (
 )
 PHASES += ("transform", "collate", "loss", "metrics", "evaluate", "state_dict")
 _STEPWISE = ("forward", "backward", "loss")
-_LATER = {"transform": 40, "collate": 40, "metrics": 3, "evaluate": 3, "state_dict": 12}
+_LATER = {"transform": 40, "collate": 40, "metrics": 8, "evaluate": 8, "state_dict": 12}
 """Phases that come again and again: the latest occurrence that is drawn."""
-_SOONER = {"transform": 12, "collate": 12}
+_SOONER = {"transform": 12, "collate": 12, "metrics": 6, "evaluate": 6}
 """The first that is: before, samples are also read in passes that are thrown away, in
 some of which nobody minds an error that does not come again.
 """
