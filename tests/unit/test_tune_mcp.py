@@ -189,10 +189,12 @@ def test_limits_and_the_leave_to_run_come_together(
         assert "give all four of them, or none" in capsys.readouterr().err
 
 
-def test_plans_and_answers_say_what_is_not_known(swept, call):
+def test_plans_and_answers_say_what_is_not_known(swept, call, tmp_path):
+    # A sweep of that name may lie in results/: `make sweep` has left it.
+    settings = {"storage_path": str(tmp_path / "planned")}
     _, checked = call("validate", sweep=SWEEP)
     assert (checked["trials"], checked["not_known"][0][:7]) == (8, "whether")
-    _, planned = call("plan", sweep=SWEEP, cluster=CLUSTER)
+    _, planned = call("plan", sweep=SWEEP, cluster=CLUSTER, settings=settings)
     assert planned["expected"] == {"trials": 8, "time_s": None, "usd": None}
     assert planned["not_known"] == ["time_s", "usd"]
     _, found = call("answer", directory=swept)
