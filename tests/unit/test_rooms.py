@@ -36,6 +36,11 @@ def test_every_import_goes_down_and_every_file_lies_in_a_room():
 
 def test_a_file_that_no_other_folder_imports_begins_with_an_underscore():
     assert misnamed(FILES) == []
+    door = {"tune.room.door": {"tune.room.inside"}, "tune.room.inside": set()}
+    assert len(misnamed(door)) == 1
+    assert (
+        len(misnamed({"tune.x.y": {"tune.room._open"}, "tune.room._open": set()})) == 1
+    )
 
 
 def test_ray_is_imported_in_its_folders_only():

@@ -120,9 +120,8 @@ def _start_embedded(show_workers: bool) -> None:
     finally:
         keep_on_loopback(before)
     atexit.register(disconnect)
-    _put_back.callback(
-        _reaper.start(own_node().get_session_dir_path(), directory),
-    )
+    let_reaper_go = _reaper.start(own_node().get_session_dir_path(), directory)
+    _put_back.callback(let_reaper_go)
     _show_dashboard_later(logger, cluster_environment)
 
 

@@ -253,15 +253,17 @@ def autoscaler_parts() -> tuple[Any, Any, int]:
 # Ray Train's controller.
 
 
-def quiet_controller() -> dict[str, Any]:
-    """Return the RunConfig's options with which a run's controller tells only warnings.
+def controller_logging(quiet: bool) -> dict[str, Any]:
+    """Return the RunConfig's options for what a run's controller logs.
 
-    They are none if this Ray has no such option.
+    If `quiet`, only warnings; as Ray has it otherwise, or if it has no such option.
     """
     import ray.train
 
     kind = getattr(ray.train, "LoggingConfig", None)
-    return {} if kind is None else {"logging_config": kind(log_level="WARNING")}
+    if not quiet or kind is None:
+        return {}
+    return {"logging_config": kind(log_level="WARNING")}
 
 
 def without_cleaner(callbacks: list[Any]) -> list[Any]:

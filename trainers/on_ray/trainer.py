@@ -44,13 +44,13 @@ from trainers.on_ray.internals import (
     ControllerCallback,
     accepted,
     actor_record,
+    controller_logging,
     coordinator,
     kv_delete,
     kv_get,
     kv_list,
     kv_put,
     nodes_taken,
-    quiet_controller,
     quiet_failures,
     quiet_reports,
     run_register,
@@ -234,7 +234,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
                 max_failures=config.failure.max_failures
             ),
             callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
-            **(quiet_controller() if spec.quiet else {}),
+            **controller_logging(spec.quiet),
         ),
     )
     with ending_with_cluster(_AGAIN), VitalSigns(), receiving(storage, take):
@@ -319,7 +319,7 @@ def run_job(job: Job[R]) -> R:
             run_config=ray.train.RunConfig(
                 name=place.name,
                 storage_path=place.parent.uri,
-                **(quiet_controller() if job.quiet else {}),
+                **controller_logging(job.quiet),
             ),
         )
         answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
@@ -356,7 +356,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
                 ),
             ),
             callbacks=[FailurePolicy(config.failure, spec.storage), NodeCount()],  # type: ignore[list-item]
-            **(quiet_controller() if spec.quiet else {}),
+            **controller_logging(spec.quiet),
         ),
     )
     try:
