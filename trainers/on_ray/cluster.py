@@ -55,10 +55,8 @@ _DASHBOARD_AFTER_S = 60.0
 """Its dozen processes would slow a run that starts, or the trials of a short sweep."""
 _SCRIPTS_END_S = 1.0
 """A script that ends so soon after its sweep has no use for the dashboard."""
-_before_end = contextlib.ExitStack()
-"""What must be closed before an embedded cluster ends."""
-_put_back = contextlib.ExitStack()
-"""Restores what an embedded cluster has changed in this process, when it ends."""
+_joined = contextlib.ExitStack()
+"""What leaves the cluster of this process; Ray, too, has one at most."""
 
 
 def connect(show_workers: bool = True, metadata: dict[str, str] | None = None) -> None:
@@ -88,6 +86,7 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
             )
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
         raise ClusterError(_not_joined(address, error)) from error
+    _joined.callback(ray.shutdown)
     _tell_dashboard(context.dashboard_url, logger)
 
 
@@ -96,8 +95,19 @@ def _start_embedded(show_workers: bool) -> None:
 
     When it ends, the environment variables that Ray has set are removed.
     """
-    _put_back.enter_context(_environment_as_before())
-    directory = _put_back.enter_context(_own_token())
+    with contextlib.ExitStack() as started:
+        started.enter_context(_environment_as_before())
+        directory = started.enter_context(_own_token())
+        _init_embedded(show_workers)
+        session = own_node().get_session_dir_path()
+        started.callback(_reaper.start(session, directory))
+        started.callback(ray.shutdown)
+        _show_dashboard_later(started, logger, cluster_environment)
+        _joined.push(started.pop_all())
+    atexit.register(disconnect)
+
+
+def _init_embedded(show_workers: bool) -> None:
     before = keep_on_loopback(True)
     try:
         # Its processes inherit the environment.
@@ -112,17 +122,10 @@ def _start_embedded(show_workers: bool) -> None:
                 log_to_driver=show_workers,
                 logging_level=logging.WARNING,
             )
-    except BaseException as error:
-        _put_back.close()  # an interrupt leaves no token behind either
-        if isinstance(error, Exception):  # as above
-            raise ClusterError(_not_started(error)) from error
-        raise
+    except Exception as error:  # as above
+        raise ClusterError(_not_started(error)) from error
     finally:
         keep_on_loopback(before)
-    atexit.register(disconnect)
-    let_reaper_go = _reaper.start(own_node().get_session_dir_path(), directory)
-    _put_back.callback(let_reaper_go)
-    _show_dashboard_later(logger, cluster_environment)
 
 
 @contextmanager
@@ -140,8 +143,10 @@ def started_as_ray() -> Iterator[None]:
     if not own_node().is_head():
         yield
         return
-    goes_on = _show_dashboard_later(logging.getLogger("ray"), contextlib.nullcontext)
-    atexit.register(_before_end.close)
+    at_end = contextlib.ExitStack()
+    atexit.register(at_end.close)
+    log = logging.getLogger("ray")
+    goes_on = _show_dashboard_later(at_end, log, contextlib.nullcontext)
     try:
         yield
     finally:
@@ -149,12 +154,16 @@ def started_as_ray() -> Iterator[None]:
 
 
 def _show_dashboard_later(
+    before_end: contextlib.ExitStack,
     log: logging.Logger,
     environment: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> threading.Event:
     """Start an embedded cluster's dashboard later, if the cluster still exists.
 
-    It inherits `environment`. Its address is written to `log`.
+    Args:
+        before_end: Is closed before the cluster ends.
+        log: Receives the dashboard's address.
+        environment: The environment that the dashboard inherits.
 
     Returns:
         An event that starts it a second after it is set.
@@ -178,9 +187,9 @@ def _show_dashboard_later(
 
     thread = threading.Thread(target=serve, name="dashboard", daemon=True)
     thread.start()
-    _before_end.callback(thread.join)
-    _before_end.callback(is_due.set)
-    _before_end.callback(is_over.set)
+    before_end.callback(thread.join)
+    before_end.callback(is_due.set)
+    before_end.callback(is_over.set)
     return is_due
 
 
@@ -247,11 +256,9 @@ def disconnect() -> None:
         # Ray ends the process if another thread gives back an object of its meanwhile,
         # which a collection may do in any thread.
         with without_collection(), _keeping_sigterm(until_over=True):
-            _before_end.close()
-            ray.shutdown()
+            _joined.close()
     finally:
         impatient.cancel()
-        _put_back.close()
 
 
 def _not_started(error: Exception) -> str:

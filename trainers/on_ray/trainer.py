@@ -217,7 +217,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
     Args:
         spec: The run, with the training function's name and configuration.
         take: Receives what is reported.
-    :
+
     Raises:
         RunFailedError: A rank has failed, and no restart is left.
     """
