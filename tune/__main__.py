@@ -116,7 +116,9 @@ def steer(words: _Steer, output: Output) -> int:
         for name, trial in trials.items():
             lines.append(f"{name}  {trial.status:12}  {in_a_line(trial.config)}")
         record = {name: asdict(trial) for name, trial in trials.items()}
-        output.result("\n".join(lines), f"{len(trials)} trials", {"trials": record})
+        output.result(
+            "\n".join(lines), counted(len(trials), "trial"), {"trials": record}
+        )
         return 0
     name = steer_in_words(directory, *action)
     said = f"{action[0]} {name}".rstrip()

@@ -25,7 +25,14 @@ from pydantic import Field
 from cluster.files.ray_up import load_cluster
 from trainers.command_line import Command
 from trainers.config.model import Tree, build
-from trainers.errors import MISSING, POLICIES, ConfigError, PacelineError, first_line
+from trainers.errors import (
+    MISSING,
+    POLICIES,
+    ConfigError,
+    PacelineError,
+    counted,
+    first_line,
+)
 from trainers.lease import LEASE
 from trainers.output import as_data
 from trainers.storage import storage_uri
@@ -85,7 +92,7 @@ class Tools:
         spec = read_sweep(sweep, settings, own_workers=False)
         least = "at least " if spec.config.around else ""
         return {
-            "said": f"{sweep} is in order: {least}{spec.num_trials} trials",
+            "said": f"{sweep} is in order: {least}{counted(spec.num_trials, 'trial')}",
             "trials": spec.num_trials,
             "directory": spec.uri,
             "sweep": spec.config.model_dump(exclude={"train"}, exclude_none=True),

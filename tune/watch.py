@@ -141,16 +141,16 @@ def _judge_running(seen: Seen) -> tuple[Kind, str]:
         live = None
     if not seen.records and (live is None or not live.num_lanes):
         return "running", "Starting: no lane is up yet."
-    ended = f"{seen.num_trials}"
+    ended = counted(seen.num_trials, "trial")
     lanes = ""
     if live is not None:
         lanes = f" {counted(live.num_lanes, 'lane')} up."
         if live.total:
-            ended += f" of {live.total}"
+            ended = f"{seen.num_trials} of {counted(live.total, 'trial')}"
     repeats = ""
     if seen.num_repeats:
         repeats = f", and {counted(seen.num_repeats, 'repeat')} of the best"
-    return "running", f"Running: {ended} trials have ended{repeats}.{lanes}"
+    return "running", f"Running: {ended} ended{repeats}.{lanes}"
 
 
 def _cut_off(seen: Seen, why: str) -> str:

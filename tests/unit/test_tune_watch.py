@@ -186,7 +186,7 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep):
     before = sweep.files()
     page, first = looks.page()
     assert first != version
-    assert "Running: 3 of 11 trials have ended. 2 lanes up." in page
+    assert "Running: 3 of 11 trials ended. 2 lanes up." in page
     assert "<td>global_batch_size 64  precision fp16</td>" in page
     assert "val_loss 0.25" in page
     assert page.count('<tr class="') == 3
@@ -269,13 +269,13 @@ STOPS = Live("cut off")
         (
             {"holder": HERE, "live": RUNS},
             "running",
-            "Running: 8 of 8 trials have ended. 2 lanes up.",
+            "Running: 8 of 8 trials ended. 2 lanes up.",
         ),
         ({"holder": HERE, "records": []}, "running", "Starting: no lane is up yet."),
         (
             {"holder": HERE, "records": AGAIN, "live": RUNS},
             "running",
-            "8 of 8 trials have ended, and 2 repeats of the",
+            "8 of 8 trials ended, and 2 repeats of the",
         ),
         (
             {"live": ENDS, "records": AGAIN},

@@ -221,7 +221,7 @@ def make_plan(
     worker = f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
     most = size_of(cluster, cpus, gpus)
     if most.num_workers < scaling.min_workers:
-        workers = f"{most.num_workers} workers of {worker}"
+        workers = f"{counted(most.num_workers, 'worker')} of {worker}"
         rule = f"never fits: {cluster.source} can grow to {workers}"
         fix = "ask for fewer or smaller workers, or raise the cluster's max_workers"
         key = "train.scaling.num_workers"
@@ -255,7 +255,9 @@ def make_plan(
         "USD": _usd(usd),
     }
     if within < trials:
-        rows["budget"] = f"ends the sweep after about {within} of {trials} trials"
+        rows["budget"] = (
+            f"ends the sweep after about {within} of {counted(trials, 'trial')}"
+        )
     where = f"{cluster.provider}, {cluster.region or 'no region'}"
     lines = [f"{spec.config.name} on {printable(cluster.name)} ({where})"]
     lines += [f"{label:13}{words}" for label, words in rows.items()]
@@ -335,7 +337,7 @@ def _too_short(
 ) -> ConfigError:
     budget = spec.config.budget
     key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
-    rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {lanes} lanes"
+    rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {counted(lanes, 'lane')}"
     rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
     fix = "raise it, or lower `lanes` or the length of a trial"
     return ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
