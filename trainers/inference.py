@@ -251,7 +251,7 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     with contextlib.closing(feed):
         group.barrier()
         began = time.perf_counter()
-        with torch.inference_mode():
+        with torch.no_grad():  # a model may differentiate in its forward: forces
             metrics = _pass(job, forward, feed, group, step)
         synchronize(device)
         group.barrier()
