@@ -251,7 +251,7 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     with contextlib.closing(feed):
         group.barrier()
         began = time.perf_counter()
-        with torch.inference_mode():
+        with torch.no_grad():  # a model may differentiate in its forward: forces
             metrics = _pass(job, forward, feed, group, step)
         synchronize(device)
         group.barrier()
@@ -454,7 +454,7 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
     arrays = {_INDEX: pa.array(rows.numpy())}
     for name, value in columns.items():
         is_column = isinstance(value, Tensor) and value.shape[:1] == rows.shape
-        if not is_column or name == _INDEX or value.is_complex():
+        if not is_column or 0 in value.shape or name == _INDEX or value.is_complex():
             is_tensor = isinstance(value, Tensor)
             given = list(value.shape) if is_tensor else type(value).__name__
             wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"

@@ -119,6 +119,7 @@ def test_columns_of_every_type_and_shape_come_back(tmp_path):
         {"index": lambda out: out[:, 0]},
         {"pair": lambda out: (out, out)},
         {"wave": lambda out: out + 1j},
+        {"none": lambda out: out[:, :0]},
         {"cut": lambda out: out[:, : 3 + len(out) % 2]},
     ],
     ids=lambda value: next(iter(value)),
@@ -174,11 +175,24 @@ class Kept(Blobs):
         self.seen = state["seen"]
 
 
-def train(tmp_path, **changes):
-    spec = make(tmp_path, name="run", task="tests.unit.test_predict:Kept", **changes)
+def train(tmp_path, kind=Kept, **changes):
+    task = f"tests.unit.test_predict:{kind.__name__}"
+    spec = make(tmp_path, name="run", task=task, **changes)
     prepare_storage(spec, fresh=False)
-    fit(Kept(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"))
+    fit(kind(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"))
     return spec
+
+
+class Forces(Kept):
+    """Differentiates in its forward, as forces are the gradient of an energy."""
+
+    def forward(self, model, batch):
+        with torch.enable_grad():
+            where = batch[0].detach().requires_grad_()
+            energy = model(where).square().sum()
+            graph = model.training
+            [force] = torch.autograd.grad(energy, where, create_graph=graph)
+        return force[:, :4]
 
 
 class Turned(Kept):
@@ -232,6 +246,14 @@ def test_the_figures_of_training_come_out_again_to_the_last_bit(precision, tmp_p
             "the task's own state is the checkpoint's"
         )
         assert (result.samples, result.step) == (203, before["step"])
+
+
+def test_a_model_that_differentiates_does_so_here_too(tmp_path):
+    spec = train(tmp_path, Forces)
+    result = work(Path(spec.uri), kind=Forces)
+    assert result.metrics["val_loss"] == evaluations(spec)[-1]["val_loss"]
+    out = tmp_path / "out.parquet"
+    assert work(Path(spec.uri), out=out, kind=Forces).samples == SAMPLES
 
 
 @pytest.mark.parametrize(

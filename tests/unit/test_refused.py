@@ -5,7 +5,10 @@ no mean, taken names, NaN.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import TensorDataset
 
 from tests.unit.test_evaluation import Weighted
-from tests.unit.test_loop import RARE, Context, Tiny, config, train
+from tests.unit.test_loop import RARE, Context, Tiny, check_resume, config, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
 from trainers.errors import ConfigError, DivergedError
@@ -492,3 +495,65 @@ def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(
     torch.testing.assert_close(
         [parameter.detach() for parameter in again.net.parameters()], trained
     )
+
+
+class Note(nn.Linear):
+    """A layer with a state beside its tensors."""
+
+    note: object = Path("words.txt")
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        self.note = state["note"]
+
+
+class Holding(Tiny):
+    """A model, a task or an optimizer with a state that checkpoints do not hold."""
+
+    def __init__(self, holds):
+        super().__init__()
+        self.holds = holds
+
+    def model(self):
+        model = super().model()
+        if self.holds == "note":
+            model[4] = Note(8, 2)
+        if self.holds in ("adjacency", "not kept"):
+            kept = self.holds == "adjacency"
+            model[0].register_buffer("adjacency", torch.eye(4).to_sparse(), kept)
+        return model
+
+    def optimizer(self, model, config):
+        made = AdamW(model.parameters(), 0.01, weight_decay=np.float64(0.1))
+        if self.holds == "kind":
+            made.param_groups[0]["kind"] = nn.Linear
+        return made
+
+    def schedule(self, optimizer, config):
+        return LambdaLR(optimizer, lambda step: np.cos(step / 100))
+
+    def state_dict(self):
+        counts = defaultdict(int) if self.holds == "counts" else {}
+        return {**super().state_dict(), "counts": counts}
+
+
+@pytest.mark.parametrize(
+    ("holds", "named"),
+    [
+        ("note", "Sequential"),
+        ("adjacency", r"0\.adjacency.*persistent=False"),
+        ("kind", "AdamW"),
+        ("counts", "Holding"),
+    ],
+)
+def test_a_state_that_no_checkpoint_gives_back_is_refused(holds, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        train(tmp_path, Holding(holds), lr_schedule={"name": "constant"}, **RARE)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_numbers_of_numpy_come_back_from_a_checkpoint(tmp_path):
+    changes = {"lr_schedule": {"name": "constant"}}
+    check_resume(tmp_path, lambda: Holding("not kept"), 7, **changes)

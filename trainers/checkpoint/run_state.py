@@ -27,6 +27,7 @@ from trainers.checkpoint.validation import (
     check_rng_state,
     check_scaler,
     check_state,
+    plain_numbers,
     tensors_in,
 )
 from trainers.config import TrainConfig
@@ -213,7 +214,8 @@ class Keeper:
         for name, part in self._optional():
             if part is not None:
                 state[name] = part.state_dict()
-        return state
+        numbered: State = plain_numbers(state)
+        return numbered
 
     def _optional(self) -> list[tuple[str, Any]]:
         """Return the parts of the state that not every run has, by name."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -118,9 +119,14 @@ def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
     """
     for _, tensor in tensors_in(tree, what):
         here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
-        plain = tensor.layout is torch.strided and here and not tensor.is_quantized
-        if not plain or type(tensor) not in (Tensor, torch.nn.Parameter):
+        if not here or not is_dense(tensor):
             raise CheckpointError(f"its {what} holds a tensor that is not a dense one")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is neither sparse, quantized nor of a class of its own."""
+    plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def tensors_in(tree: Any, what: str) -> Iterator[tuple[Place, Tensor]]:
@@ -175,6 +181,18 @@ def map_tree(
             for index, value in enumerate(tree)
         )
     return leaf(tree)
+
+
+def plain_numbers(tree: Any) -> Any:
+    """Return the same nesting with Python's numbers in place of numpy's.
+
+    A checkpoint that holds numpy's cannot be loaded.
+    """
+
+    def plain(value: Any) -> Any:
+        return value.item() if isinstance(value, np.generic) else value
+
+    return map_tree(lambda tensor, _: tensor, tree, leaf=plain)
 
 
 def check_dtypes(saved: State, now: State) -> None:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from trainers.checkpoint.validation import is_dense, plain_numbers, tensors_in
 from trainers.config import TrainConfig
 from trainers.config.train import CAPTURING
 from trainers.context import RunContext
@@ -42,7 +43,7 @@ from trainers.model.optimizer import (
 )
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
-from trainers.model.sharding import is_sharded, whole
+from trainers.model.sharding import is_shard, is_sharded, whole
 from trainers.model.state import (
     AsMade,
     frozen_digests,
@@ -105,8 +106,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     context.enter("model")
     trained = make_trained(task, _make_model(task, train), config, group)
     share_tensors(list(trained.beside.values()), group)
-    # A task's own state must come back from a checkpoint: said now, not after a crash.
-    _require_plain(whole(task.state_dict(), group), type(task).__name__)
+    _check_states(trained, task, group)
     context.enter("probe")
     phases = make_phases(trained.forward, trained.optimizer)
     probe = Probe(trained.forward, trained.optimizer, train, group, phases)
@@ -580,11 +580,32 @@ def _pass_through(
         return wrapped.unfit()
 
 
+def _check_states(trained: Trained, task: Task, group: Group) -> None:
+    """Raise ConfigError for what no checkpoint gives back: now, not after a crash."""
+    model = trained.forward.model
+    own = task.state_dict()
+    _require_plain(whole(own, group) if is_sharded(model) else own, type(task).__name__)
+    groups = trained.optimizer.state_dict()["param_groups"]
+    _require_plain({"param_groups": groups}, type(trained.optimizer).__name__)
+    state = model.state_dict()
+    owner = type(model).__name__
+    for path, tensor in tensors_in(state, "model"):
+        if not is_shard(tensor) and not is_dense(tensor):
+            raise ConfigError(
+                "task",
+                owner,
+                f"has `{'.'.join(map(str, path))}`, which is sparse, quantized or of a class of its own, and no checkpoint could hold it",
+                "make it dense, or register a buffer that model() makes anew with `persistent=False`",
+            )
+    others = {name: one for name, one in state.items() if not isinstance(one, Tensor)}
+    _require_plain(others, owner)
+
+
 def _require_plain(state: dict[str, Any], owner: str) -> None:
     """Raise ConfigError for a state that could not be loaded from a checkpoint."""
     data = io.BytesIO()
     try:
-        torch.save(state, data)
+        torch.save(plain_numbers(state), data)
         data.seek(0)
         torch.load(data, weights_only=True)
     except Exception as error:
