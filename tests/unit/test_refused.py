@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from tests.unit.test_evaluation import Weighted
 from tests.unit.test_loop import RARE, Context, Tiny, check_resume, config, train
@@ -347,6 +347,39 @@ def test_a_bad_loss_is_traced_to_what_held_it(where, words, tmp_path):
     with pytest.raises(DivergedError, match=words) as raised:
         train(tmp_path, Spoilt(where), **RARE)
     assert ("optimizer.lr" in raised.value.advice) == (where == "model")
+
+
+class Attached(Tiny):
+    """Its inputs are made by a model, and were not detached."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def dataset(self, split):
+        inputs, labels = super().dataset(split).tensors
+        tensors = TensorDataset(inputs.clone().requires_grad_() * 2, labels)
+        return tensors if self.kind == "tensors" else Subset(tensors, range(20))
+
+
+@pytest.mark.parametrize(
+    ("kind", "processes"), [("tensors", 0), ("tensors", 2), ("samples", 2)]
+)
+def test_samples_that_hold_a_graph_are_refused(kind, processes, tmp_path):
+    data = {"num_workers": processes, "resident": False}
+    with pytest.raises(Exception, match=r"detach\(\) them"):
+        train(tmp_path, Attached(kind), data=data, **RARE)
+
+
+class Undefined(Tiny):
+    def metrics(self, outputs, batch):
+        return {"odd": torch.full((len(outputs),), torch.nan)}
+
+
+def test_a_figure_that_is_not_a_number_is_said(tmp_path):
+    result = train(tmp_path, Undefined(), **RARE)
+    assert "val_odd" not in result.metrics
+    assert "val_odd is not a number" in result.warnings
 
 
 class Refuses(Hungry):

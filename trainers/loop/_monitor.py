@@ -412,7 +412,7 @@ def finish(
         "compile": inspection.compiled() if inspection is not None else None,
         "phases_s": dict(attempt.watchdog.spent_s),
     }
-    metrics = attempt.metrics.items()
+    undefined = [name for name, value in attempt.metrics.items() if math.isnan(value)]
     result = RunResult(
         **parts.group.first(of_rank_0),
         status=status,
@@ -425,7 +425,11 @@ def finish(
         train_time_s=clock.train_time_s,
         wall_time_s=time.monotonic() - attempt.began,
         peak_memory_bytes=max(row["peak_bytes"] for row in ranks),
-        metrics={name: value for name, value in metrics if not math.isnan(value)},
+        metrics={
+            name: value
+            for name, value in attempt.metrics.items()
+            if name not in undefined
+        },
         checkpoint=attempt.checkpoint,
         message=attempt.stopping.words or "",
         cuda_graphs=parts.step.capture,
@@ -434,7 +438,7 @@ def finish(
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,
-        warnings=parts.warnings,
+        warnings=[*parts.warnings, *(f"{name} is not a number" for name in undefined)],
     )
     if attempt.log is not None and context.storage is not None:
         attempt.log.flush(attempt.step)
