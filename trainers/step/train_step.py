@@ -149,11 +149,6 @@ class TrainStep:
         """
         return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
 
-    @property
-    def sums(self) -> list[Tensor]:
-        """The device tensors that a step adds to."""
-        return [self.loss_sum, self._bad_loss, self._found_inf]
-
     def __call__(
         self,
         batches: Iterator[Batch],
