@@ -1,6 +1,7 @@
 """Installed packages: their versions, and torchao, which may be absent."""
 
 import importlib
+import platform
 from importlib import metadata
 from typing import Any
 
@@ -8,11 +9,11 @@ from trainers.errors import ConfigError, first_line
 
 
 def package_versions(*names: str) -> dict[str, str]:
-    """Return the version of each installed distribution in `names`.
+    """Return the versions of Python and of each installed distribution in `names`.
 
     Imports none of them.
     """
-    found = {}
+    found = {"python": platform.python_version()}
     for name in names:
         try:
             found[name] = metadata.version(name)
