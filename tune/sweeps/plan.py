@@ -170,13 +170,7 @@ def size_of(
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, cpus, gpus, num_workers)
     nodes = nodes_of(types, counts)
-    usd_per_hour: dict[str, float] = {}
-    spot_usd_per_hour: dict[str, float] = {}
-    for name, price in load_prices(cluster.provider, cluster.region).items():
-        usd_per_hour[name] = price.usd_per_hour
-        if price.spot_usd_per_hour is not None:
-            spot_usd_per_hour[name] = price.spot_usd_per_hour
-    held = cost(types, counts, usd_per_hour, spot_usd_per_hour)
+    held = cost(types, counts, load_prices(cluster.provider, cluster.region))
     return Size(counts, nodes, worker_slots(nodes, cpus, gpus), held)
 
 
