@@ -1,6 +1,7 @@
 """Installed packages: their versions, and torchao, which may be absent."""
 
 import importlib
+import importlib.util
 import platform
 from importlib import metadata
 from typing import Any
@@ -20,6 +21,13 @@ def package_versions(*names: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def require_package(key: str, name: str, source: str | None = None) -> None:
+    """Raise ConfigError if a package that one of our extras installs is missing."""
+    if importlib.util.find_spec(name) is None:
+        fix = f"run `pip install 'paceline[{name}]'`"
+        raise ConfigError(key, name, f"needs the package {name}", fix, source)
 
 
 def import_torchao(module: str, key: str, value: str, instead: str) -> Any:
