@@ -106,7 +106,7 @@ class SweepPlan:
 def lanes_for(
     wanted: int | Literal["auto"],
     groups: int,
-    trials: int | None,
+    trials: int,
     source: str | None = None,
 ) -> int:
     """Return how many lanes a sweep gets if `groups` worker groups fit; none is idle.
@@ -114,7 +114,7 @@ def lanes_for(
     Raises ConfigError if more are asked for than fit.
     """
     if wanted == "auto":
-        return max(1, min(groups, trials or groups))
+        return max(1, min(groups, trials))
     if wanted > max(groups, 1):
         rule = f"must be at most the {groups} worker groups that fit on the cluster"
         fix = "lower it, or set `lanes: auto`"
