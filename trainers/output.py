@@ -173,11 +173,7 @@ class Sender:
                     self._send(taken)
                 except Exception as error:  # the driver is gone; or Ray says so, as it likes: the run matters more
                     logger.debug("records are not told any more: %s", error)
-                    self._send = _forget
-
-
-def _forget(records: list[Record]) -> None:
-    pass
+                    self._send = lambda records: None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Installed packages: their versions, and torchao, which may be absent."""
 
 import importlib
+import importlib.util
+import platform
 from importlib import metadata
 from typing import Any
 
@@ -8,17 +10,24 @@ from trainers.errors import ConfigError, first_line
 
 
 def package_versions(*names: str) -> dict[str, str]:
-    """Return the version of each installed distribution in `names`.
+    """Return the versions of Python and of each installed distribution in `names`.
 
     Imports none of them.
     """
-    found = {}
+    found = {"python": platform.python_version()}
     for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def require_package(key: str, name: str, source: str | None = None) -> None:
+    """Raise ConfigError if a package that one of our extras installs is missing."""
+    if importlib.util.find_spec(name) is None:
+        fix = f"run `pip install 'paceline[{name}]'`"
+        raise ConfigError(key, name, f"needs the package {name}", fix, source)
 
 
 def import_torchao(module: str, key: str, value: str, instead: str) -> Any:

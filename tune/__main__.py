@@ -27,9 +27,9 @@ from trainers.errors import ConfigError, counted
 from trainers.lease import InUseError
 from trainers.output import Output
 from trainers.storage import Storage
+from trainers.versions import require_package
 from tune.config import SweepConfig
 from tune.report.words import in_a_line
-from tune.search.space import require_package
 from tune.sweeps.spec import (
     SAVED,
     SweepSpec,

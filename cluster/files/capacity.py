@@ -52,14 +52,40 @@ class Cost:
     """
 
 
+@dataclass(frozen=True)
+class Price:
+    """One instance type's list prices in a region (Linux, shared tenancy)."""
+
+    provider: str
+    instance_type: str
+    region: str
+    gpus: int
+    vcpus: int
+    usd_per_hour: float
+    spot_usd_per_hour: float | None
+    """The median over the region's zones; None if unknown or not offered there."""
+    date: dt.date
+    """The day on which the price was read from the source."""
+    source: str
+
+    def age(self, today: dt.date) -> str:
+        """Return in words how old the price is, and whether it is too old."""
+        days = (today - self.date).days
+        if days > STALE_AFTER_DAYS:
+            return (
+                f"read {days} days ago, STALE: over {STALE_AFTER_DAYS} days, look it up"
+            )
+        return f"read {days} days ago"
+
+
 def worker_slots(
     nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float
 ) -> int:
     """Return how many workers fit at the same time, each on a single node.
 
     Workers are identical, so filling each node separately is optimal. Since a group may
-    span nodes, `// num_workers` gives the number of groups. Raises ValueError if a
-    worker needs no resources, because infinitely many would fit.
+    span nodes, `// num_workers` gives the number of groups. A worker must need some
+    resource.
     """
     return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
 
@@ -118,32 +144,32 @@ def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:
 def cost(
     node_types: Sequence[NodeType],
     counts: Mapping[str, int],
-    prices: Mapping[str, float],
-    spot_prices: Mapping[str, float] | None = None,
+    prices: Mapping[str, Price],
 ) -> Cost:
     """Return the price per hour of the head and `counts` worker nodes.
 
-    `prices` and `spot_prices` are by instance type.
+    `prices` are by instance type.
     """
-    spot_prices = spot_prices or {}
     usd_per_hour = []
     with_spot = []
     missing = []
+    has_spot = False
     is_spot_known = True
-    held = [(t, counts.get(t.name, 0) + t.is_head) for t in node_types]
-    for node_type, num_nodes in held:
+    for node_type in node_types:
+        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
         if not num_nodes:
             continue
-        machine = node_type.instance_type or ""
-        if machine not in prices:
+        known = prices.get(node_type.instance_type or "")
+        if known is None:
             missing.append(node_type.name)
-        price = prices.get(machine, 0.0)
+        price = known.usd_per_hour if known else 0.0
         usd_per_hour.append(num_nodes * price)
         if node_type.spot:
-            is_spot_known = is_spot_known and machine in spot_prices and price > 0
-            price = spot_prices.get(machine, 0.0)
+            has_spot = True
+            spot_price = known.spot_usd_per_hour if known else None
+            is_spot_known = is_spot_known and spot_price is not None
+            price = spot_price or 0.0
         with_spot.append(num_nodes * price)
-    has_spot = any(num_nodes and node_type.spot for node_type, num_nodes in held)
     return Cost(
         math.fsum(usd_per_hour),
         tuple(missing),
@@ -155,41 +181,11 @@ def _slots(
     node: Mapping[str, float], cpus_per_worker: float, gpus_per_worker: float
 ) -> int:
     amounts = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}
-    if min(amounts.values()) < 0 or max(amounts.values()) == 0:
-        raise ValueError(
-            f"cpus_per_worker and gpus_per_worker are {amounts}, but one must be above 0 and none below"
-        )
     return min(
         math.floor(node.get(name, 0) / asked + _TOLERANCE)
         for name, asked in amounts.items()
         if asked
     )
-
-
-@dataclass(frozen=True)
-class Price:
-    """One instance type's list prices in a region (Linux, shared tenancy)."""
-
-    provider: str
-    instance_type: str
-    region: str
-    gpus: int
-    vcpus: int
-    usd_per_hour: float
-    spot_usd_per_hour: float | None
-    """The median over the region's zones; None if unknown or not offered there."""
-    date: dt.date
-    """The day on which the price was read from the source."""
-    source: str
-
-    def age(self, today: dt.date) -> str:
-        """Return in words how old the price is, and whether it is too old."""
-        days = (today - self.date).days
-        if days > STALE_AFTER_DAYS:
-            return (
-                f"read {days} days ago, STALE: over {STALE_AFTER_DAYS} days, look it up"
-            )
-        return f"read {days} days ago"
 
 
 def load_prices(provider: str, region: str | None = None) -> dict[str, Price]:

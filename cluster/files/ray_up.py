@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import io
 import logging
 import re
@@ -33,9 +32,13 @@ _OTHERS = (
 )
 """Files of other tools: a field that identifies them, the rule and the fix to show."""
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
+_SCHEMA = Path(__file__).with_name("schema.yaml")
+"""What Ray's own schema leaves open, so that rules see typed data. Null values count as
+absent.
+"""
 MOST_NODES = 100_000
 """Limit for one node type: far more than Ray can run, and still cheap to count.
-schemas.yaml contains it as well.
+schema.yaml contains it as well.
 """
 
 
@@ -110,6 +113,8 @@ def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
+    from jsonschema import Draft202012Validator
+
     from trainers.on_ray.internals import check_cluster_file, filled_in
 
     written = documents[0] if documents else None
@@ -139,10 +144,10 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
             shape.pop(legacy, None)
     if isinstance(written.get("available_node_types"), dict):
         _check_types(written, source)
+    schema = yaml.safe_load(_SCHEMA.read_text(encoding="utf-8"))
     with _asking_ray(source):
         check_cluster_file(shape)
-    check_schema(written, "ray_up", "", _HOW_TO_WRITE, source)
-    with _asking_ray(source):
+        Draft202012Validator(schema).validate(_without_nulls(written))
         config = filled_in(copy.deepcopy(written))
         check_cluster_file(config)
     _check_counts(config, source)
@@ -163,7 +168,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
 
 @contextlib.contextmanager
 def _asking_ray(source: str) -> Iterator[None]:
-    """Raise ConfigError if Ray refuses in this block, and suppress Ray's output."""
+    """Raise ConfigError if this block refuses the file, and suppress Ray's output."""
     import jsonschema
 
     logger = logging.getLogger("ray.autoscaler")
@@ -176,7 +181,7 @@ def _asking_ray(source: str) -> Iterator[None]:
         ):
             yield
     except jsonschema.ValidationError as error:
-        raise schema_error(error, "", _HOW_TO_WRITE, source) from error
+        raise _schema_error(error, source) from error
     except (Exception, SystemExit) as error:  # with provider local Ray prints and exits
         raise ConfigError(
             "the file",
@@ -213,13 +218,15 @@ def _check_counts(config: Mapping[str, Any], source: str) -> None:
     is_local = config["provider"]["type"] == "local"
     for name, node_type in config["available_node_types"].items():
         place = "" if is_local else f"available_node_types.{name}"
-        check_bounds(
-            join(place, "min_workers"),
-            node_type["min_workers"],
-            node_type["max_workers"],
-            "its max_workers",
-            source,
-        )
+        low, high = node_type["min_workers"], node_type["max_workers"]
+        if low > high:
+            raise ConfigError(
+                _join(place, "min_workers"),
+                low,
+                f"must be at most its max_workers, {high}",
+                f"write {high} or less, or raise its max_workers",
+                source,
+            )
 
 
 def _commands(
@@ -312,46 +319,17 @@ def _started_with(commands: Sequence[str]) -> dict[str, float]:
     return {name.upper(): min(float(amount), MOST_NODES) for name, amount in told}
 
 
-def check_bounds(field: str, low: int, high: int, most: str, source: str) -> None:
-    """Raise ConfigError if a node type's minimum is above its maximum."""
-    if low > high:
-        raise ConfigError(
-            field,
-            low,
-            f"must be at most {most}, {high}",
-            f"write {high} or less, or raise {most}",
-            source,
-        )
-
-
-def check_schema(
-    value: Any, name: str, field: str, how_to_write: str, source: str | None = None
-) -> None:
-    """Raise ConfigError for the first part of `value` that violates a schema.
-
-    `name` is the schema's name in schemas.yaml.
-
-    `field` is the path of `value` in the file. Null values count as absent.
-    """
-    import jsonschema
-
-    validator = jsonschema.Draft202012Validator(_schemas()[name])
-    for error in validator.iter_errors(_without_nulls(value)):
-        raise schema_error(error, field, how_to_write, source)
-
-
-def schema_error(
-    error: Any, field: str, how_to_write: str, source: str | None
-) -> ConfigError:
+def _schema_error(error: Any, source: str) -> ConfigError:
     """Convert a jsonschema.ValidationError to a ConfigError, with a rule and a fix."""
+    field = ""
     for part in error.absolute_path:
-        field = join(field, part)
+        field = _join(field, part)
     if error.validator == "additionalProperties":
         known = sorted(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
         fix = did_you_mean(unknown, known, f"the fields here are {', '.join(known)}")
         return ConfigError(
-            join(field, unknown),
+            _join(field, unknown),
             error.instance[unknown],
             "is no such field",
             fix,
@@ -362,31 +340,23 @@ def schema_error(
             key for key in error.validator_value if key not in error.instance
         )
         return ConfigError(
-            join(field, missing), MISSING, "is required", f"add `{missing}`", source
+            _join(field, missing), MISSING, "is required", f"add `{missing}`", source
         )
     rules = {
         "type": f"must be of the type {error.validator_value}",
         "minimum": f"must be at least {error.validator_value}",
         "maximum": f"must be at most {error.validator_value}",
         "enum": f"must be one of {error.validator_value}",
-        "minItems": "must not be empty",
     }
     rule = rules.get(error.validator) or f"breaks the schema ({error.message[-160:]})"
     options = error.validator_value if error.validator == "enum" else []
-    fix = did_you_mean(error.instance, map(str, options), how_to_write)
+    fix = did_you_mean(error.instance, map(str, options), _HOW_TO_WRITE)
     return ConfigError(field or "the file", error.instance, rule, fix, source)
 
 
-def join(field: str, key: object) -> str:
+def _join(field: str, key: object) -> str:
     """Append a key to a dotted path."""
     return f"{field}.{key}" if field else str(key)
-
-
-@functools.cache
-def _schemas() -> dict[str, Any]:
-    text = Path(__file__).with_name("schemas.yaml").read_text(encoding="utf-8")
-    schemas: dict[str, Any] = yaml.safe_load(text)
-    return schemas
 
 
 def _without_nulls(value: Any) -> Any:

@@ -86,7 +86,7 @@ def findings(
         *_versions(cluster),
         *_head_start(cluster),
         *environment_findings(starts),
-        *reaction_findings(HEAD, starts[HEAD]),
+        *_reaction(starts[HEAD]),
         *_token_file(cluster, starts[HEAD]),
         *_access(cluster, starts[WORKER].get("PACELINE_STORAGE", "")),
     ]
@@ -277,7 +277,7 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
     docker = cluster.config.get("docker") or {}
     for key in ("image", "head_image", "worker_image"):
         if docker.get(key):
-            yield from image_finding(f"docker.{key}", docker[key])
+            yield from _image(f"docker.{key}", docker[key])
 
 
 def _installed(cluster: ClusterFile, field: str, arguments: str) -> Iterator[Finding]:
@@ -430,7 +430,7 @@ def environment_findings(
         )
 
 
-def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _reaction(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Warn if the head notices a dead node too late, or a stopped job gets no time."""
     checks = {
         name: _number(environment.get(f"RAY_health_check_{name}"), default)
@@ -445,7 +445,7 @@ def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Fi
         rule = f"should let a dead node be noticed within {_NOTICED_WITHIN_S:g} s, not {slowest_s:g}"
         names = ("period_ms=1000", "timeout_ms=1000", "failure_threshold=3")
         yield warning(
-            field,
+            HEAD,
             MISSING,
             rule,
             f"set {', '.join(f'RAY_health_check_{name}' for name in names)}",
@@ -453,7 +453,7 @@ def reaction_findings(field: str, environment: Mapping[str, str]) -> Iterator[Fi
     wait_s = _number(environment.get("RAY_JOB_STOP_WAIT_TIME_S"), _RAYS_STOP_WAIT_S)
     if wait_s < _STOP_WAIT_S:
         yield warning(
-            field,
+            HEAD,
             MISSING,
             f"should leave a stopped job {_STOP_WAIT_S:g} s or more for its last checkpoint, not {wait_s:g}",
             "set RAY_JOB_STOP_WAIT_TIME_S=120",
@@ -494,14 +494,14 @@ def version_finding(field: str, package: str, version: str) -> Iterator[Finding]
         )
 
 
-def image_finding(field: str, image: str | None) -> Iterator[Finding]:
+def _image(field: str, image: str) -> Iterator[Finding]:
     """Find an image that is not pinned, or whose name says another version of Ray."""
-    name, _, digest = (image or "").partition("@")
+    name, _, digest = image.partition("@")
     tag = name.rpartition("/")[2].partition(":")[2]
     if not (tag or digest) or tag.startswith("latest"):
         yield warning(
             field,
-            image or MISSING,
+            image,
             "must be pinned by a tag, or nodes that start later differ",
             "write a tag that names the versions in it",
         )

@@ -99,7 +99,7 @@ class Checkup:
 
     def quick(self, uri: str | None) -> None:
         """Compare versions, and check that the storage is shared."""
-        answers = self.ask_all("its start", _START_S, probes.versions)
+        answers = self.ask_all("its start", probes.versions)
         for node_id, versions in answers.items():
             self.nodes[node_id].versions = versions
         self.found += different([self.nodes[node_id] for node_id in answers])
@@ -108,7 +108,7 @@ class Checkup:
 
     def full(self) -> None:
         """Check the GPUs' health, and measure matrix products and network links."""
-        names = self.ask_all("importing torch", _START_S, probes.device_name)
+        names = self.ask_all("importing torch", probes.device_name)
         for node_id, name in names.items():
             self.nodes[node_id].device = name
         calls: dict[str, Call] = {}
@@ -141,9 +141,9 @@ class Checkup:
                 found.append(node_id)
         return found
 
-    def ask_all(self, part: str, timeout_s: float, *call: Any) -> dict[str, Any]:
+    def ask_all(self, part: str, *call: Any) -> dict[str, Any]:
         """Make the same call on all nodes that have answered so far."""
-        return self.ask(part, timeout_s, dict.fromkeys(self.answering(), call))
+        return self.ask(part, _START_S, dict.fromkeys(self.answering(), call))
 
     def ask(
         self, part: str, timeout_s: float, calls: Mapping[str, Call]

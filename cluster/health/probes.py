@@ -214,11 +214,8 @@ def _unit(name: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes; NCCL comes with torch."""
-    return {
-        "python": platform.python_version(),
-        **package_versions("torch", "ray"),
-        "paceline": code_digest(("cluster", "trainers", "tune")),
-    }
+    code = code_digest(("cluster", "trainers", "tune"))
+    return package_versions("torch", "ray") | {"paceline": code}
 
 
 def num_gpus() -> int:

@@ -30,7 +30,7 @@ def test_wheel_has_what_it_needs(wheel):
     for name in (
         "trainers/py.typed",
         "tune/report/report.html",
-        "cluster/files/schemas.yaml",
+        "cluster/files/schema.yaml",
         "cluster/aws.yaml",
     ):
         assert (wheel / name).is_file(), name

@@ -22,7 +22,7 @@ from trainers.launch.local import LocalContext, run_spawn
 from trainers.launch.spec import make_spec
 from trainers.model.precision import TABLE
 from trainers.model.sharding import local, whole
-from trainers.model.strategy import compile_model, place_model, share_buffers
+from trainers.model.strategy import compile_model, place_model, share_tensors
 from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
@@ -197,7 +197,7 @@ def figures(rank, world_size):
             model = place_model(task.model(), group, "fsdp")
             for buffer in model.buffers():
                 buffer.add_(rank)
-            share_buffers(model, group)
+            share_tensors(list(model.buffers()), group)
             feed = task_feed(
                 task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0
             )

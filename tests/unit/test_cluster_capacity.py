@@ -95,22 +95,18 @@ def test_grow_is_exact():
 
 
 def test_cost_counts_the_head_and_names_what_has_no_price():
-    prices = {"m5.2xlarge": 0.5, "g5.2xlarge": 1.25}
+    row = replace(read_prices()[0], spot_usd_per_hour=None)
+    head, small = replace(row, usd_per_hour=0.5), replace(row, usd_per_hour=1.25)
+    prices = {"m5.2xlarge": head, "g5.2xlarge": small}
     counts = {"small": 2, "large": 0}
     assert cost([HEAD, SMALL, LARGE], counts, prices).usd_per_hour == 3.0
     assert (
         cost([HEAD, SMALL, LARGE], counts, prices).missing == ()
     )  # no node of the type without a price
-    on_spot = replace(SMALL, spot=True)
-    assert (
-        cost(
-            [HEAD, on_spot, LARGE], counts, prices, {"g5.2xlarge": 0.25}
-        ).spot_usd_per_hour
-        == 1.0
-    )
-    assert (
-        cost([HEAD, on_spot, LARGE], counts, prices).spot_usd_per_hour is None
-    )  # not known
+    on_spot = [HEAD, replace(SMALL, spot=True), LARGE]
+    spot = {"g5.2xlarge": replace(small, spot_usd_per_hour=0.25)}
+    assert cost(on_spot, counts, prices | spot).spot_usd_per_hour == 1.0
+    assert cost(on_spot, counts, prices).spot_usd_per_hour is None  # not known
     with_large = cost([HEAD, SMALL, LARGE], {"small": 1, "large": 1}, prices)
     assert (with_large.usd_per_hour, with_large.missing) == (1.75, ("large",))
     assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)

@@ -21,7 +21,7 @@ from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
-from trainers.storage import Storage
+from trainers.storage import Storage, parse_json
 from trainers.task import Task
 
 torch.set_num_threads(1)
@@ -232,7 +232,10 @@ def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken, tmp_p
     assert result.checkpoint is not None
     assert Path(result.checkpoint).is_dir()
     assert (
-        RunResult.from_json((tmp_path / "result.json").read_bytes()).status == "stopped"
+        parse_json(
+            (tmp_path / "result.json").read_bytes(), RunResult, finite=False
+        ).status
+        == "stopped"
     )
     assert train(tmp_path).status == "done"
     assert_same_run(tmp_path, unbroken)
@@ -331,7 +334,10 @@ def test_reports_carry_metrics_and_checkpoints(tmp_path):
 
 def test_the_result_is_written_as_it_is_returned(tmp_path):
     result = train(tmp_path, epochs=2)
-    assert RunResult.from_json((tmp_path / "result.json").read_bytes()) == result
+    assert (
+        parse_json((tmp_path / "result.json").read_bytes(), RunResult, finite=False)
+        == result
+    )
     assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (
         5,
         3,

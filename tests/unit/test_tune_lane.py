@@ -45,7 +45,8 @@ class Box:
 def _without_ray(monkeypatch):
     place = {"world_rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     context = SimpleNamespace(
-        **{f"get_{name}": lambda n=number: n for name, number in place.items()}
+        get_node_rank=lambda: 0,
+        **{f"get_{name}": lambda n=number: n for name, number in place.items()},
     )
     monkeypatch.setattr(ray, "get", lambda value: value)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)

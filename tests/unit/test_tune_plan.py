@@ -237,7 +237,6 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
 def test_lanes_are_those_of_the_running_sweep():
     assert lanes_for("auto", 5, 3) == 3
     assert lanes_for("auto", 5, 30) == 5
-    assert lanes_for("auto", 5, None) == 5
     assert lanes_for("auto", 0, 3) == 1  # nodes may still be on their way
     assert lanes_for(4, 5, 3) == 4
     with pytest.raises(ConfigError, match="lanes"):

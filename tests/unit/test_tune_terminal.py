@@ -86,7 +86,7 @@ def test_lines_stay_above_the_table(monkeypatch):
     try:
         with Terminal(Console(file=None, force_terminal=True, width=120)) as terminal:
             terminal.update(view())
-            terminal.say("trial 1/24  done")
+            package.info("trial 1/24  done")
             assert handler.stream is not file
         assert handler.stream is file
     finally:

@@ -19,7 +19,6 @@ import hashlib
 import io
 import logging
 import pickle
-import platform
 import re
 import time
 import zipfile
@@ -625,10 +624,7 @@ class Checkpoints:
         """Write the manifest on rank 0; return what went wrong, if anything."""
         if self.group.rank != 0:
             return None
-        versions = {
-            "python": platform.python_version(),
-            **package_versions("paceline", "torch", "numpy"),
-        }
+        versions = package_versions("paceline", "torch", "numpy")
         manifest = Manifest(
             step, self.group.world_size, files, dict(metrics), versions, self._config
         )

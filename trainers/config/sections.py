@@ -42,8 +42,8 @@ PHASE_FACTOR = 4
 """How many times `hang_timeout_s` a phase without batches may take."""
 LEAST_PHASE_S = 60.0
 """What such a phase may always take."""
-TRACKERS = {"mlflow": "mlflow", "wandb": "wandb", "tensorboard": None}
-"""The package that each tracker needs but for ours: all but a user's own."""
+TRACKERS = ("mlflow", "wandb", "tensorboard")
+"""All but a user's own. Ours alone, `tensorboard`, needs no package."""
 _OWN_SINK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""

@@ -200,6 +200,4 @@ class BatchSchedule:
 
 def _last(parts: Sequence[T], name: str, value: int) -> T:
     """Return the last part whose attribute of this name is at most `value`."""
-    if len(parts) == 1:
-        return parts[0]
     return parts[bisect_right(parts, value, key=attrgetter(name)) - 1]

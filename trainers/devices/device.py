@@ -272,11 +272,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
     It is saved with every run.
     """
-    report = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": str(os.cpu_count()),
-    }
+    report = {"platform": platform.platform(), "cpus": str(os.cpu_count())}
     report |= package_versions("paceline", "torch", "ray", "pyarrow", "numpy")
     report["device"] = str(device)
     if device.type == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import platform
 import socket
 import time
 import uuid
@@ -40,11 +39,7 @@ def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
 
 def own_versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks."""
-    return {
-        "python": platform.python_version(),
-        **package_versions("torch"),
-        "paceline": code_digest(),
-    }
+    return package_versions("torch") | {"paceline": code_digest()}
 
 
 def check_peers(group: Group, storage: Storage | None) -> None:

@@ -50,7 +50,7 @@ class _Redacting(logging.Formatter):
 
 
 def setup_logging(rank: int, quiet: bool = False) -> None:
-    """Send our packages' log to standard output, without secrets.
+    """Send our packages' log to standard output only, without secrets.
 
     Rank 0 logs its progress without a prefix (with `quiet`, only warnings); other ranks
     log warnings with their rank.
@@ -59,11 +59,7 @@ def setup_logging(rank: int, quiet: bool = False) -> None:
     handler.setFormatter(
         _Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s")
     )
-    show_log(handler, logging.INFO if rank == 0 and not quiet else logging.WARNING)
-
-
-def show_log(handler: logging.Handler, level: int) -> None:
-    """Send our packages' log to this handler only."""
+    level = logging.INFO if rank == 0 and not quiet else logging.WARNING
     for name in PACKAGES:
         package = logging.getLogger(name)
         package.handlers[:] = [handler]

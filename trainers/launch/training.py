@@ -10,6 +10,8 @@ from trainers.measure.result import RunResult
 class TrainJob(Job[RunResult]):
     """Trains a run with our loop."""
 
+    answer = RunResult
+
     def execute(self, context: RunContext) -> RunResult:
         """Train as one worker."""
         with watched(self.config.failure, context):
@@ -18,7 +20,3 @@ class TrainJob(Job[RunResult]):
 
                 from trainers.loop.fit import fit
             return fit(self.load_task(context), self.config, context)
-
-    def read_result(self, text: bytes) -> RunResult:
-        """Parse the JSON of what `execute` returned."""
-        return RunResult.from_json(text)

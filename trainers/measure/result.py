@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from trainers.errors import Status, counted
 from trainers.measure.clock import Throughput
 from trainers.measure.figures import RankFigures, table
-from trainers.storage import parse_json
 
 
 @dataclass
@@ -148,8 +147,3 @@ class RunResult:
         if self.world_size > 1 and self.ranks:
             lines += table(self.ranks)
         return "\n  ".join(lines)
-
-    @staticmethod
-    def from_json(text: bytes) -> RunResult:
-        """Read `result.json`; CheckpointError says what is wrong with it."""
-        return parse_json(text, RunResult, finite=False)

@@ -58,11 +58,6 @@ class MovingAverage:
         self._scaler: GradScaler | None = None
         self._scale: Tensor | None = None
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the averages themselves."""
-        return list(self._averages.values())
-
     def set_decay(self, decay: float) -> None:
         """Set the share of the old average that updates keep from here on."""
         self._decay = decay

@@ -422,14 +422,6 @@ def _unreduced(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def share_buffers(model: nn.Module, group: Group) -> None:
-    """Copy rank 0's buffers to every rank, as DDP does before a forward.
-
-    This keeps BatchNorm's statistics equal on all ranks.
-    """
-    share_tensors(list(model.buffers()), group)
-
-
 def share_tensors(tensors: list[Tensor], group: Group) -> None:
     """Copy rank 0's tensors to every rank, in place."""
     if group.world_size > 1 and tensors:

@@ -162,20 +162,23 @@ def own_gpu() -> int:
     return visible.index(given[0]) if given and given[0] in visible else 0
 
 
+def own_ranks() -> tuple[int, int, int, int, int]:
+    """Return the rank and world size, the same on this node, and the node's rank."""
+    context = ray.train.get_context()
+    return (
+        context.get_world_rank(),
+        context.get_world_size(),
+        context.get_local_rank(),
+        context.get_local_world_size(),
+        context.get_node_rank(),
+    )
+
+
 class WorkerContext(RunContext):
     """RunContext of a TorchTrainer's worker, with its ranks as Ray assigns them."""
 
     def __init__(self, storage: Storage | None, launcher: str) -> None:
-        worker = ray.train.get_context()
-        super().__init__(
-            storage,
-            launcher,
-            worker.get_world_rank(),
-            worker.get_world_size(),
-            worker.get_local_rank(),
-            worker.get_local_world_size(),
-            own_gpu(),
-        )
+        super().__init__(storage, launcher, *own_ranks()[:4], own_gpu())
         self._asked_s = -math.inf
 
     def preempted(self, elapsed_s: float) -> bool:
@@ -366,16 +369,10 @@ def _join(address: str, port: int, descriptor: int, backend: str) -> None:
 
         from trainers.devices.group import TIMEOUT, join_group, keep_on_this_machine
 
-    context = ray.train.get_context()
-    rank = context.get_world_rank()
-    world_size = context.get_world_size()
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(context.get_local_rank()),
-        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
-        "NODE_RANK": str(context.get_node_rank()),
-    }
+    rank, world_size, *of_node = own_ranks()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+    for name, number in zip(names, (rank, world_size, *of_node), strict=True):
+        os.environ[name] = str(number)
     if _is_alone():
         keep_on_this_machine()
     is_first = rank == 0

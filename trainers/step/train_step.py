@@ -41,7 +41,7 @@ from trainers.model.strategy import (
     as_real,
     average_present,
     no_sync,
-    share_buffers,
+    share_tensors,
     unused_parameters,
 )
 from trainers.step.ceiling import Ceiling
@@ -149,11 +149,6 @@ class TrainStep:
         """
         return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
 
-    @property
-    def sums(self) -> list[Tensor]:
-        """The device tensors that a step adds to."""
-        return [self.loss_sum, self._bad_loss, self._found_inf]
-
     def __call__(
         self,
         batches: Iterator[Batch],
@@ -171,7 +166,8 @@ class TrainStep:
         for parameter in self._parameters:
             parameter.grad = None
         if self.by_hand:
-            share_buffers(self.forward.model, self.group)
+            # As DDP does before a forward: BatchNorm's statistics stay equal on all ranks.
+            share_tensors(list(self.forward.model.buffers()), self.group)
         shares, batches = self._shares(batches, sizes, step_samples, idle)
         last = len(sizes) - 1
         for index, share in enumerate(shares):

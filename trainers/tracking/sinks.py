@@ -10,7 +10,6 @@ MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import re
@@ -22,11 +21,11 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from trainers.config.model import Tree
-from trainers.config.sections import TRACKERS, TrackerConfig
-from trainers.errors import ConfigError
+from trainers.config.sections import TrackerConfig
 from trainers.launch.spec import add_to_path, load_class
 from trainers.measure.run_log import encode_events, events_name
 from trainers.storage import Storage
+from trainers.versions import require_package
 
 _IMPORTS = threading.Lock()
 """Clients are imported one at a time: two threads in circular imports may each see half
@@ -297,12 +296,8 @@ def check_trackers(
         name = tracker.tracker
         if name not in _SINKS:
             _own_sink(name, path, source)
-            continue
-        package = TRACKERS[name]
-        if package is not None and importlib.util.find_spec(package) is None:
-            rule = f"needs the package {package}, which is not here"
-            fix = f"`pip install 'paceline[{name}]'`"
-            raise ConfigError("tracking", name, rule, fix, source)
+        elif name != "tensorboard":
+            require_package("tracking", name, source)
 
 
 def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> Sink:

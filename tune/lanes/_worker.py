@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import ray
-import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 from ray.train.collective import barrier, broadcast_from_rank_zero
 
@@ -36,6 +35,7 @@ from trainers.on_ray.worker_group import (
     hide_unassigned_gpus,
     listen,
     own_gpu,
+    own_ranks,
 )
 from tune.forks.assignment import Assignment, Place
 from tune.forks.child import TrialStopped
@@ -321,16 +321,8 @@ class Lane:
         self.may_drain: bool = loop_config["may_drain"]
         """Whether Ray may say that the lane's node will be taken away."""
         self._of_function = loop_config["of_function"]
-        context = ray.train.get_context()
         hide_unassigned_gpus()
-        self._place = Place(
-            context.get_world_rank(),
-            context.get_world_size(),
-            context.get_local_rank(),
-            context.get_local_world_size(),
-            context.get_node_rank(),
-            own_gpu(),
-        )
+        self._place = Place(*own_ranks(), own_gpu())
         setup_logging(1)
         logging.getLogger("ray.train").setLevel(logging.WARNING)
         self._shown = f"{loop_config['sweep']}, lane {self.number}"

@@ -22,13 +22,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-import ray.train
 import ray.train.collective
 from ray.util.queue import Empty
 
 from trainers.config.model import Tree
 from trainers.on_ray.internals import accepted, actor_record
-from trainers.on_ray.worker_group import listen, own_gpu
+from trainers.on_ray.worker_group import listen, own_gpu, own_ranks
 from tune.forks.assignment import Place
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
@@ -177,21 +176,15 @@ def stops() -> bool:
 
 def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket]]:
     """Return this worker's place in its trial; on rank 0, also the listening socket."""
-    context = ray.train.get_context()
+    ranks = own_ranks()
     files: list[socket.socket] = []
     address = ("", 0)
-    if context.get_world_rank() == 0:
+    if ranks[0] == 0:
         server, host, port = listen()
         files.append(server)
         address = host, port
     host, port = ray.train.collective.broadcast_from_rank_zero(address)
-    ranks = context.get_world_rank(), context.get_world_size()
-    of_node = (
-        context.get_local_rank(),
-        context.get_local_world_size(),
-        context.get_node_rank(),
-    )
-    return Place(*ranks, *of_node, own_gpu(), host, port, backend, timeout_s), files
+    return Place(*ranks, own_gpu(), host, port, backend, timeout_s), files
 
 
 def shape_of(

@@ -1,6 +1,5 @@
 """The search space: its trials, and which trials of an `around` search come next."""
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 from trainers.config.function import build_run, kind_of
 from trainers.config.model import Tree, override
 from trainers.errors import MISSING, ConfigError
+from trainers.versions import require_package
 from tune.config import MOST_TRIALS, Objective, Range, SweepConfig, sample_values
 from tune.trials.record import Records, TrialRecord, trial_id, value_of
 
@@ -142,13 +142,6 @@ def check_space(config: SweepConfig, train: Tree, source: str) -> None:
             check_trial(train, {key: value}, source)
     for trial in grid(config):
         check_trial(train, trial, source)
-
-
-def require_package(key: str, name: str, source: str | None = None) -> None:
-    """Raise ConfigError if a package that one of our extras installs is missing."""
-    if importlib.util.find_spec(name) is None:
-        fix = f"run `pip install 'paceline[{name}]'`"
-        raise ConfigError(key, name, f"needs the package {name}", fix, source)
 
 
 def check_trial(train: Tree, trial: Tree, source: str) -> None:

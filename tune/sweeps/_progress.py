@@ -119,7 +119,7 @@ def _spent(view: View) -> str:
 
 
 class Terminal:
-    """Prints lines and, on a terminal or in a notebook, the live table below them."""
+    """Shows the live table on a terminal or in a notebook, below the lines of the log."""
 
     def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
         """`is_live` says whether to show the live table."""
@@ -155,10 +155,6 @@ class Terminal:
         """Redraw the live table, where there is one."""
         if self._draw is not None:
             self._draw(render(view))
-
-    def say(self, words: str) -> None:
-        """Print a line that stays."""
-        logger.info("%s", words)
 
 
 class Pace:
@@ -367,7 +363,7 @@ class Progress(tune.Callback):
         self._pace.lanes_up(len(state["lanes"]))
         self._num_notes += len(state["notes"])
         for words in state["notes"]:
-            self.terminal.say(words)
+            logger.info("%s", words)
         self._set_gauges(state)
         shown = self._live(state)
         spent_s = time.monotonic() - self._began
@@ -458,7 +454,7 @@ class Progress(tune.Callback):
             if key.startswith("val_"):
                 parts.append(f"{key} {value:.4f}")
         parts.append(record.message)
-        self.terminal.say("  ".join(part for part in parts if part))
+        logger.info("%s", "  ".join(part for part in parts if part))
 
     def _is_best(self, value: float) -> bool:
         if self._best is None:
@@ -476,7 +472,7 @@ class Progress(tune.Callback):
             name = _name(trial)
             ray.get(self._mailbox.orphan.remote(name))
             why = f"its Tune actor has died ({_cause(trial)})"
-            self.terminal.say(f"trial {name}: {why}; another goes on")
+            logger.info("trial %s: %s; another goes on", name, why)
 
     def on_trial_error(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
@@ -594,8 +590,8 @@ class Progress(tune.Callback):
         for record in gone:
             self._journal.append(record)
         if gone:
-            words = "records had vanished from storage, and were written again"
-            self.terminal.say(f"{len(gone)} {words}")
+            words = "%d records had vanished from storage, and were written again"
+            logger.info(words, len(gone))
 
 
 def _name(trial: Any) -> str:

@@ -70,8 +70,8 @@ class Steered:
         known = self._actions.read()
         self._actions.news()  # what an earlier start has said
         if known.paused:
-            go_on = f"`python -m tune steer {spec.uri} go-on`"
-            progress.terminal.say(f"paused by hand: lanes take no trial until {go_on}")
+            words = "paused by hand: lanes take no trial until `python -m tune steer %s go-on`"
+            logger.info(words, spec.uri)
         self._steering = Steering(extension=known.extension)
         self._begun: set[str] = set()
         self._is_alone = False
@@ -100,7 +100,7 @@ class Steered:
         if steering != self._steering:
             self._do(steering)
         for action in self._actions.news():
-            self._progress.terminal.say(f"by hand: {action}")
+            logger.info("by hand: %s", action)
         if not self._is_alone:
             for name in sorted(steering.clones.keys() - self._begun):
                 self._begin(name, steering.clones[name])
@@ -360,16 +360,15 @@ class _Run:
         wanted = self._wanted_repeats()
         if wanted:
             count = len({finalist.id for finalist, _ in wanted})
-            words = "alone and in turn, until it is clear which is first"
-            self._progress.terminal.say(f"the {count} finalists again, {words}")
+            words = "the %d finalists again, alone and in turn, until it is clear which is first"
+            logger.info(words, count)
             self._await_quiet()
         while wanted:
             finalist, seed = wanted[0]
             name = self._progress.add(finalist.config, "repeat", seed)
             while not self._progress.has_ended(name):
                 if self._is_over_budget:
-                    words = "repeats end here: the budget is used up"
-                    self._progress.terminal.say(words)
+                    logger.info("repeats end here: the budget is used up")
                     return
                 self._progress.tick()
                 time.sleep(_SOON_S)
@@ -395,8 +394,8 @@ class _Run:
                 return
             if waited_s > _SAY_AFTER_S and not is_said:
                 is_said = True
-                words = f"are quiet, {_QUIET_TIMEOUT_S:.0f} s at most"
-                self._progress.terminal.say(f"waiting until lanes {busy} {words}")
+                words = "waiting until lanes %s are quiet, %.0f s at most"
+                logger.info(words, busy, _QUIET_TIMEOUT_S)
             self._progress.tick()
             time.sleep(_LOOK_S)
             waited_s = time.monotonic() - began

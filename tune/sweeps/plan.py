@@ -106,7 +106,7 @@ class SweepPlan:
 def lanes_for(
     wanted: int | Literal["auto"],
     groups: int,
-    trials: int | None,
+    trials: int,
     source: str | None = None,
 ) -> int:
     """Return how many lanes a sweep gets if `groups` worker groups fit; none is idle.
@@ -114,7 +114,7 @@ def lanes_for(
     Raises ConfigError if more are asked for than fit.
     """
     if wanted == "auto":
-        return max(1, min(groups, trials or groups))
+        return max(1, min(groups, trials))
     if wanted > max(groups, 1):
         rule = f"must be at most the {groups} worker groups that fit on the cluster"
         fix = "lower it, or set `lanes: auto`"
@@ -170,13 +170,7 @@ def size_of(
     types = cluster.node_types
     counts = grow(types, cluster.max_workers, cpus, gpus, num_workers)
     nodes = nodes_of(types, counts)
-    usd_per_hour: dict[str, float] = {}
-    spot_usd_per_hour: dict[str, float] = {}
-    for name, price in load_prices(cluster.provider, cluster.region).items():
-        usd_per_hour[name] = price.usd_per_hour
-        if price.spot_usd_per_hour is not None:
-            spot_usd_per_hour[name] = price.spot_usd_per_hour
-    held = cost(types, counts, usd_per_hour, spot_usd_per_hour)
+    held = cost(types, counts, load_prices(cluster.provider, cluster.region))
     return Size(counts, nodes, worker_slots(nodes, cpus, gpus), held)
 
 

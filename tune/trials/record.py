@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from trainers.config.model import Tree
-from trainers.errors import STATUSES, Status, redact
+from trainers.errors import Status, redact
 from tune.config import Objective
 
 REPEATS = 0.2
@@ -269,9 +269,7 @@ def make_record(
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
-    status: Status = "error"
-    if outcome["status"] in STATUSES:
-        status = outcome["status"]
+    status: Status = outcome["status"]
     message = outcome.get("message") or "; ".join(result.get("warnings", ()))
     metrics = dict(curve[-1] if curve else {})
     metrics |= result.get("metrics", {})
@@ -312,7 +310,7 @@ def make_record(
         lane=outcome.get("lane"),
         purpose=purpose,
         seed=seed,
-        samples=_samples(result),
+        samples=result.get("samples"),
         epochs=result.get("epochs"),
         cpu_pressure=outcome.get("cpu_pressure"),
         disturbed_s=speed.get("disturbed_s", disturbed_s) or None,
@@ -320,12 +318,3 @@ def make_record(
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
     )
-
-
-def _samples(result: Tree) -> float | None:
-    """Return the number of samples that a trial has trained on, or None."""
-    if result.get("samples") is not None:
-        return float(result["samples"])
-    if "steps" not in result:
-        return None
-    return float(result["steps"] * result["global_batch_size"])
