@@ -11,6 +11,7 @@ import sys
 import pytest
 import yaml
 
+from tests.on_ray.embedded import actors
 from tests.specs import REPOSITORY, evaluations, losses, make, tree
 from tests.waits import until, when
 from trainers.errors import ConfigError, RunFailedError
@@ -45,7 +46,7 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path, cluster, driv
         "task_args": {"pause_s": 0.02},
     }
     endless = tree(tmp_path, **options, max_steps=1_000_000)
-    spec = make(tmp_path, **options)
+    run = make(tmp_path, **options).storage
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(endless))
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
@@ -54,16 +55,20 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path, cluster, driv
     )
     kept = "checkpoints/step-000000000020/manifest.json"
     try:
-        until(lambda: spec.storage.exists(kept), "a checkpoint", process=killed)
+        until(lambda: run.exists(kept), "a checkpoint", process=killed)
     finally:
         killed.kill()
         killed.wait()
+    alive = ("state", "=", "ALIVE"), ("class_name", "=", "RayTrainWorker")
+    until(lambda: not actors(*alive), "the end of its workers, which trained on")
+    newest = max(int(name[5:]) for name in run.names("checkpoints"))
+    spec = make(tmp_path, **options, max_steps=newest + 10)
     result = run_on_ray(spec)
     assert result.status == "done"
     assert result.world_size == 2, (
         "as many as the cluster holds, without a wait for those 180 s"
     )
-    assert len(losses(spec)) == result.steps == 30
+    assert len(losses(spec)) == result.steps == newest + 10
     kept = json.loads(spec.storage.read("environment.json"))
     assert kept["device"] == "cpu"
     assert {"torch", "ray", "python"} <= set(kept)

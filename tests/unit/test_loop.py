@@ -254,6 +254,13 @@ def test_more_epochs_go_on_from_a_finished_run(unbroken, tmp_path):
     assert_same_run(tmp_path / "grown", tmp_path / "long")
 
 
+def test_fewer_steps_than_the_run_has_are_done(tmp_path):
+    constant = {"lr_schedule": {"name": "constant"}}
+    train(tmp_path, epochs=2, **constant)
+    result = train(tmp_path, epochs=1, **constant)
+    assert (result.status, result.steps) == ("done", 2 * PER_EPOCH)
+
+
 class Poisoned(Tiny):
     """The loss is bad after so many good steps; needs one microbatch a step."""
 

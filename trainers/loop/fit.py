@@ -156,7 +156,7 @@ class Training:
                 self.evaluate()
         self.checkpointing.keep_end()
         watchdog.enter("the end")
-        at_end = attempt.step == parts.total_steps
+        at_end = attempt.step >= parts.total_steps
         is_done = at_end or attempt.stopping.words is not None
         status: Status = "done" if is_done else "stopped"
         return finish(status, attempt, self.monitor, self.inspection)
