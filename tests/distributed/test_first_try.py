@@ -23,6 +23,24 @@ from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
 
+class Graph(nn.Module):
+    """A constant that is sparse, as of a graph's edges."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        edges = torch.eye(12).to_sparse()
+        self.register_buffer("edges", edges, persistent=False)
+
+    def forward(self, inputs):
+        return self.inner((self.edges @ inputs.T).T)
+
+
+class Sparse(Blobs):
+    def model(self):
+        return Graph(super().model())
+
+
 class Experts(nn.Module):
     """Those that no sample of a batch asks for are not called."""
 
@@ -56,6 +74,7 @@ class Mixture(Blobs):
 
 
 TASKS = {
+    "sparse": Sparse(),
     "random_split": Table("random_split"),
     "constructor": Table("numpy"),
     "entropy": Table("entropy in tensors"),
@@ -83,7 +102,7 @@ def train(rank, world_size):
 def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path):
     [alone] = run_processes(1, train, tmp_path)
     for found in run_processes(2, train, tmp_path):
-        for name in ("random_split", "constructor"):
+        for name in ("random_split", "constructor", "sparse"):
             assert found[name] == pytest.approx(alone[name], rel=1e-5), name
         assert found["entropy"] == 'dataset("train")'
         assert found["classes"] == found["contrastive"] == "loss()"
