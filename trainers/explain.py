@@ -242,16 +242,19 @@ class Steps:
         replica = self.replica
         sampler = replica.sampler
         feed = replica.train_feed
+        size = sampler.batches.size(0)
+        count = min(max(1, sampler.length // size), _MOST)
+        ahead = 0  # rows: a stream only goes forward
         if isinstance(feed.dataset, Stream):
             feed.dataset.begin(0, None, None)
-        whole = max(1, sampler.length // sampler.batches.size(0))
+            ahead = count * size
         for epoch in itertools.count():
             sampler.set_epoch(epoch)
             rows = []
             each_sizes = []
-            for step in range(min(whole, _MOST)):
+            for step in range(count):
                 plan = sampler.plan(step, replica.microbatch_size, replica.even)
-                rows += plan[0]
+                rows += [of_piece + epoch * ahead for of_piece in plan[0]]
                 each_sizes.append(plan[1])
             batches = feed.batches(rows, training=True)
             for sizes in each_sizes:

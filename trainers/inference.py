@@ -72,6 +72,7 @@ from trainers.model.strategy import compile_model
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
 from trainers.step.evaluation import evaluate, too_large
 from trainers.step.forward import ForwardPass
+from trainers.step.snapshot import CollectiveWatch, throwaway
 from trainers.storage import Storage, storage_uri
 from trainers.task import Task, load_split, task_feed
 
@@ -83,6 +84,7 @@ logger = logging.getLogger(__name__)
 _INDEX = "index"
 _WINDOW = 16  # batches of a rank between two meetings of all ranks
 _ROW_GROUP_BYTES = 32 * 2**20
+_TRIED = 2  # samples of a pass that is thrown away
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,10 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     dataset = _split_of(task, job, group)
     checkpoint, position, model, spec = load_trained(task, group, spec, job)
     step = position["step"]
+    with_loss = job.out is None
+    together = _communicates(
+        ForwardPass(model, task, spec, device), dataset, with_loss, group
+    )
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
     seed_all(config.seed + context.rank)
@@ -252,7 +258,7 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
         group.barrier()
         began = time.perf_counter()
         with torch.no_grad():  # a model may differentiate in its forward: forces
-            metrics = _pass(job, forward, feed, group, step)
+            metrics = _pass(job, forward, feed, group, step, together)
         synchronize(device)
         group.barrier()
         time_s = time.perf_counter() - began
@@ -272,18 +278,40 @@ def infer(task: Task, context: RunContext, job: Inference) -> InferenceResult:
     )
 
 
+def _communicates(
+    forward: ForwardPass, dataset: Any, with_loss: bool, group: Group
+) -> bool:
+    """Return whether the task's forward or loss is a collective, as a pass shows."""
+    if group.world_size == 1:
+        return False
+    watch = CollectiveWatch()
+    rows = torch.arange(min(_TRIED, len(dataset)))
+    says_it_better = contextlib.suppress(Exception)  # the pass itself
+    with throwaway(forward, dataset=dataset), says_it_better, torch.no_grad(), watch:
+        forward(forward.read(dataset, rows, training=False), with_loss)
+    return any(group.gather(watch.seen))
+
+
 def _pass(
-    job: Inference, forward: ForwardPass, feed: Feed, group: Group, step: int
+    job: Inference,
+    forward: ForwardPass,
+    feed: Feed,
+    group: Group,
+    step: int,
+    together: bool,
 ) -> dict[str, float]:
-    """Evaluate, or write predictions; return the metrics, named after the split."""
+    """Evaluate, or write predictions; return the metrics, named after the split.
+
+    `together` says that all ranks have to run equally many forwards.
+    """
     config = job.config
     size = config.evaluate.microbatch_size
     if job.out is not None:
         about = {"task": config.task, "split": job.split, "checkpoint": f"step-{step}"}
-        predict(forward, feed, size, group, Storage(job.out), about)
+        predict(forward, feed, size, group, Storage(job.out), about, together)
         return {}
     seeds = (config.seed, step)
-    figures = evaluate(forward, feed, size, group, seeds=seeds)
+    figures = evaluate(forward, feed, size, group, seeds=seeds, collective=together)
     return {
         f"{job.split}_{name.removeprefix('val_')}": value
         for name, value in figures.items()
@@ -409,10 +437,12 @@ def predict(
     group: Group,
     target: Storage,
     about: dict[str, str],
+    together: bool = False,
 ) -> None:
     """Write the task's `predictions` of every sample to the file `target`.
 
-    `about` becomes the file's metadata.
+    `about` becomes the file's metadata. With `together` every rank runs equally many
+    forwards: one that has fewer batches also runs some whose outputs are dropped.
 
     Each rank gets whole batches, in windows, and rank 0 writes each window as it comes:
     the file is the same, byte for byte, for any number of ranks. Every rank must call
@@ -425,7 +455,15 @@ def predict(
     # Every rank meets the others as often as rank 0, which has the first batch of all.
     meetings = -(-len(batches) // (_WINDOW * group.world_size))
     mine += [()] * (meetings - len(mine))
-    source = feed.batches(list(itertools.chain(*mine)), training=False)
+    idle = [0] * meetings
+    if together:
+        for meeting, part in enumerate(mine):
+            begun = meeting * _WINDOW * group.world_size
+            idle[meeting] = min(_WINDOW, len(batches) - begun) - len(part)
+    every = [
+        [*part, *batches[:1] * more] for part, more in zip(mine, idle, strict=True)
+    ]
+    source = feed.batches(list(itertools.chain(*every)), training=False)
     task = forward.task
 
     def record(rows: Tensor) -> pa.RecordBatch:
@@ -440,8 +478,9 @@ def predict(
         return _record(rows, task.predictions(outputs, batch), task)
 
     def records() -> Iterator[pa.RecordBatch]:
-        for part in mine:
-            for received in group.collect([record(rows) for rows in part]):
+        for part, own in zip(every, mine, strict=True):
+            made = [record(rows) for rows in part]
+            for received in group.collect(made[: len(own)]):
                 yield from received
 
     if group.rank == 0:

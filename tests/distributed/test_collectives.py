@@ -4,6 +4,10 @@ throw-away pass waits for another.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
+
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +19,9 @@ from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build, override
 from trainers.errors import ConfigError
+from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext
+from trainers.launch.spec import make_spec, prepare_storage
 from trainers.loop.fit import fit
 
 COLLECTIVES = ("gather", "reduce", "objects", "group", "broadcast")
@@ -114,6 +120,28 @@ def test_a_collective_in_the_task_trains_and_evaluates(world_size, tmp_path):
     assert others == [plain] * 6
     assert size == 4
     assert uneven == pytest.approx(wanted, rel=1e-5)
+
+
+def use(rank, world_size, path):
+    """Evaluate and predict in batches that ranks cannot share evenly."""
+    changes = {"storage_path": str(path), "max_steps": 1}
+    tree = override(TrainConfig, BASE, changes | {"evaluate.microbatch_size": 40})
+    spec = make_spec(tree, "test", path)
+    context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+    if rank == 0:
+        prepare_storage(spec, fresh=False)
+    task = Gathers("reduce", in_forward=True)
+    fit(task, spec.config, context)
+    job = partial(Inference, **asdict(spec), split="val", which="newest")
+    infer(task, context, job(out=str(path / "all.parquet")))
+    figures = infer(task, context, job(out=None)).metrics
+    return figures["val_loss"], pq.read_table(path / "all.parquet").num_rows
+
+
+def test_a_collective_in_the_task_is_evaluated_and_predicts(tmp_path):
+    (first, rows), second = run_processes(2, use, tmp_path, tmp_path)
+    assert second == (first, rows)
+    assert rows == len(Gathers("reduce").dataset("val"))
 
 
 class Net(nn.Sequential):

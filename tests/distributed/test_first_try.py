@@ -5,6 +5,8 @@ refused on both.
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_collectives import run
@@ -20,7 +22,59 @@ from trainers.loop.fit import fit
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
+
+class Graph(nn.Module):
+    """A constant that is sparse, as of a graph's edges."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        edges = torch.eye(12).to_sparse()
+        self.register_buffer("edges", edges, persistent=False)
+
+    def forward(self, inputs):
+        return self.inner((self.edges @ inputs.T).T)
+
+
+class Sparse(Blobs):
+    def model(self):
+        return Graph(super().model())
+
+
+class Experts(nn.Module):
+    """Those that no sample of a batch asks for are not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(12, 4) for _ in range(2))
+
+    def forward(self, inputs):
+        chosen = (inputs[:, 0] > 0).long()
+        outputs = inputs.new_zeros(len(inputs), 4)
+        for number in chosen.unique().tolist():
+            rows = chosen == number
+            outputs = outputs.index_put((rows,), self.experts[number](inputs[rows]))
+        return outputs
+
+
+class Block(nn.Sequential):
+    """A single unit of `fsdp`."""
+
+
+class Mixture(Blobs):
+    """With as many samples a step as ranks, each rank calls one expert."""
+
+    def __init__(self, in_block):
+        super().__init__()
+        self.in_block = in_block
+
+    def model(self):
+        experts = Experts()
+        return nn.Sequential(Block(experts)) if self.in_block else experts
+
+
 TASKS = {
+    "sparse": Sparse(),
     "random_split": Table("random_split"),
     "constructor": Table("numpy"),
     "entropy": Table("entropy in tensors"),
@@ -48,10 +102,28 @@ def train(rank, world_size):
 def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path):
     [alone] = run_processes(1, train, tmp_path)
     for found in run_processes(2, train, tmp_path):
-        for name in ("random_split", "constructor"):
+        for name in ("random_split", "constructor", "sparse"):
             assert found[name] == pytest.approx(alone[name], rel=1e-5), name
         assert found["entropy"] == 'dataset("train")'
         assert found["classes"] == found["contrastive"] == "loss()"
+
+
+def mix(rank, world_size):
+    found = []
+    for strategy, in_block in (("ddp", False), ("fsdp", False), ("fsdp", True)):
+        changes = {"strategy": strategy, "global_batch_size": 2, "max_steps": 20}
+        try:
+            result = run(Mixture(in_block), rank, world_size, **changes)
+            found.append(result.metrics["val_loss"])
+        except ConfigError as error:
+            found.append(error.field)
+    return found
+
+
+def test_experts_of_some_ranks_are_refused_where_ranks_would_mix_them_up(tmp_path):
+    [[alone, *_]] = run_processes(1, mix, tmp_path)
+    for found in run_processes(2, mix, tmp_path):
+        assert found == [pytest.approx(alone, rel=1e-5), "strategy", "strategy"]
 
 
 class Stops(LocalContext):

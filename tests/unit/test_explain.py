@@ -154,6 +154,13 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path):
     assert "item" not in vars(torch.Tensor)
 
 
+def test_a_stream_is_profiled_for_longer_than_its_run(tmp_path):
+    task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
+    spec = make(tmp_path, **task, max_steps=3, evaluate={}, checkpoint={})
+    job = ProfileJob(**asdict(spec), seconds=0.01)
+    assert job.execute(LocalContext(None, "local")).step_s > 0
+
+
 def test_both_configurations_are_run_where_a_key_is_to_be_changed(
     tmp_path,
 ):

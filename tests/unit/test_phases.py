@@ -178,6 +178,12 @@ def apart(self, model, batch, phase):
     return model.critic(batch[0]).mean()
 
 
+def _normed(self):
+    model = Gan()
+    model.generator.append(nn.BatchNorm1d(2, dtype=torch.float64))
+    return model
+
+
 REFUSED = [
     (
         {"optimizer": shared},
@@ -216,6 +222,7 @@ REFUSED = [
         r"`strategy` is .fsdp., but is for steps of one loss, and Given defines",
     ),
     ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
+    ({"model": _normed}, {"global_batch_size": 8}, "`drop_last` is false"),
 ]
 
 

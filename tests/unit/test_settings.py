@@ -207,6 +207,10 @@ GOOD = {"needed": "x"}
             "inner: {step: 1}",
             "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?",
         ),
+        (
+            "inner.steps: 1",
+            "`inner.steps` is 1, but there is no such key; write `inner: {steps: ...}`: dots are",
+        ),
         ("size: many", '`size` is "many", but must be a whole number; write'),
         (
             "kind: false",

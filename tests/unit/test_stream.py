@@ -326,6 +326,18 @@ def test_a_stream_without_samples_is_refused():
         stream.digest(8)
 
 
+def spoilt():
+    yield from range(3)
+    raise OSError("a bad record")
+
+
+def test_an_error_that_a_thrown_away_pass_has_met_comes_again():
+    stream = Stream(spoilt, "train")
+    for _ in range(2):
+        with pytest.raises(OSError, match="a bad record"):
+            stream.__getitems__(range(5))
+
+
 class Asked(Dataset[Any]):
     """What a loader's process reads: batches of a stream, and what it knows of itself."""
 

@@ -21,6 +21,7 @@ from tests.waits import until, when
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log, scalars
 from trainers.storage import Storage
+from trainers.tracking.sinks import MlflowSink, Row, TrackedRun
 from tune.report.write import write_report
 from tune.search.space import grid
 from tune.sweeps.spec import save, sweep_with
@@ -327,3 +328,15 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
         "FINISHED",
         30,
     )
+
+
+def test_names_that_mlflow_rejects_are_changed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store(tmp_path))
+    sink = MlflowSink("names", Storage(str(tmp_path)))
+    names = ["val_a//b", "val_c/", "../up", "/", "val_d%", "val_" + "x" * 400]
+    params = dict.fromkeys(names, 1)
+    run = sink.start(TrackedRun("0f", "", "mine", "run", params, {}))
+    sink.log(run, [Row(3, 1.0, dict.fromkeys(names, 0.5))])
+    (told,) = mlflow_runs(store(tmp_path), "names", tmp_path).values()
+    assert told.params.keys() == told.curves.keys()
+    assert {"val_a/b", "val_c", "up", "_", "val_d_"} < told.curves.keys()

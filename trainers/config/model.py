@@ -214,6 +214,10 @@ def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
     """Return the fix for an unknown key: its name here, its place, or a near name."""
     above, _, leaf = path.rpartition(".")
     every = dict(_dotted(model))
+    if path in every:  # written with dots, in a file or mapping
+        *outer, last = path.split(".")
+        nested = "".join(f"{key}: {{" for key in outer)
+        return f"write `{nested}{last}: ...{'}' * len(outer)}`: dots are for the command line"
     siblings = list(keys_of(owner))
     word = leaf.lower().replace("-", "_")
     elsewhere = [key for key in every if key.rpartition(".")[2] == word]

@@ -95,6 +95,7 @@ class StreamReader:
         self._began = self.row
         self._random: dict[str, Any] | None = None
         self._samples: Iterator[Any] | None = None
+        self._failed: Exception | None = None
         self._candidate: dict[str, Any] | None = None
 
     @contextlib.contextmanager
@@ -126,13 +127,20 @@ class StreamReader:
         )
 
     def advance(self) -> Any:
-        """Return the next sample of this pass, or END."""
+        """Return the next sample of this pass, or END.
+
+        Raises the stream's own error, and again in each further call: a generator seems
+        to have ended after one, and a throw-away pass may have been the first to see it.
+        """
+        if self._failed is not None:
+            raise self._failed
         try:
             if self._samples is None:
                 self._samples = self._begin_pass()
             sample = next(self._samples, END)
         except Exception as error:
             error.add_note(f"at row {self.row} of the stream {self._name}")
+            self._failed = error
             raise
         if sample is not END:
             self.row += 1

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -317,7 +317,7 @@ class Agreements:
         Every rank must call it.
 
         Raises, on all ranks, DivergedError for a bad loss, and ConfigError if ranks
-        have different samples of a stream.
+        have different samples of a stream, or use a sharded model differently.
         """
         attempt = self.attempt
         attempt.clock.end_span()
@@ -348,7 +348,9 @@ def _ask(
     row, trail = attempt.stream_mark() or (0, "0")
     told = float(int(trail[:12], 16))  # exact: 48 bits
     group = attempt.parts.group
-    flags = torch.tensor([*astuple(mine), elapsed_s, told, -told], dtype=torch.float64)
+    used = float(attempt.parts.step.used.digest)
+    numbers = [elapsed_s, told, -told, used, -used]
+    flags = torch.tensor([*astuple(mine), *numbers], dtype=torch.float64)
     if group.device.type == "cuda":  # where `bad` is
         flags = flags.to(group.device, non_blocking=True)
     flags[_DIVERGED] = attempt.parts.step.bad
@@ -356,9 +358,11 @@ def _ask(
     read = to_host(group.max(flags))
 
     def answer() -> Agreement:
-        *flagged, attempt.elapsed_s, most, least = read()
+        *flagged, attempt.elapsed_s, most, least, most_used, least_used = read()
         if most != -least:
             refuse_other_samples(attempt.config.task, row)
+        if most_used != -least_used:
+            _refuse_other_blocks(step)
         agreed = Agreement(*(bool(flag) for flag in flagged))
         if agreed.diverged:
             checkpointing.settle()
@@ -368,6 +372,16 @@ def _ask(
         return agreed
 
     return mine, answer
+
+
+def _refuse_other_blocks(step: int) -> NoReturn:
+    """Raise ConfigError for a sharded model that ranks do not use alike."""
+    raise ConfigError(
+        "strategy",
+        "fsdp",
+        f"shares one model, of which ranks have used other blocks or parameters before step {step}: what they sent each other was mixed up",
+        "use all of them in every forward and loss (`0 * output.sum()` is a use), or set `strategy: ddp`",
+    )
 
 
 def check_replicas(parts: Replica, task: str, step: int) -> None:

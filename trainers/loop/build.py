@@ -431,9 +431,14 @@ def _try_single(probe: Probe, row: Tensor) -> None:
 
     The last microbatch of an epoch may have just one.
     """
+    batch = probe.forward.read(probe.dataset, row)
     try:
-        with torch.no_grad():
-            probe.forward(probe.forward.read(probe.dataset, row), with_loss=False)
+        if not probe.phases:
+            with torch.no_grad():
+                probe.forward(batch, with_loss=False)
+        for phase in probe.phases:
+            with phase.alone():
+                phase.loss(batch)
     except ValueError as error:
         _refuse_single(error, "drop_last", False)
         raise

@@ -1,7 +1,8 @@
 """Shard models and tensors (FSDP2, DTensor), and gather them whole."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +45,29 @@ def _uses(model: nn.Module) -> Counter[nn.Parameter]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether forward and backward of this module are collectives (FSDP2)."""
     return hasattr(type(model), "set_requires_gradient_sync")
+
+
+class Used:
+    """Digests which units of a sharded model are called, and what has no gradient.
+
+    FSDP does not compare them. Where ranks differ in it, weights and gradients of one
+    block or parameter were summed with another's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.digest = 0
+        """The same on every rank; exact in float64."""
+        for number, unit in enumerate(filter(is_sharded, model.modules())):
+            unit.register_forward_pre_hook(partial(self._add, number))
+
+    def add_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Take in which parameters a backward pass has left without a gradient."""
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                self._add(number)
+
+    def _add(self, number: int, *_: object) -> None:
+        self.digest = (31 * self.digest + number + 1) % (1 << 48)
 
 
 def is_shard(tensor: Any) -> bool:

@@ -216,6 +216,9 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Modu
     if strategy != "ddp" or group.world_size == 1 or not is_trained:
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
+    apart = [name for name, one in model.named_buffers() if not _is_sent(one)]
+    if apart:
+        Replicated._set_params_and_buffers_to_ignore_for_model(model, apart)  # type: ignore[no-untyped-call]
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
     norms = _batchnorms(model)
     if norms:
@@ -424,7 +427,12 @@ def _unreduced(model: Any) -> Iterator[None]:
 
 def share_tensors(tensors: list[Tensor], group: Group) -> None:
     """Copy rank 0's tensors to every rank, in place."""
-    if group.world_size > 1 and tensors:
+    detached = [tensor.detach() for tensor in tensors if _is_sent(tensor)]
+    if group.world_size > 1 and detached:
         assert dist.group.WORLD is not None
-        detached = [tensor.detach() for tensor in tensors]
         dist._broadcast_coalesced(dist.group.WORLD, detached, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def _is_sent(tensor: Tensor) -> bool:
+    """Whether a broadcast can send it; each rank makes sparse buffers itself."""
+    return tensor.layout is torch.strided and not tensor.is_quantized

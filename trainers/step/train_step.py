@@ -33,7 +33,7 @@ from trainers.model.optimizer import (
 )
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
-from trainers.model.sharding import is_shard, is_sharded, local
+from trainers.model.sharding import Used, is_shard, is_sharded, local
 from trainers.model.state import AsMade, parameters_of
 from trainers.model.strategy import (
     ANOTHER_WAY,
@@ -117,6 +117,7 @@ class TrainStep:
         """Whether gradients are averaged over ranks once they are complete, and not by
         DDP in the backward pass.
         """
+        self.used = Used(forward.model)
         self._find_beside()
         self._fused = all(param_group.get("fused") for param_group in groups)
         # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it
@@ -338,6 +339,8 @@ class TrainStep:
 
     def _average(self) -> None:
         """Average over ranks the gradients that the backward pass did not average."""
+        if is_sharded(self.forward.model):
+            self.used.add_gradients(self._parameters)
         average_present(self._parameters if self.by_hand else self._beside, self.group)
 
     def _update(self) -> None:

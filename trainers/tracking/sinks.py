@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import posixpath
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -184,8 +185,12 @@ class MlflowSink(Sink):
         self._client.set_terminated(run, ends.get(status, "FAILED"))
 
     def _name(self, name: str) -> str:
-        """Return the name with `_` in place of characters that MLflow rejects."""
-        return re.sub(r"[^\w\-. :/]", "_", name)[:250]
+        """Return the name with `_` in place of characters that MLflow rejects.
+
+        It also rejects what is no path in its shortest form, as `a//b` or `a/`.
+        """
+        named = re.sub(r"[^\w\-. :/]", "_", name)[:250]
+        return posixpath.normpath(f"/{named}").strip("/") or "_"
 
     def _tags(self, tags: Tags) -> Tags:
         return {f"paceline.{self._name(key)}": value for key, value in tags.items()}
