@@ -102,7 +102,7 @@ def test_a_killed_sweep_is_extended_in_all_ways_and_nothing_is_trained_twice(
 @contextlib.contextmanager
 def heard(caplog):
     """What the driver says, whatever becomes of the log of those above it."""
-    said = logging.getLogger("tune.sweeps._progress")
+    said = logging.getLogger("tune.sweeps")
     said.addHandler(caplog.handler)
     try:
         yield
