@@ -414,5 +414,7 @@ def holds_secret(uri: str) -> bool:
 
 
 def _environment_secrets() -> set[str]:
-    found = (value for name, value in os.environ.items() if _VARIABLE.search(name))
+    names = [name for name in list(os.environ) if _VARIABLE.search(name)]
+    # Another thread may remove one meanwhile: a cluster ends while a report is written.
+    found = [os.environ.get(name, "") for name in names]
     return {value for value in found if len(value) >= _SHORTEST}

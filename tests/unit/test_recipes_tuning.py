@@ -36,8 +36,9 @@ def test_a_model_of_peft(tmp_path, monkeypatch):
         "checkpoint": {"every_steps": 2, "parameters": "trained"},
     }
     check_resume(tmp_path, WithPeft, 6, **kept)
-    monkeypatch.setattr(predicted, "Kept", WithPeft)
-    spec = predicted.train(tmp_path / "run", checkpoint__parameters="trained")
+    monkeypatch.setattr(predicted, "WithPeft", WithPeft, raising=False)
+    trained = {"checkpoint__parameters": "trained"}
+    spec = predicted.train(tmp_path / "run", WithPeft, **trained)
     last = predicted.evaluations(spec)[-1]
     assert predicted.work(Path(spec.uri), kind=WithPeft).metrics == {
         name: one for name, one in last.items() if name[:4] == "val_"

@@ -224,3 +224,15 @@ def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
     root = tmp_path / "runs" / "digits"
     assert {mode(path) for path in root.rglob("*") if path.is_file()} == {file}
     assert {mode(root), mode(root / "profile")} == {directory}
+
+
+def test_a_variable_that_another_thread_removes_stops_no_report(monkeypatch):
+    class Going(dict):
+        def __getitem__(self, name):
+            raise KeyError(name)
+
+        def get(self, name, default=None):
+            return default
+
+    monkeypatch.setattr(os, "environ", Going(API_TOKEN="it was here"))
+    assert redact("it was here") == "it was here"

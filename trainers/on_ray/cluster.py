@@ -257,6 +257,7 @@ def disconnect() -> None:
         # which a collection may do in any thread.
         with without_collection(), _keeping_sigterm(until_over=True):
             _joined.close()
+            ray.shutdown()  # of a cluster that others have started
     finally:
         impatient.cancel()
 
