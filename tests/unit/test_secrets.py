@@ -234,5 +234,5 @@ def test_a_variable_that_another_thread_removes_stops_no_report(monkeypatch):
         def get(self, name, default=None):
             return default
 
-    monkeypatch.setattr(os, "environ", Going(API_TOKEN="it was here"))
+    monkeypatch.setattr(os, "environ", Going({"API_TOKEN": "it was here"}))
     assert redact("it was here") == "it was here"
