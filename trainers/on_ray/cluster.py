@@ -55,8 +55,8 @@ _DASHBOARD_AFTER_S = 60.0
 """Its dozen processes would slow a run that starts, or the trials of a short sweep."""
 _SCRIPTS_END_S = 1.0
 """A script that ends so soon after its sweep has no use for the dashboard."""
-_joined = contextlib.ExitStack()
-"""What leaves the cluster of this process; Ray, too, has one at most."""
+_embedded = contextlib.ExitStack()
+"""What ends the embedded cluster of this process; Ray, too, has one at most."""
 
 
 def connect(show_workers: bool = True, metadata: dict[str, str] | None = None) -> None:
@@ -86,7 +86,6 @@ def _join(address: str, show_workers: bool, job: JobConfig) -> None:
             )
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
         raise ClusterError(_not_joined(address, error)) from error
-    _joined.callback(ray.shutdown)
     _tell_dashboard(context.dashboard_url, logger)
 
 
@@ -103,7 +102,7 @@ def _start_embedded(show_workers: bool) -> None:
         started.callback(_reaper.start(session, directory))
         started.callback(ray.shutdown)
         _show_dashboard_later(started, logger, cluster_environment)
-        _joined.push(started.pop_all())
+        _embedded.push(started.pop_all())
     atexit.register(disconnect)
 
 
@@ -256,8 +255,8 @@ def disconnect() -> None:
         # Ray ends the process if another thread gives back an object of its meanwhile,
         # which a collection may do in any thread.
         with without_collection(), _keeping_sigterm(until_over=True):
-            _joined.close()
-            ray.shutdown()  # of a cluster that others have started
+            _embedded.close()
+            ray.shutdown()  # where it was joined
     finally:
         impatient.cancel()
 
