@@ -8,8 +8,7 @@ from trainers.checkpoint.manifest import folder_name
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import override
-from trainers.launch.spec import RunSpec, make_spec, read_run
-from trainers.launch.training import TrainJob
+from trainers.launch.spec import RunSpec, TrainJob, make_spec, read_run
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 

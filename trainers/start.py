@@ -24,6 +24,7 @@ from trainers.launch.spec import (
     R,
     RunSpec,
     Spec,
+    TrainJob,
     check_kept,
     check_precision,
     find_result,
@@ -33,6 +34,7 @@ from trainers.launch.spec import (
     torchrun_world_size,
 )
 from trainers.lease import held
+from trainers.measure.result import RunResult
 from trainers.output import Output, Take, sending
 from trainers.tracking.delivery import followed
 from trainers.tracking.sinks import check_trackers
@@ -42,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from trainers.inference import TrainedRun
-    from trainers.measure.result import RunResult
     from trainers.on_ray.trainer import FunctionRun
 
 
@@ -139,8 +140,6 @@ def run_training(
             # Ray prints what its workers say, amid lines of ours, until the cluster is
             # left.
             with cluster, _telling(spec, output, rank) as take:
-                from trainers.launch.training import TrainJob
-
                 job = TrainJob(**asdict(spec))
                 result = launch(job, launcher, rank, is_command, take)
         if rank == 0:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainers.launch.local import LocalContext
-from trainers.launch.training import TrainJob
+from trainers.launch.spec import TrainJob
 
 
 def run_forked(spec: TrainJob, world_size: int, rendezvous: Path) -> list[int]:

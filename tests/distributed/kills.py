@@ -19,8 +19,7 @@ from torch.utils.data import TensorDataset
 from tests.distributed.forked import run_forked
 from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.launch.spec import make_spec
-from trainers.launch.training import TrainJob
+from trainers.launch.spec import TrainJob, make_spec
 from trainers.loop import watchdog
 from trainers.step.train_step import TrainStep
 from trainers.storage import Storage

@@ -16,7 +16,7 @@ from tests.tasks import Blobs
 from trainers.context import RunContext
 from trainers.devices import group as group_of_ranks
 from trainers.errors import TooLargeError
-from trainers.loop import build, fit
+from trainers.loop import _dry_run, build, fit
 from trainers.on_ray import worker_group
 from trainers.on_ray.worker_group import GroupConfig
 
@@ -115,7 +115,7 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path, monkeypa
     replica = build.build_replica(Blobs(), config, context)
     monkeypatch.setattr(type(replica.step.forward), "loss", full)
     with pytest.raises(TooLargeError):
-        build._settle_buckets(replica, replica.model)  # a single rank is not wrapped
+        _dry_run.settle_buckets(replica, replica.model)  # a single rank is not wrapped
     assert told == [replica.microbatch_size]
 
 

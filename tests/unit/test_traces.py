@@ -208,11 +208,11 @@ def test_a_task_that_counts_every_call_sees_training_alone(
     found = traces(tmp_path / "all", Counting(), microbatch_size=microbatch)
     size = 3 if microbatch == 3 else 99
     monkeypatch.setattr(
-        "trainers.loop.build.choose_microbatch",
+        "trainers.loop._dry_run.choose_microbatch",
         lambda wanted, share, *_: min(share, size),
     )
-    monkeypatch.setattr("trainers.loop.build.count_flops", lambda *_: None)
-    monkeypatch.setattr("trainers.loop.build.check_loss", lambda *_: None)
+    monkeypatch.setattr("trainers.loop._dry_run.count_flops", lambda *_: None)
+    monkeypatch.setattr("trainers.loop._dry_run.check_loss", lambda *_: None)
     assert found == traces(tmp_path / "none", Counting(), microbatch_size=microbatch)
     assert found["model"][0] == (
         12 if microbatch == "auto" else 20

@@ -35,10 +35,10 @@ from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_
 from trainers.launch.process import without_collection
 from trainers.lease import LEASE, fenced
 from trainers.loop.watchdog import watched
+from trainers.measure.result import RunResult
 from trainers.storage import Storage, inside_ray_job, parse_json, storage_uri
 
 if TYPE_CHECKING:
-    from trainers.measure.result import RunResult
     from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -327,6 +327,21 @@ class Job(RunSpec, ABC, Generic[R]):
         return found
 
 
+class TrainJob(Job[RunResult]):
+    """Trains a run with our loop."""
+
+    answer = RunResult
+
+    def execute(self, context: RunContext) -> RunResult:
+        """Train as one worker."""
+        with watched(self.config.failure, context):
+            with without_collection():
+                import torch._dynamo  # noqa: F401 (every optimizer imports it)
+
+                from trainers.loop.fit import fit
+            return fit(self.load_task(context), self.config, context)
+
+
 def torchrun_world_size() -> int | None:
     """Return the number of workers if torchrun started this process, else None."""
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
@@ -500,8 +515,6 @@ def delete_own(storage: Storage, mark: str) -> None:
 
 def _finished(storage: Storage) -> RunResult | None:
     """Return the result of a run that is done, else None."""
-    from trainers.measure.result import RunResult
-
     if not storage.exists("result.json"):
         return None
     try:

@@ -11,44 +11,12 @@ from typing import Any
 import torch
 
 from trainers.devices.device import synchronize
-from trainers.measure.figures import StepTimes
+from trainers.measure.figures import StepTimes, Throughput
 
 WARMUP_STEPS = 5
 """Steps at the start of a run that no throughput counts: allocation, autotuning,
 compilation, first-touch.
 """
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Training speed after warm-up, evaluation and checkpoints left out."""
-
-    samples_per_s: float
-    """Global samples over training time."""
-    step_time_s: float
-    """Mean time of a step."""
-    step_time_ci95_s: float
-    """Half width of the 95 % confidence interval of that mean: from the means of up to
-    30 stretches of steps, because neighbouring steps are slow or fast together.
-    """
-    data_wait_share: float
-    """Share of the time that rank 0 waited for batches."""
-    steps: int
-    """Steps measured."""
-    disturbed_s: float = 0.0
-    """Time in outlying steps that these figures leave out: the process was stopped, or
-    had no processor.
-    """
-
-    def lines(self) -> Iterator[str]:
-        """Yield the figures as lines for the user."""
-        yield (
-            f"{self.samples_per_s:,.0f} samples/s; a step {self.step_time_s * 1e3:.2f} ms "
-            f"(95 % interval +-{self.step_time_ci95_s * 1e3:.2f}, n={self.steps}); "
-            f"{self.data_wait_share:.0%} of it waiting for data"
-        )
-        if self.disturbed_s:
-            yield f"disturbed: {self.disturbed_s:,.1f} s in outlying steps are left out of these figures"
 
 
 @dataclass

@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from trainers.errors import Status, counted
-from trainers.measure.clock import Throughput
-from trainers.measure.figures import RankFigures, table
+from trainers.measure.figures import RankFigures, Throughput, table
 
 
 @dataclass

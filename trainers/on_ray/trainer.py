@@ -32,8 +32,7 @@ from trainers.errors import (
     redact,
 )
 from trainers.launch.process import StopSignals, setup_logging
-from trainers.launch.spec import FunctionSpec, Job, R, RunSpec
-from trainers.launch.training import TrainJob
+from trainers.launch.spec import FunctionSpec, Job, R, RunSpec, TrainJob
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster import check_cluster, ray_scaling, wants_gpu
