@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
     """Run one of them."""
     function, workers, values = SWEEPS[name]
 
-    def driver(config: dict[str, Any]) -> None:
+    def driver(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         callback = Noting()
         trainer = TorchTrainer(
             function,
@@ -132,9 +133,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
             "kept": len(result.best_checkpoints or []),
             "driven": len(DRIVEN),
         }
-        ray.tune.report(
-            {"heard": len(callback.heard), **said, **(result.metrics or {})}
-        )
+        yield {"heard": len(callback.heard), **said, **(result.metrics or {})}
 
     scheduler = ray.tune.schedulers.ASHAScheduler(
         max_t=40, grace_period=4, reduction_factor=2

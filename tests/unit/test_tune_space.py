@@ -69,6 +69,16 @@ def test_a_trial_is_the_run_with_its_values():
     assert TRAIN["optimizer"] == {"name": "adamw", "lr": 0.1}
 
 
+def test_a_key_is_set_in_the_section_that_the_same_trial_sets():
+    """A trial's id is the same in either order of its keys, and so is its run."""
+    section = {"optimizer": {"name": "sgd", "lr": 0.1}}
+    for trial in (section | {"optimizer.lr": 0.5}, {"optimizer.lr": 0.5} | section):
+        name = trial_id(trial)
+        optimizer = run_of(trial).optimizer
+        assert (optimizer.name, optimizer.lr) == ("sgd", 0.5)
+        assert trial_id(trial) == name, "the run shares nothing with its trial"
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -199,17 +199,22 @@ def run_function(
 def _raised(error: BaseException, rank: int) -> Tree:
     failure = failure_of(error, rank)
     text = "".join(traceback.format_exception(error, limit=-20))
-    try:
-        cloudpickle.loads(cloudpickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
     return {
         "status": failure.status,
         "message": failure.message,
         "follows": failure.follows,
         "traceback": text,
-        "raised": error,
+        "raised": picklable(error),
     }
+
+
+def picklable(error: BaseException) -> BaseException:
+    """Return an exception, or one with its name and words if it cannot be pickled."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _leave_group() -> None:

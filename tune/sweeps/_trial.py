@@ -113,7 +113,7 @@ class LaneTrial(Trainable):
             self._curve.append(event.row)
             return {
                 **event.row,
-                "objective": self._value(event.row),
+                "objective": self._value(),
                 "trial": self._trial,
             }
         given = (
@@ -129,14 +129,16 @@ class LaneTrial(Trainable):
             self._journal.append(self._record)
         return self._final(self._record)
 
-    def _value(self, row: Row) -> float:
+    def _value(self) -> float:
         """Return the objective so far, for a scheduler; the worst value if unknown."""
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)
             if value is not None and self._objective.metric == "usd_to_target":
                 value = dollars(value, self._usd_per_hour or 0.0)
         else:
-            value = row.get(self._objective.metric)
+            value = None
+            for row in self._curve:
+                value = row.get(self._objective.metric, value)
         return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> Tree:

@@ -271,7 +271,9 @@ def make_record(
     speed = result.get("throughput") or {}
     status: Status = outcome["status"]
     message = outcome.get("message") or "; ".join(result.get("warnings", ()))
-    metrics = dict(curve[-1] if curve else {})
+    metrics: dict[str, float] = {}
+    for row in curve:
+        metrics |= row
     metrics |= result.get("metrics", {})
     figures: Any = {}
     for name in _SPEEDS:  # a training function may report them itself
