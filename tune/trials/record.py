@@ -181,6 +181,13 @@ class TrialRecord:
         return self.status == "stopped" and self.message == BY_HAND
 
     @property
+    def given_seed(self) -> int | None:
+        """The seed that a repeat or the space gave it; None: the run's own."""
+        if self.seed is not None:
+            return self.seed
+        return self.config.get("seed")
+
+    @property
     def missed_target_s(self) -> float | None:
         """Training time at the last evaluation before the one that met the target.
 
