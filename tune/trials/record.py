@@ -220,7 +220,7 @@ def value_of(metric: str, record: TrialRecord) -> float | None:
     return value
 
 
-def time_to_target(objective: Objective, curve: list[Row]) -> float | None:
+def time_to_target(objective: Objective, curve: Sequence[Row]) -> float | None:
     """Return the training time, s, at the first evaluation that met the target, if any."""
     for row in curve:
         if objective.reached(row):
