@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 import ray.train
-from ray import cloudpickle
 from ray.tune.result import DEFAULT_METRIC
 
 from trainers.config.model import Tree
@@ -72,13 +71,13 @@ class Reports:
 
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception."""
-    from tune.forks.function import as_new_process, picklable
+    from tune.forks.function import as_new_process, picklable, unpickled
 
     as_new_process([])
     session = DriverSession(channel)
     set_session(session)
     try:
-        returned = cloudpickle.loads(driver)(config)
+        returned = unpickled(driver)(config)
         if inspect.isgenerator(returned):
             _report_all(session, returned)
             returned = None
