@@ -51,9 +51,9 @@ class Target:
     mode: Mode
 
     def is_met(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether an evaluation's metrics meet it."""
+        """Return whether an evaluation's metrics meet it; an infinite value does not."""
         value = metrics.get(self.metric)
-        if value is None:
+        if value is None or not math.isfinite(value):
             return False
         if self.mode == "min":
             return value <= self.value

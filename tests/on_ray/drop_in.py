@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ class Noting(UserCallback):
         self.heard.append(len(metrics))
 
 
+def counts(config: dict[str, Any]) -> None:
+    """Reports how many rows it was given."""
+    ray.train.report({"found": len(config["rows"])})
+
+
 BEST = 4.0
 DRIVEN = []
 """The trials whose driver has run in this process."""
@@ -101,6 +107,7 @@ SWEEPS = {
     ),
     "leaks": (leaks, 1, {"leaves": ["state", "thread", "no"]}),
     "stops": (slow, 1, {"slope": [BEST, 0.5]}),
+    "given": (counts, 1, {"lr": 1e-2}),
 }
 """The training function, its workers, and the grid of its configuration."""
 
@@ -109,7 +116,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
     """Run one of them."""
     function, workers, values = SWEEPS[name]
 
-    def driver(config: dict[str, Any]) -> None:
+    def driver(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         callback = Noting()
         trainer = TorchTrainer(
             function,
@@ -132,10 +139,14 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
             "kept": len(result.best_checkpoints or []),
             "driven": len(DRIVEN),
         }
-        ray.tune.report(
-            {"heard": len(callback.heard), **said, **(result.metrics or {})}
-        )
+        yield {"heard": len(callback.heard), **said, **(result.metrics or {})}
 
+    def with_rows(config: dict[str, Any], rows: Any) -> Any:
+        return driver({**config, "rows": rows})
+
+    trainable: Any = driver
+    if name == "given":
+        trainable = ray.tune.with_parameters(with_rows, rows=[0.0] * 1000)
     scheduler = ray.tune.schedulers.ASHAScheduler(
         max_t=40, grace_period=4, reduction_factor=2
     )
@@ -145,7 +156,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
         else {}
     )
     tuner = Tuner(
-        driver,
+        trainable,
         param_space={"directory": storage}
         | {
             key: ray.tune.grid_search(value) if isinstance(value, list) else value

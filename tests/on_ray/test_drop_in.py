@@ -68,6 +68,12 @@ def test_what_a_function_leaves_behind_reaches_no_other_trial(
     assert ours["leaks"]["restarts"] == []
 
 
+def test_a_driver_has_its_parameters_from_rays_object_store(ours):
+    [trial] = ours["given"]["trials"]
+    assert trial["error"] == ""
+    assert column(trial, "found") == [1000]
+
+
 def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(
     ours,
 ):

@@ -111,6 +111,8 @@ def test_a_target_is_met_in_its_own_direction(text, expected):
         expected == "max",
     ]
     assert not judged.reached({"other": 0.3})
+    for value in (math.nan, math.inf, -math.inf):
+        assert not judged.reached({name: value})
 
 
 @pytest.mark.parametrize(

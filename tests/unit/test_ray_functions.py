@@ -16,6 +16,7 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
+from tune.forks.function import picklable
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
@@ -142,3 +143,17 @@ def test_an_exit_amid_a_collection_is_not_shown(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     Ends(KeyError("lost"))
     assert "KeyError" in capsys.readouterr().err
+
+
+class OfTwoWordsError(Exception):
+    """Cannot be unpickled, as many exceptions of libraries."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def test_an_exception_that_cannot_be_pickled_is_passed_on_by_its_name_and_words():
+    passed = picklable(OfTwoWordsError("out of", "luck"))
+    assert str(passed) == "OfTwoWordsError: out of luck"
+    error = ValueError("plain")
+    assert picklable(error) is error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainers.devices.device import EnergyMeter, GpuReadings, counts_energy
-from trainers.measure.figures import findings, total_energy_j
+from trainers.measure.figures import findings, student_t, total_energy_j
 
 GPU = torch.device("cuda", 1)
 
@@ -232,3 +232,21 @@ def test_ranks_of_one_source_count_once():
     assert total_energy_j(rows) == 7.5
     assert total_energy_j([*rows, row(3, energy_j=None, energy_of="c")]) is None
     assert total_energy_j([row(0)]) is None
+
+
+@pytest.mark.parametrize(("freedom", "level", "expected"), [
+    (1, 0.975, 12.7062),
+    (2, 0.975, 4.30265),
+    (3, 0.975, 3.18245),
+    (10, 0.975, 2.22814),
+    (29, 0.975, 2.04523),
+    (30, 0.975, 2.04227),
+    (100, 0.975, 1.98397),
+    (1, 0.9995, 636.619),
+    (2, 0.9995, 31.5991),
+    (4, 0.9995, 8.61030),
+    (30, 0.9995, 3.64596),
+])  # fmt: skip
+def test_quantiles_are_those_of_the_printed_tables(freedom, level, expected):
+    """Two seeds of one configuration have a single degree of freedom."""
+    assert student_t(freedom, level) == pytest.approx(expected, rel=1e-5)

@@ -140,6 +140,24 @@ def test_a_configuration_of_which_a_seed_failed_comes_after_those_that_always_tr
     assert not found.equal
 
 
+@pytest.mark.parametrize("lost", [0.1, 0.5, 0.51])
+def test_a_lost_seed_is_why_a_configuration_is_behind(lost):
+    """Its mean may be the better one, or as good: that is no ratio to be proud of."""
+    found = by_seeds({"fp32": [0.5] * 4, "bf16": [lost, None, lost, lost]})
+    assert "more seeds than the next, bf16" in found.line
+    assert "times" not in found.line
+    assert not found.equal
+
+
+def test_a_space_of_seeds_alone_has_an_answer_with_a_name():
+    records = [
+        trial(seed, "done", {"seed": seed}, metrics={"val_loss": 0.5})
+        for seed in (0, 1)
+    ]
+    line = answer(config("val_loss", space={"seed": [0, 1]}), records).line
+    assert line.startswith("The run as it is: val_loss ")
+
+
 def test_means_over_seeds_claim_no_more_than_they_show():
     """All configurations are the same: how often is another called worse than the best?"""
     rng = random.Random(3)
@@ -167,6 +185,8 @@ def test_why_there_is_no_best():
         in misspelt.line
     )
     assert answer(config(), []).line == "There is no best trial: none has run."
+    lost = [trial(0, "done", {"seed": 0}, metrics={"val_accuracy": math.nan})]
+    assert "none reported a finite val_accuracy" in answer(config(), lost).line
 
 
 @pytest.mark.parametrize(("rate", "is_said"), [(104.0, False), (106.0, True)])

@@ -101,6 +101,19 @@ def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path, metric, status, v
     assert begun(tmp_path, box, metric).step() == last, "from its record"
 
 
+def test_a_scheduler_hears_the_last_value_where_a_report_has_none(tmp_path):
+    box = Box()
+    box.events = [
+        Event({"train_loss": 3.0}),
+        Event({"train_loss": 2.0, "val_loss": 0.5}),
+        Event({"train_loss": 1.0}),
+    ]
+    trial = begun(tmp_path, box, "val_loss")
+    first, *others = (trial.step()["objective"] for _ in box.events)
+    assert math.isnan(first), "no scheduler judges by it"
+    assert others == [0.5, 0.5]
+
+
 def begun(tmp_path, box, metric="time_to_target"):
     trial = LaneTrial.__new__(LaneTrial)
     given = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}

@@ -188,6 +188,14 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target():
         )
 
 
+def test_a_metric_that_not_every_report_has_counts_by_its_last_value():
+    rows = [{"loss": 3.0}, {"loss": 2.0, "val_accuracy": 0.5}, {"loss": 1.0}]
+    objective = config("val_accuracy").objective
+    record = make_record(TRIAL, objective, 0.0, rows, {"status": "done"})
+    assert record.status == "done"
+    assert record.metrics == {"loss": 1.0, "val_accuracy": 0.5}
+
+
 def test_a_record_keeps_what_was_used_beside_its_metrics():
     objective = config("energy_j").objective
     row = {**ROW, "energy_j": 2.0}

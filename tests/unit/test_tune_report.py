@@ -92,6 +92,42 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_figures():
         assert ("8,240" in text) == (width > 60)
 
 
+def test_a_figure_of_several_words_is_whole_or_left_out():
+    """Also where other columns could still be narrower."""
+    from rich.console import Console
+
+    met = [
+        {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.99}
+        for time_s in (0.0301, 0.0731)
+    ]
+    times = {"time_to_target_s": 0.0731, "spent": Spent(5.0, 1.25, 0.0987, 3.5)}
+    records = [replace(record, curve=met, **times) for record in done()]
+    for width in range(70, 140, 2):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(table(config(), records, answer(config(), records), width))
+        text = console.file.getvalue()
+        left_out = text.partition("not shown")[2]
+        assert text.count("0.0301 to 0.0731 s") == len(records)
+        for header, figure in (("starting", "1.25 s"), ("training", "0.0987 s")):
+            assert text.count(figure) == len(records) * (header not in left_out)
+
+
+@pytest.mark.parametrize("key", ["seed", "epochs"])
+def test_parquet_has_a_trials_key_that_is_also_the_name_of_a_figure(sweep, key):
+    records = []
+    for number in (1, 2):
+        settings = {key: number}
+        records.append(trial(number, "done", settings, epochs=0.5))
+    again = {"id": "repeat", "purpose": "repeat", "seed": 7}
+    written(sweep, [*records, replace(records[0], **again)], space={key: [1, 2]})
+    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pydict()
+    if key == "seed":
+        assert rows["seed"] == [1, 2, 7]
+    else:
+        assert rows["config.epochs"] == [1, 2, 1]
+        assert rows["epochs"] == [0.5] * 3
+
+
 def test_parquet_has_stable_types_and_comes_back(sweep):
     records = done() + failed()
     written(sweep, records)

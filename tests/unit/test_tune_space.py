@@ -10,7 +10,13 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
-from tune.search.ray_search import BeatenScheduler, searcher, tune_space
+from tune.search.ray_search import (
+    AshaScheduler,
+    BeatenScheduler,
+    searcher,
+    so_far,
+    tune_space,
+)
 from tune.search.space import check_space, grid, trial_tree, unwrap
 from tune.trials.record import TrialRecord, trial_id
 
@@ -67,6 +73,16 @@ def test_a_trial_is_the_run_with_its_values():
     ) == (0.5, 7, None, None)
     assert (config.evaluate.every_steps, config.evaluate.every_epochs) == (3, None)
     assert TRAIN["optimizer"] == {"name": "adamw", "lr": 0.1}
+
+
+def test_a_key_is_set_in_the_section_that_the_same_trial_sets():
+    """A trial's id is the same in either order of its keys, and so is its run."""
+    section = {"optimizer": {"name": "sgd", "lr": 0.1}}
+    for trial in (section | {"optimizer.lr": 0.5}, {"optimizer.lr": 0.5} | section):
+        name = trial_id(trial)
+        optimizer = run_of(trial).optimizer
+        assert (optimizer.name, optimizer.lr) == ("sgd", 0.5)
+        assert trial_id(trial) == name, "the run shares nothing with its trial"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +245,35 @@ def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
     found = scheduler.on_trial_result(None, types.SimpleNamespace(trial_id="t"), row)
     assert (found == "CONTINUE") is goes_on
     assert ("trial f" in why.get("t", "")) is not goes_on
+
+
+@pytest.mark.parametrize(
+    ("losses", "goes_on"),
+    [
+        ([0.9], True),
+        ([1.1], False),
+        ([None, 0.9], True),
+        ([None, 1.1], False),
+        ([None, None], True),
+    ],
+)
+def test_asha_compares_evaluations_of_the_same_number_after_a_resume(losses, goes_on):
+    """An ended trial's last loss is 0.1: no other trial has that at its first one."""
+    objective = sweep_config("val_loss").objective
+    rows = [{"val_loss": 1.0}, {"val_loss": 0.1}]
+    known = TrialRecord("known", {}, "done", 0.0, 1.0, curve=rows)
+    scheduler = AshaScheduler(objective, [known], None)
+    ended, running = (types.SimpleNamespace(trial_id=name) for name in "ab")
+    scheduler.on_trial_add(None, ended)
+    scheduler.on_trial_add(None, running)
+    last = {"trial": "known", "training_iteration": 1, "objective": 0.1}
+    scheduler.on_trial_complete(None, ended, last)
+    curve = []
+    for count, loss in enumerate(losses, start=1):
+        curve.append({} if loss is None else {"val_loss": loss})
+        row = {"training_iteration": count, "objective": so_far(objective, curve, None)}
+        found = scheduler.on_trial_result(None, running, row)
+    assert (found == "CONTINUE") is goes_on
 
 
 def test_only_a_race_to_a_target_ends_beaten_trials():

@@ -5,6 +5,7 @@ another one.
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -12,6 +13,7 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
+from tune.search.space import grid
 from tune.sweeps.spec import (
     SAVED,
     is_complete,
@@ -145,6 +147,22 @@ def test_the_saved_sweep_is_the_same_sweep(user, sweep):
     assert prepare(saved, fresh=False) == 0  # resuming it is no other sweep
 
 
+@pytest.mark.parametrize("values", [
+    [math.inf, -math.inf, math.nan, 1e22, -0.0],
+    [1, 1.0, True, "1", "1e-3", None, "null", "off", ""],
+    [{"a": None}, {"a": {}}, [], [1, [None]]],
+])  # fmt: skip
+def test_a_saved_sweep_has_the_same_trials_whatever_their_values(user, values):
+    spec = read(user, space={"task_args.limit": values})
+    prepare(spec, fresh=False)
+    saved = read_saved(spec.uri)
+    ours, theirs = ([trial_id(one) for one in grid(s.config)] for s in (saved, spec))
+    assert ours == theirs
+    assert len(set(ours)) == len(values)
+    assert prepare(saved, fresh=False) == 0
+    assert prepare(read(user, space={"task_args.limit": values}), fresh=False) == 0
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_sweep_is_resumed_from_any_directory(user, tmp_path, monkeypatch, inside):
     """Also when it was started in the directory of its task, which is then a relative
@@ -186,6 +204,17 @@ def test_another_sweep_of_the_same_name_is_refused(user, overrides, field):
     assert raised.value.field == field
     assert prepare(read(user, **overrides), fresh=True) == 0
     assert prepare(read(user, name="other"), fresh=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ([1], [True])]
+)
+def test_values_that_only_python_calls_equal_are_another_sweep(user, value, other):
+    """Their trials have other ids, so both would be in one answer."""
+    prepare(read(user, space={"task_args.limit": [value]}), fresh=False)
+    with pytest.raises(ConfigError) as raised:
+        prepare(read(user, space={"task_args.limit": [other]}), fresh=False)
+    assert raised.value.field == "space"
 
 
 def test_an_objective_that_named_nothing_may_be_put_right(user):

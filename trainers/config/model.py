@@ -348,7 +348,7 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
             # Where both were asked for: an error to come.
             if ".".join([*path, other]) not in overrides:
                 node.pop(other, None)
-        set_key(result, dotted, value)
+        set_key(result, dotted, copy.deepcopy(value))
     _check_size(result)
     return result
 

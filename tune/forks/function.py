@@ -20,6 +20,7 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
+from ray.exceptions import RaySystemError
 
 from trainers.causes import failure_of
 from trainers.config.model import Tree
@@ -135,6 +136,18 @@ def connect() -> None:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)
 
 
+def unpickled(function: bytes) -> Any:
+    """Unpickle a function; join the cluster if it holds references to Ray's objects.
+
+    They are in what `ray.put` returns, and in `tune.with_parameters`.
+    """
+    try:
+        return cloudpickle.loads(function)
+    except RaySystemError:
+        connect()
+        return cloudpickle.loads(function)
+
+
 def as_new_process(gpu_ids: list[str]) -> None:
     """Set the random seed, threads and device as in a new process of Ray's.
 
@@ -175,10 +188,10 @@ def run_function(
     try:
         place.form_group(channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
-        if isinstance(function, bytes):
-            call = cloudpickle.loads(function)
-        else:
+        if isinstance(function, FunctionSpec):
             call = function.load()
+        else:
+            call = unpickled(function)
         channel.call("begins")
         returned = call()
     except TrialStopped:
@@ -199,17 +212,22 @@ def run_function(
 def _raised(error: BaseException, rank: int) -> Tree:
     failure = failure_of(error, rank)
     text = "".join(traceback.format_exception(error, limit=-20))
-    try:
-        cloudpickle.loads(cloudpickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
     return {
         "status": failure.status,
         "message": failure.message,
         "follows": failure.follows,
         "traceback": text,
-        "raised": error,
+        "raised": picklable(error),
     }
+
+
+def picklable(error: BaseException) -> BaseException:
+    """Return an exception, or one with its name and words if it cannot be pickled."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _leave_group() -> None:

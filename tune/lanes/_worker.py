@@ -92,7 +92,9 @@ class FunctionContext(TrainContext):
         time_s = time.perf_counter() - self.began
         row = {"step": self.report_call_index + 1.0}
         for key, value in flatten_dict(metrics).items():
-            if isinstance(value, int | float | np.integer | np.floating):
+            if isinstance(value, np.ndarray) and value.ndim == 0:
+                value = value[()]
+            if isinstance(value, int | float | np.integer | np.floating | np.bool):
                 row[key] = float(value)
         self.row = placed(row | {"train_time_s": time_s})
         if checkpoint is not None:

@@ -5,13 +5,16 @@ the lanes' workers import this file, so it must not import torch: that takes sec
 and their forks have torch already.
 """
 
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # (it has no stub)
+from numbers import Number
 from typing import Any
 
 import ray
 import ray.train
-from ray import cloudpickle
+from ray.tune.result import DEFAULT_METRIC
 
 from trainers.config.model import Tree
 from tune.forks.child import Channel, TrialStopped
@@ -68,14 +71,27 @@ class Reports:
 
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception."""
-    from tune.forks.function import as_new_process
+    from tune.forks.function import as_new_process, picklable, unpickled
 
     as_new_process([])
-    set_session(DriverSession(channel))
+    session = DriverSession(channel)
+    set_session(session)
     try:
-        return (False, cloudpickle.loads(driver)(config))
+        returned = unpickled(driver)(config)
+        if inspect.isgenerator(returned):
+            _report_all(session, returned)
+            returned = None
     except Exception as error:
-        return (True, error)
+        return (True, picklable(error))
+    return (False, returned)
+
+
+def _report_all(session: DriverSession, yielded: Iterable[Any]) -> None:
+    """Report what a driver yields, as Ray does: mappings or single numbers."""
+    for value in yielded:
+        metrics = {DEFAULT_METRIC: value} if isinstance(value, Number) else value
+        if value:
+            session.report(metrics)
 
 
 class Asked:

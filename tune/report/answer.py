@@ -413,7 +413,10 @@ def _places_of_seeds(
             runs += f", {found.num_missed} more without a value"
         if mean.low < mean.high:
             runs = f"{_between(metric, mean)}, {runs}"
-        margin = _margin(metric, configurations[0].mean.value, mean.value)
+        best = configurations[0]
+        margin = _margin(metric, best.mean.value, mean.value)
+        if found.num_missed and not best.num_missed:
+            margin = "with values of more seeds than"
         is_equal = found.is_equal or margin is None
         places.append(_Place(found.record, mean.value, runs, is_equal, margin or ""))
     return places
@@ -457,9 +460,9 @@ def _line(trials: Trials, places: Sequence[_Place]) -> str:
 
 
 def _without_seed(trials: Trials, record: TrialRecord) -> str:
-    """Return a configuration in words, without its seed."""
+    """Return a configuration in words, without its seed; it may be the run's own."""
     names = {key: name for key, name in trials.telling.items() if key != "seed"}
-    return in_words(names, record)
+    return in_words(names, record) or "The run as it is"
 
 
 def _tied(places: Sequence[_Place]) -> list[_Place]:
@@ -578,7 +581,7 @@ def _none_reached(trials: Trials, finished: Records) -> str:
             if math.isfinite(value):
                 values.append((value, record))
     if not values:
-        return f"{text}, and none reported {goal.metric}"
+        return f"{text}, and none reported a finite {goal.metric}"
     values.sort(key=itemgetter(0), reverse=goal.mode == "max")
     value, closest = values[0]
     return f"{text}; the closest, {trials.name(closest)}, came to {number(value, 4)}"

@@ -117,12 +117,16 @@ def _draw(
         header = column.header
         if len(header) > 8:
             header = header.replace("_", "_\n").replace(" ", "\n")
+        is_whole = column.is_figure or column.header == "status"
+        min_width = 6
+        if is_whole:
+            min_width = max([6, *map(len, column.cells.values())])
         result.add_column(
             Text(header),
             justify="right" if column.is_figure else "left",
             overflow="fold",
-            min_width=6,
-            no_wrap=column.is_figure or column.header == "status",
+            min_width=min_width,
+            no_wrap=is_whole,
         )
     for record in rows:
         cells = [column.cells[record.id] for column in found]

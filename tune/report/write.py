@@ -8,7 +8,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import resources
 from operator import attrgetter
 from typing import Any
@@ -28,12 +28,16 @@ from tune.report.table import best_first, columns, constant
 from tune.report.words import Trials, duration, metric_names, printable, target
 from tune.search.finalists import Final
 from tune.search.space import trial_tree
-from tune.trials.record import Records
+from tune.trials.record import Records, TrialRecord
 
 logger = logging.getLogger(__name__)
 
 _MOST_DRAWN = 300
-_PATHS = {"time_to_target_low_s": "missed_target_s", "on_lane_s": "total_s"}
+_PATHS = {
+    "time_to_target_low_s": "missed_target_s",
+    "on_lane_s": "total_s",
+    "seed": "given_seed",
+}
 """The attribute of a record for a column, if their names differ."""
 
 
@@ -240,9 +244,13 @@ def to_parquet(config: SweepConfig, records: Records) -> bytes:
             columns[name] = pa.array([value(record) for record in records], kind)
 
     add(pa.string(), "id status")
+    taken = {field.name for field in fields(TrialRecord)}
     for key in Trials(config, records).labels:
+        if key == "seed":
+            continue  # a repeat has one of its own: both are in one column below
         values = [record.config.get(key) for record in records]
-        columns[key] = _config_column(config, key, values)
+        column = f"config.{key}" if key in taken else key
+        columns[column] = _config_column(config, key, values)
     add(pa.float64(), "samples_per_s step_time_s time_to_target_s time_to_target_low_s")
     add(pa.int64(), "peak_memory_bytes lane seed")
     add(pa.string(), "purpose")

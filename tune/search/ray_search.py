@@ -8,15 +8,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray import tune
-from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.schedulers import (
+    AsyncHyperBandScheduler,
+    FIFOScheduler,
+    TrialScheduler,
+)
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from trainers.config.model import Tree
-from tune.config import MOST_TRIALS, Objective, Range, SweepConfig, sample_values
+from tune.config import (
+    MOST_TRIALS,
+    TO_TARGET,
+    Objective,
+    Range,
+    SweepConfig,
+    sample_values,
+)
 from tune.search.space import NO_SCORE, WHOLE, Score, grid, next_trials, score
-from tune.trials.record import FAR_APART, TrialRecord, value_of
+from tune.trials.record import (
+    FAR_APART,
+    Row,
+    TrialRecord,
+    dollars,
+    time_to_target,
+    value_of,
+)
 from tune.trials.record import trial_id as name_of
 
+_MOST_EVALUATIONS = 10_000
 _WORTH_S = 10.0
 """Seconds of training before a trial may be stopped as beaten."""
 
@@ -138,6 +157,72 @@ def reward(objective: Objective, record: TrialRecord) -> float:
 def worst(objective: Objective) -> float:
     """Return an infinite value that is worse than any value of the objective."""
     return math.inf if objective.direction == "min" else -math.inf
+
+
+def so_far(
+    objective: Objective, curve: Sequence[Row], usd_per_hour: float | None
+) -> float:
+    """Return the objective after the evaluations of a curve, for a scheduler.
+
+    It is the worst value if the target is not met, or the figure is NaN; and NaN if no
+    evaluation has the metric yet.
+    """
+    if objective.metric in TO_TARGET:
+        value = time_to_target(objective, curve)
+        if value is not None and objective.metric == "usd_to_target":
+            value = dollars(value, usd_per_hour or 0.0)
+        return worst(objective) if value is None else value
+    for row in reversed(curve):
+        if objective.metric in row:
+            value = row[objective.metric]
+            return worst(objective) if math.isnan(value) else value
+    return math.nan
+
+
+class AshaScheduler(AsyncHyperBandScheduler):
+    """ASHA by the evaluations of all trials, also of those of an earlier start."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        before: Sequence[TrialRecord],
+        usd_per_hour: float | None,
+    ) -> None:
+        """`before` are the trials of an earlier start."""
+        super().__init__(
+            metric="objective", mode=objective.direction, max_t=_MOST_EVALUATIONS
+        )
+        self._objective = objective
+        self._before = {
+            record.id: record for record in before if not record.is_censored
+        }
+        self._usd_per_hour = usd_per_hour
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Tune pickles it for a restore that the journal replaces.
+        return FIFOScheduler, ()
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: Tree) -> str:
+        """Decide whether a trial goes on; called by Tune with each evaluation."""
+        if math.isnan(result["objective"]):
+            return str(TrialScheduler.CONTINUE)
+        return str(super().on_trial_result(tune_controller, trial, result))
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: Tree) -> None:
+        """Note a trial's end; called by Tune.
+
+        Of a trial that has ended earlier, Tune hears the end alone, as if it were the
+        first evaluation. Its evaluations are noted instead.
+        """
+        record = self._before.get(result.get("trial", ""))
+        if record is None:
+            super().on_trial_complete(tune_controller, trial, result)
+            return
+        for count in range(1, len(record.curve) + 1):
+            curve = record.curve[:count]
+            value = so_far(self._objective, curve, self._usd_per_hour)
+            row = {"training_iteration": count, "objective": value}
+            self.on_trial_result(tune_controller, trial, row)
 
 
 class BeatenScheduler(FIFOScheduler):

@@ -194,10 +194,13 @@ def open_trials(config: SweepConfig, records: Records) -> list[Tree]:
 
 
 def trial_tree(train: Tree, trial: Tree) -> Tree:
-    """Return the whole configuration of a trial; maps names by a function's `keys`."""
+    """Return the whole configuration of a trial; maps names by a function's `keys`.
+
+    A section's value is set before the values of single keys in it.
+    """
     keys = train.get("keys") or {}
     values = {keys.get(key, key): value for key, value in trial.items()}
-    return override(kind_of(train), train, values)
+    return override(kind_of(train), train, dict(sorted(values.items())))
 
 
 def known_space(space: Space, train: Tree, source: str) -> Space:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
+from ray.tune.schedulers import TrialScheduler
 
 from cluster.health.check import require_sound
 from trainers.errors import (
@@ -342,9 +342,9 @@ class _Run:
     def _scheduler(self) -> TrialScheduler | None:
         config = self._spec.config
         if config.scheduler == "asha":
-            return AsyncHyperBandScheduler(
-                metric="objective", mode=config.objective.direction, max_t=10_000
-            )
+            price = self._plan.lane_usd_per_hour
+            known = list(self._progress.records.values())
+            return ray_search.AshaScheduler(config.objective, known, price)
         if config.ends_beaten:
             return ray_search.BeatenScheduler(
                 config.objective, self._progress.records, self._progress.reasons

@@ -1,7 +1,6 @@
 """A trial as Ray Tune sees it: a trainable that waits for its lane's reports (Ray)."""
 
 import contextlib
-import math
 import time
 from typing import Any
 
@@ -12,19 +11,17 @@ from trainers.config.model import Tree
 from trainers.errors import StorageError
 from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
-from tune.config import TO_TARGET, Objective
+from tune.config import Objective
 from tune.forks.assignment import Assignment
 from tune.lanes.messages import Event, new_ticket
-from tune.search.ray_search import reward, worst
+from tune.search.ray_search import reward, so_far
 from tune.search.space import trial_tree, unwrap
 from tune.trials.journal import Journal
 from tune.trials.record import (
     Purpose,
     Row,
     TrialRecord,
-    dollars,
     make_record,
-    time_to_target,
     trial_id,
 )
 
@@ -113,7 +110,7 @@ class LaneTrial(Trainable):
             self._curve.append(event.row)
             return {
                 **event.row,
-                "objective": self._value(event.row),
+                "objective": so_far(self._objective, self._curve, self._usd_per_hour),
                 "trial": self._trial,
             }
         given = (
@@ -128,16 +125,6 @@ class LaneTrial(Trainable):
         ):  # the driver misses it, and says why it cannot be written
             self._journal.append(self._record)
         return self._final(self._record)
-
-    def _value(self, row: Row) -> float:
-        """Return the objective so far, for a scheduler; the worst value if unknown."""
-        if self._objective.metric in TO_TARGET:
-            value = time_to_target(self._objective, self._curve)
-            if value is not None and self._objective.metric == "usd_to_target":
-                value = dollars(value, self._usd_per_hour or 0.0)
-        else:
-            value = row.get(self._objective.metric)
-        return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> Tree:
         said = {

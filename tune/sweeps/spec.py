@@ -1,6 +1,7 @@
 """A sweep as plain data: read from a file, checked before Ray is imported, and kept."""
 
 import contextlib
+import json
 import shlex
 import uuid
 from collections.abc import Callable
@@ -43,6 +44,8 @@ from tune.trials.steering import Actions
 SAVED = "sweep.yaml"
 _NOT_LEARNED = ("train.task_dir", "train.scaling", "train.tracking")
 """Keys that may change when a sweep is resumed."""
+_AS_GIVEN = ("space", "train.task_args", "train.train_loop_config")
+"""Keys whose values reach the user's code as they are, without a type of ours."""
 
 
 class KeptConfig(SweepConfig):
@@ -113,7 +116,7 @@ class SweepSpec:
 
     def saved(self) -> Tree:
         """Return what the sweep's directory keeps for `resume`."""
-        sweep = self.config.model_dump(mode="json", exclude_none=True)
+        sweep = self.config.model_dump(exclude_none=True)
         task_dir = self.path[0] if self.path else None
         return sweep | {"train": self.train | {"task_dir": task_dir}}
 
@@ -298,9 +301,19 @@ def known_keys(saved: Tree, source: str) -> Tree:
 def refuse_changes(then: Tree, now: Tree, uri: str, fix: str, source: str) -> None:
     """Raise ConfigError for the first key that differs from what a sweep had."""
     for key in sorted(then.keys() | now.keys()):
-        if then.get(key) != now.get(key):
-            rule = f"differs from {then.get(key)} in {uri}"
-            raise ConfigError(key, now.get(key), rule, fix, source)
+        before = then.get(key)
+        after = now.get(key)
+        is_same = before == after
+        if key in _AS_GIVEN:
+            is_same = _as_text(before) == _as_text(after)
+        if not is_same:
+            rule = f"differs from {before} in {uri}"
+            raise ConfigError(key, after, rule, fix, source)
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as text, as in a trial's ID: NaN equals NaN, and 1 is not true."""
+    return json.dumps(value, sort_keys=True)
 
 
 def with_defaults(train: Any, source: str) -> Tree:

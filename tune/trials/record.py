@@ -181,6 +181,13 @@ class TrialRecord:
         return self.status == "stopped" and self.message == BY_HAND
 
     @property
+    def given_seed(self) -> int | None:
+        """The seed that a repeat or the space gave it; None: the run's own."""
+        if self.seed is not None:
+            return self.seed
+        return self.config.get("seed")
+
+    @property
     def missed_target_s(self) -> float | None:
         """Training time at the last evaluation before the one that met the target.
 
@@ -213,7 +220,7 @@ def value_of(metric: str, record: TrialRecord) -> float | None:
     return value
 
 
-def time_to_target(objective: Objective, curve: list[Row]) -> float | None:
+def time_to_target(objective: Objective, curve: Sequence[Row]) -> float | None:
     """Return the training time, s, at the first evaluation that met the target, if any."""
     for row in curve:
         if objective.reached(row):
@@ -271,7 +278,9 @@ def make_record(
     speed = result.get("throughput") or {}
     status: Status = outcome["status"]
     message = outcome.get("message") or "; ".join(result.get("warnings", ()))
-    metrics = dict(curve[-1] if curve else {})
+    metrics: dict[str, float] = {}
+    for row in curve:
+        metrics |= row
     metrics |= result.get("metrics", {})
     figures: Any = {}
     for name in _SPEEDS:  # a training function may report them itself
