@@ -23,7 +23,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 from pydantic import ConfigDict, create_model
 
 from trainers.config.model import Settings, Tree, build, child_model, keys_of
-from trainers.config.yaml import parse_yaml
+from trainers.config.yaml import parse_typed
 from trainers.errors import (
     MISSING,
     ConfigError,
@@ -109,7 +109,7 @@ class Command:
             if name:
                 self._give(given, name, text)
             else:
-                overrides[key] = parse_yaml(text, f"{_SOURCE}, --{key}")
+                overrides[key] = parse_typed(text, f"{_SOURCE}, --{key}")
         try:
             built = build(self.model, given, _SOURCE)
         except ConfigError as error:
@@ -140,7 +140,7 @@ class Command:
         elif self._is(name, str):
             given[name] = text
         else:
-            given[name] = parse_yaml(text, f"{_SOURCE}, {_option(name)}")
+            given[name] = parse_typed(text, f"{_SOURCE}, {_option(name)}")
 
     def _key(self, typed: str) -> str:
         """Return an unknown option as a dotted key of the configuration.

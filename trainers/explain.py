@@ -43,6 +43,7 @@ from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.figures import findings, student_t95
 from trainers.measure.result import Pauses, RunResult
+from trainers.model.optimizer import optimizers_of
 from trainers.model.strategy import no_sync
 from trainers.step.flops import device_peak
 from trainers.step.train_step import Replica
@@ -325,8 +326,9 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
     timed: list[tuple[Any, str, str]] = [
         (Copies, "begin", "copy"),
         (torch.autograd, "backward", "backward"),
-        (replica.optimizer, "step", "optimizer"),
     ]
+    for optimizer in optimizers_of(replica.optimizer):  # phases step each by itself
+        timed.append((optimizer, "step", "optimizer"))
     if feed._transform is not None:
         timed.append((feed, "_transform", "transform"))
     with contextlib.ExitStack() as stack:

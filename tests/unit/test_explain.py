@@ -154,6 +154,15 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path):
     assert "item" not in vars(torch.Tensor)
 
 
+def test_optimizers_that_step_one_by_one_are_timed(tmp_path):
+    task = "tests.unit.test_phases:Adversarial"
+    spec = make(tmp_path, task=task, max_steps=3, evaluate={}, checkpoint={})
+    job = ProfileJob(**asdict(spec), seconds=0.01)
+    found = job.execute(LocalContext(None, "local")).shares()
+    assert found["optimizer"] > 0
+    assert sum(found.values()) == pytest.approx(1)
+
+
 def test_a_stream_is_profiled_for_longer_than_its_run(tmp_path):
     task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
     spec = make(tmp_path, **task, max_steps=3, evaluate={}, checkpoint={})

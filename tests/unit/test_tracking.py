@@ -161,6 +161,53 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(
     )
 
 
+def test_steps_of_a_part_that_is_still_being_written_are_sent_in_order(following):
+    log = RunLog(following.run, followed=True)
+    for step in (1, 2, 3):
+        log.add(record(step, loss=0.5))
+    write = log.part(3)
+    log.add(record(4, loss=0.5))
+    log.show(4)
+    assert following.run.names("live") == []
+    assert following.send()
+    write()
+    show(log, 4)
+    assert following.send()
+    assert following.curve == [(step, 0.5) for step in range(1, 5)]
+
+
+class Going(Storage):
+    """A run that trains on when a directory of it is looked at."""
+
+    def __init__(self, run, directory, go_on):
+        super().__init__(run.uri)
+        self.directory = directory
+        self.steps = iter([go_on])
+
+    def child(self, *names):
+        if names == (self.directory,):
+            for go_on in self.steps:
+                go_on()
+        return super().child(*names)
+
+
+@pytest.mark.parametrize("directory", ["log", "live"])
+def test_a_part_that_is_written_while_the_log_is_read_is_sent(directory, following):
+    log = RunLog(following.run, followed=True)
+    log.add(record(1, loss=0.5))
+    log.add(record(2, loss=0.5))
+
+    def go_on():
+        log.flush(2)
+        log.add(record(3, loss=0.5))
+        show(log, 3)
+
+    following.run = Going(following.run, directory, go_on)
+    assert following.send()
+    assert following.send()
+    assert following.curve == [(1, 0.5), (2, 0.5), (3, 0.5)]
+
+
 def test_what_a_sink_that_failed_did_not_take_is_sent_again(following, monkeypatch):
     monkeypatch.setattr(delivery, "_RETRY_S", 0.01)
     monkeypatch.setattr(Failing, "kept", [])

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -328,6 +330,32 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
         "FINISHED",
         30,
     )
+
+
+def test_a_database_that_a_killed_process_was_making_is_made_by_the_next(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    makes = "from tests.unit.test_tracking_clients import started; started('.')"
+    process = subprocess.Popen([sys.executable, "-c", makes], cwd=REPOSITORY)
+
+    def is_half_made():
+        files = tmp_path.rglob("mlflow.db")
+        return any(file.stat().st_size > 2**18 for file in files)
+
+    until(is_half_made, "half a database", process=process, every_s=0.01)
+    process.kill()
+    process.wait()
+    started(str(tmp_path))
+    (kept,) = mlflow_runs(store(tmp_path), "half", tmp_path).values()
+    assert kept.params == {"seed": "1"}
+
+
+def started(directory):
+    """Begin a run in MLflow."""
+    sink = MlflowSink("half", Storage(directory))
+    sink.start(TrackedRun("0e", "", "mine", "run", {"seed": 1}, {}))
 
 
 def test_names_that_mlflow_rejects_are_changed(tmp_path, monkeypatch):

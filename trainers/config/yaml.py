@@ -192,6 +192,20 @@ def parse_yaml(text: str, source: str) -> Any:
     return _parse(_Loader1_2, _Loader1_2.get_single_data, text, source)
 
 
+def parse_typed(text: str, source: str) -> Any:
+    """Read a value of the command line, of which no part may be a comment by mistake."""
+    value = parse_yaml(text, source)
+    kept = "" if value is None else value
+    typed = text.strip()
+    if isinstance(kept, str) and typed.startswith(kept):
+        rest = typed.removeprefix(kept).lstrip()
+        if rest.startswith("#"):
+            rule = "has a `#`, where a comment begins in YAML"
+            fix = f"put quotes inside the shell's: '\"{typed}\"'"
+            raise _refused(rule, fix, source, where=typed)
+    return value
+
+
 def parse_documents(text: str, source: str) -> list[Any]:
     """Read all YAML 1.1 documents of a text, as Ray does.
 

@@ -38,6 +38,8 @@ class RunLog:
         self._num_shown = 0
         self._shown_at = 0.0
         self._showing: threading.Thread | None = None
+        self._is_writing = False
+        """Whether records were taken for a part that is not complete."""
 
     def add(self, record: Record) -> None:
         """Add one record, with its time."""
@@ -46,13 +48,16 @@ class RunLog:
     def show(self, step: int) -> None:
         """Copy new records to `live/<step>.jsonl`, at most every ten seconds.
 
-        A thread writes them, so training does not wait.
+        A thread writes them, so training does not wait. Records before them that are
+        in no part yet go first: trackers take steps in order.
         """
         now = time.monotonic()
         if not self._is_followed or now - self._shown_at < SHOW_EVERY_S:
             return
         if self._showing is not None and self._showing.is_alive():
             return  # storage is slow
+        if self._is_writing:
+            return
         records = self._open[self._num_shown :]
         self._num_shown = len(self._open)
         self._shown_at = now
@@ -78,12 +83,14 @@ class RunLog:
         taken = self._open
         self._open = []
         self._num_shown = 0
+        self._is_writing = True
 
         def write() -> None:
             if taken:
                 _extend(self._storage, f"{step:012d}.jsonl", _lines(taken))
                 if self._events is not None:
                     _extend(self._events, events_name(step), encode_events(taken))
+            self._is_writing = False
             if self._is_followed:
                 names = self._live.names()
                 last = f"{step:012d}.jsonl"

@@ -132,7 +132,9 @@ class RunHistory:
         tags = {"uri": redact(self._run.uri)}
         if self._run.exists("environment.json"):
             tags |= self._run.read_json("environment.json", dict[str, str])
-        rows = self._new("log") + self._new("live")
+        # Copies first: what has left them meanwhile is in the log.
+        copied = self._new("live")
+        rows = self._new("log") + copied
         artifacts: dict[str, bytes] = {}
         if ended in ("done", "stopped") and self._run.exists("result.json"):
             result = self._run.read_json("result.json", Tree, finite=False)

@@ -9,11 +9,14 @@ MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
 import posixpath
 import re
+import shutil
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -117,6 +120,30 @@ def _client(name: str) -> Any:
         return importlib.import_module(name)
 
 
+def _make_database(mlflow: Any) -> None:
+    """Make MLflow's SQLite database, if it is not there: all of it or nothing.
+
+    MLflow needs seconds for it, and may be killed before, as the run does not wait for
+    it. It cannot go on with half a database.
+    """
+    uri = mlflow.get_tracking_uri()
+    if not uri.startswith("sqlite:"):
+        return
+    named = _client("sqlalchemy").make_url(uri).database
+    if named in (None, "", ":memory:") or Path(named).exists():
+        return
+    path = Path(named)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-tracking-") as directory:
+        new = Path(directory, "mlflow.db")
+        mlflow.MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+        beside = path.with_name(f".{path.name}-{os.getpid()}")
+        shutil.copyfile(new, beside)
+    with contextlib.suppress(FileExistsError):  # somebody else has made it meanwhile
+        os.link(beside, path)
+    beside.unlink()
+
+
 class MlflowSink(Sink):
     """Sends to MLflow; trials are nested runs of their sweep."""
 
@@ -128,6 +155,7 @@ class MlflowSink(Sink):
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._mlflow = _client("mlflow")
+        _make_database(self._mlflow)
         self._client = self._mlflow.MlflowClient()
         self._entities = _client("mlflow.entities")
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run
 from trainers.config.model import Tree
-from trainers.config.yaml import dump_yaml, parse_yaml
+from trainers.config.yaml import dump_yaml, parse_typed
 from trainers.errors import MISSING, ConfigError, counted
 from trainers.launch.from_python import plain
 from tune.config import sample_values
@@ -256,7 +256,7 @@ def steer_in_words(
     keys: Tree = {}
     for word in assignments:
         key, _, text = word.partition("=")
-        keys[key] = parse_yaml(text, f"command line, {key}")
+        keys[key] = parse_typed(text, f"command line, {key}")
     return steer(directory, cast(Steer, action), trial, **keys)
 
 
