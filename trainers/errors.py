@@ -349,8 +349,14 @@ def _plain(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name."""
-    return printable(_lines(error)[0])
+    """Return the first line of an error's message, or its type's name.
+
+    The second line follows a first one that ends in a colon.
+    """
+    first, *rest = _lines(error)
+    if first.endswith(":") and rest:
+        first = f"{first} {rest[0].strip()}"
+    return printable(first)
 
 
 def last_line(error: BaseException) -> str:

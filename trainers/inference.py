@@ -55,6 +55,7 @@ from trainers.launch.spec import (
     read_mapping,
 )
 from trainers.loop.data import tell_samples
+from trainers.measure.figures import in_digits
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
@@ -163,7 +164,7 @@ def export(location: str, out: str, which: str = "newest") -> str:
     size = f"{len(weights)} tensors, {len(data) / 2**20:,.1f} MiB"
     said = [f"{target.uri}: {size}", f"of step {manifest.step}"]
     for name, value in sorted(manifest.metrics.items()):
-        said.append(f"{name} {value:.4f}")
+        said.append(f"{name} {in_digits(value)}")
     return ", ".join(said)
 
 

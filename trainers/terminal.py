@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainers.errors import printable
+from trainers.measure.figures import in_digits
 from trainers.output import PACKAGES, Record, Take, on_terminal
 
 REDRAWS_PER_S = 4
@@ -231,7 +232,7 @@ class Course:
         if "epoch" in newest:
             parts.append(f"epoch {newest['epoch']:.2f}")
         if loss is not None:
-            parts.append(f"loss {loss:.4f}")
+            parts.append(f"loss {in_digits(loss)}")
         if speed is not None:
             parts.append(f"{speed:,.0f} samples/s")
         parts += [f"{name} {value:.4g}" for name, value in figures.items()]

@@ -184,6 +184,13 @@ def test_a_workers_exception_keeps_rank_kind_words_and_line():
     assert str(failure).startswith("the run ended as `error`: rank 3")
 
 
+def test_a_line_that_ends_in_a_colon_is_followed_by_what_it_announces():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    with pytest.raises(RuntimeError) as raised:
+        model.load_state_dict({f"module.{k}": v for k, v in model.state_dict().items()})
+    assert "Missing key" in failure_of(raised.value, 0).message
+
+
 def first_of(errors):
     """The cause, which no order of arrival changes."""
     causes = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainers.measure.clock import WARMUP_STEPS, StepClock
-from trainers.measure.figures import Throughput
+from trainers.measure.figures import Throughput, in_digits
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
 from trainers.storage import Storage, parse_json
@@ -211,6 +211,19 @@ def test_figures_that_are_not_finite_are_kept(tmp_path):
     (record,) = read_log(run)
     assert record["val_loss"] == math.inf
     assert math.isnan(record["other"])
+
+
+@pytest.mark.parametrize(("value", "shown"), [
+    (0.0, "0.0000"),
+    (0.97333333, "0.9733"),
+    (-12.5, "-12.5000"),
+    (3.14159e-5, "3.142e-05"),
+    (-1e300, "-1e+300"),
+    (math.inf, "inf"),
+    (math.nan, "nan"),
+])  # fmt: skip
+def test_no_size_of_a_figure_hides_its_digits(value, shown):
+    assert in_digits(value) == shown
 
 
 @pytest.mark.parametrize("speed", [None, Throughput(1e3, 1e-3, 1e-5, 0.25, 100)])

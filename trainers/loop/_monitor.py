@@ -25,7 +25,12 @@ from trainers.devices.device import (
 from trainers.errors import Status, counted
 from trainers.loop._attempt import Attempt
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
-from trainers.measure.figures import RankFigures, findings, total_energy_j
+from trainers.measure.figures import (
+    RankFigures,
+    findings,
+    in_digits,
+    total_energy_j,
+)
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import averaged
@@ -318,7 +323,7 @@ def _log_window(
         if "epoch" in record:
             done += f"  epoch {record['epoch']:.2f}"
         speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
-        logger.info("%s  loss %.4f  %s", done, loss, speed)
+        logger.info("%s  loss %s  %s", done, in_digits(loss), speed)
 
 
 def take_first_losses(attempt: Attempt) -> None:
@@ -362,7 +367,9 @@ def validate(attempt: Attempt) -> dict[str, float]:
             attempt.log.add({**attempt.position(), **figures})
         attempt.tell("evaluation", {**figures, "time_s": time_s})
         if attempt.context.rank == 0:
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            shown = "  ".join(
+                f"{name} {in_digits(value)}" for name, value in figures.items()
+            )
             logger.info("evaluated at step %d in %.2f s: %s", step, time_s, shown)
     attempt.report(None)
     if figures:

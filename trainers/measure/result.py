@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from trainers.errors import Status, counted
-from trainers.measure.figures import RankFigures, Throughput, table
+from trainers.measure.figures import RankFigures, Throughput, in_digits, table
 
 
 @dataclass
@@ -116,7 +116,7 @@ class RunResult:
         workers = counted(self.world_size, "worker")
         arithmetic = f"microbatch {self.microbatch_size} x accumulation {self.accumulation} x {workers}"
         metrics = [
-            f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())
+            f"{name} {in_digits(value)}" for name, value in sorted(self.metrics.items())
         ]
         lines = [
             f"{done} ({self.wall_time_s:.1f} s with evaluation and checkpoints{before})",

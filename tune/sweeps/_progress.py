@@ -24,6 +24,7 @@ from rich.text import Text
 from trainers.config.model import Tree
 from trainers.errors import STATUSES, PacelineError, redact
 from trainers.launch.process import StopSignals
+from trainers.measure.figures import in_digits
 from trainers.on_ray.internals import tell_of_job
 from trainers.output import Output
 from trainers.storage import Storage
@@ -452,7 +453,7 @@ class Progress(tune.Callback):
             parts.append(f"{record.samples_per_s:,.0f} samples/s")
         for key, value in record.metrics.items():
             if key.startswith("val_"):
-                parts.append(f"{key} {value:.4f}")
+                parts.append(f"{key} {in_digits(value)}")
         parts.append(record.message)
         logger.info("%s", "  ".join(part for part in parts if part))
 
