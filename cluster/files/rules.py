@@ -33,6 +33,13 @@ _ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccount
 scheme.
 """
 
+_PROVIDER_NEEDS = {
+    "aws": ("region",),
+    "gcp": ("region", "availability_zone", "project_id"),
+    "azure": ("location", "resource_group"),
+}
+"""Fields of `provider` that Ray's schema leaves open, and without which it fails."""
+_OWN_RESOURCES = ("CPU", "GPU")
 _SIZES = ("nano", "micro", "small", "medium", "large", "xlarge", "metal")
 _MACHINE_FIELDS = {
     "aws": "InstanceType ImageId IamInstanceProfile BlockDeviceMappings MetadataOptions InstanceMarketOptions KeyName "
@@ -62,7 +69,8 @@ _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
     r"\b(?:aws|gcp)_credentials\b|\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
 )
-_OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$HOME)(?:/|$)")
+_OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/home|/root|~|\$\{?HOME\}?)(?:/|$)")
+_RELATIVE = re.compile(r"(?![/~$]|[\w+.-]+://)")
 # Ray's own defaults (ray_config_def.h). With them, a cut cable is noticed after 65 s at
 # the latest (measured: 33 s).
 _HEALTH_CHECK = {"period_ms": 3000, "timeout_ms": 10000, "failure_threshold": 5}
@@ -78,6 +86,7 @@ def findings(
     starts = {field: _environment(cluster, field) for field in (HEAD, WORKER)}
     return [
         *_local(cluster, starts[HEAD], environ),
+        *_provider(cluster),
         *_ports(cluster),
         *key_findings(cluster.written),
         *_machines(cluster),
@@ -85,6 +94,7 @@ def findings(
         *_limits(cluster),
         *_versions(cluster),
         *_head_start(cluster),
+        *_worker_start(cluster),
         *environment_findings(starts),
         *_reaction(starts[HEAD]),
         *_token_file(cluster, starts[HEAD]),
@@ -107,6 +117,14 @@ def _misspelt(cluster: ClusterFile) -> Iterator[Finding]:
                     MISSING,
                     "is no field of it",
                     fix,
+                )
+        for resource in node_type.get("resources") or {}:
+            if resource not in _OWN_RESOURCES and resource.upper() in _OWN_RESOURCES:
+                yield warning(
+                    f"available_node_types.{name}.resources.{resource}",
+                    MISSING,
+                    f"is not Ray's {resource.upper()}, but a resource of that name",
+                    f"write `{resource.upper()}`",
                 )
         # EC2's instance types are written family.size.
         machine = str(node_type["node_config"].get("InstanceType") or "")
@@ -187,6 +205,18 @@ def _local(
             "must be an address that the other hosts reach",
             "write the host's address in your network",
         )
+
+
+def _provider(cluster: ClusterFile) -> Iterator[Finding]:
+    provider = cluster.config["provider"]
+    for field in _PROVIDER_NEEDS.get(cluster.provider, ()):
+        if not provider.get(field):
+            yield error(
+                f"provider.{field}",
+                MISSING,
+                "is required by `ray up`",
+                f"add `{field}`",
+            )
 
 
 def _is_loopback(address: object) -> bool:
@@ -311,6 +341,35 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
             "must give `ray start` its --autoscaling-config, or no worker is ever started",
             "add --autoscaling-config=~/ray_bootstrap_config.yaml",
         )
+    if "--no-monitor" in text and not re.search(r"\bcluster autoscale\b", text):
+        yield error(
+            HEAD,
+            "--no-monitor",
+            "must be followed by another autoscaler, or no worker is ever started",
+            "start `paceline-cluster autoscale ~/ray_bootstrap_config.yaml`, or remove it",
+        )
+
+
+def _worker_start(cluster: ClusterFile) -> Iterator[Finding]:
+    """Find workers that do not join the head."""
+    head = "\n".join(cluster.commands[HEAD])
+    text = "\n".join(cluster.commands[WORKER])
+    if "ray start" in text and "--address" not in text:
+        yield error(
+            WORKER,
+            MISSING,
+            "must give `ray start` the head's --address, or it does not start",
+            "add --address=$RAY_HEAD_IP:6379",
+        )
+    listens = re.search(r"--port[=\s]+(\d+)", head)
+    asked = re.search(r"RAY_HEAD_IP\}?:(\d+)", text)
+    if listens and asked and listens[1] != asked[1]:
+        yield error(
+            WORKER,
+            f"--address=$RAY_HEAD_IP:{asked[1]}",
+            f"must name the head's --port, {listens[1]}",
+            f"write $RAY_HEAD_IP:{listens[1]}",
+        )
 
 
 def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Finding]:
@@ -324,7 +383,7 @@ def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Findi
             "file_mounts",
             MISSING,
             f"must bring the token to {place}, or no node can join",
-            f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)",
+            f"bring your {_TOKEN_FILE} there (made by `ray get-auth-token --generate`)",
         )
 
 
@@ -403,7 +462,7 @@ def environment_findings(
             yield error(
                 field,
                 MISSING,
-                "must not hold RAY_AUTH_TOKEN: it is a secret",
+                "must not hold RAY_AUTH_TOKEN, which is a secret",
                 "bring it in a file (`ray get-auth-token --generate` makes one), or from a Secret",
             )
         own = environment.get("PACELINE_STORAGE")
@@ -421,7 +480,7 @@ def environment_findings(
                 f"differs from the head's, {storage}",
                 "write one place",
             )
-    if storage and own_disk.match(storage):
+    if storage and (own_disk.match(storage) or _RELATIVE.match(storage)):
         yield error(
             next(iter(starts)),
             f"PACELINE_STORAGE={storage}",

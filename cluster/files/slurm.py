@@ -75,9 +75,16 @@ def is_slurm(path: str | Path) -> bool:
 
 def slurm_findings(path: str | Path) -> Iterator[Finding]:
     """Yield all findings in a batch script that starts Ray on the job's nodes."""
-    text = re.sub(
-        r"^\s*#(?!SBATCH\b).*\n|\\\n", "", read_file(path), flags=re.MULTILINE
-    )
+    text = read_file(path)
+    if "\r\n" in text:
+        yield error(
+            "the file",
+            MISSING,
+            "must not have Windows' line ends, with which sbatch refuses a script",
+            "remove them with `sed -i 's/\\r$//' FILE`",
+        )
+        text = text.replace("\r\n", "\n")
+    text = re.sub(r"^\s*#(?!SBATCH\b).*\n|\\\n", "", text, flags=re.MULTILINE)
     yield from key_findings(text)
     if "symmetric-run" not in text:
         return

@@ -57,6 +57,10 @@ def unmounted(place):
     return lambda tree: tree["file_mounts"].pop(place)
 
 
+def unsaid(field):
+    return lambda tree: tree["provider"].pop(field)
+
+
 def unpinned(old, new):
     """What is installed changed, without the file of constraints."""
 
@@ -220,6 +224,9 @@ FOUND = {
         WORKER,
     ),
     "own_disk": ("gcp", everywhere("gs://MY-BUCKET", "/tmp"), "error", HEAD),
+    "home": ("gcp", everywhere("gs://MY-BUCKET", "${HOME}"), "error", HEAD),
+    "relative_storage": ("aws", everywhere("s3://MY-BUCKET/", ""), "error", HEAD),
+    "scheme_misspelt": ("aws", everywhere("s3://", "s3:/"), "error", HEAD),
     "slow_to_notice": (
         "azure",
         replace(HEAD, "export RAY_health_check_timeout_ms=1000;"),
@@ -237,6 +244,43 @@ FOUND = {
         replace(HEAD, "--autoscaling-config=~/ray_bootstrap_config.yaml"),
         "error",
         HEAD,
+    ),
+    "no_autoscaler_beside_ray": (
+        "aws",
+        replace(HEAD, "paceline-cluster autoscale", "true"),
+        "error",
+        HEAD,
+    ),
+    "joins_no_head": (
+        "aws",
+        replace(WORKER, "--address=$RAY_HEAD_IP:6379"),
+        "error",
+        WORKER,
+    ),
+    "joins_another_port": (
+        "gcp",
+        replace(HEAD, "port=6379", "port=6380"),
+        "error",
+        WORKER,
+    ),
+    "no_region": ("aws", unsaid("region"), "error", "provider.region"),
+    "no_project": (
+        "gcp",
+        unsaid("project_id"),
+        "error",
+        "provider.project_id",
+    ),
+    "no_resource_group": (
+        "azure",
+        unsaid("resource_group"),
+        "error",
+        "provider.resource_group",
+    ),
+    "resource_in_small_letters": (
+        "aws",
+        put(f"{SPOT}.resources", {"CPU": 8, "GPU": 1, "gpu": 1}),
+        "warning",
+        f"{SPOT}.resources.gpu",
     ),
     "autoscaler_v2": (
         "onprem",
@@ -269,7 +313,16 @@ def test_found(name, change, level, field, tmp_path):
     assert main(["validate", file, "--strict"]) == (2 if level == "error" else 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"), [row[:2] for row in FOUND.values()], ids=FOUND
+)
+def test_no_finding_is_hidden_as_a_secret(name, change, tmp_path, capsys):
+    main(["validate", broken(name, change, tmp_path)])
+    assert "***" not in capsys.readouterr().err
+
+
 IN_ORDER = {
+    "another_port": everywhere("6379", "7000"),
     "local_build": replace("setup_commands", "torch==2.15.0", "torch==2.15.0+cu130"),
     "pinned_on_the_web": put(
         "worker_setup_commands", ["pip install -c https://x/c.txt ray torch"]

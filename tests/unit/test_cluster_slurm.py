@@ -40,6 +40,8 @@ BROKEN = {
     "in_the_foreground": ('"$@" &\n', '"$@"\n', "symmetric-run"),
     "not_waited_for": ("do wait $tasks; done", "do break; done", "symmetric-run"),
     "own_disk": (STORAGE, "PACELINE_STORAGE=/tmp/$USER", "the script"),
+    "relative_storage": (STORAGE, "PACELINE_STORAGE=results", "the script"),
+    "windows_line_ends": ("\n", "\r\n", "the file"),
     "no_storage": (f"export {STORAGE}", "", "the script"),
     "no_token": ("export RAY_AUTH_MODE=token", "", "the script"),
     "key_in_the_file": (
@@ -61,7 +63,7 @@ BROKEN = {
 def test_each_trap_has_its_finding(old, new, field, tmp_path):
     file = tmp_path / "job.sbatch"
     assert old in TEXT
-    file.write_text(TEXT.replace(old, new), encoding="utf-8")
+    file.write_text(TEXT.replace(old, new), encoding="utf-8", newline="")
     [finding] = slurm_findings(file)
     assert finding.field == field
     assert finding.rule

@@ -16,9 +16,10 @@ from ray._private import ray_constants
 
 from tests.conftest import REPOSITORY
 from tests.waits import HANG_S
-from trainers.errors import ClusterError
+from trainers.errors import ClusterError, ConfigError
 from trainers.on_ray import _reaper as reaper
 from trainers.on_ray.cluster import connect, disconnect
+from trainers.on_ray.internals import has_token, read_token_again
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,54 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     )
     assert ended == reaped
     assert ray_constants.ENABLE_RAY_CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_named"),
+    [
+        ({"RAY_AUTH_TOKEN": "0" * 64}, True),
+        ({"RAY_AUTH_TOKEN": "0" * 64, "RAY_AUTH_MODE": "token"}, False),
+        ({}, False),
+    ],
+)
+def test_a_token_that_was_not_sent_is_named_where_a_cluster_is_not_joined(
+    environment, is_named, monkeypatch
+):
+    """Ray says that it could not connect, whatever the cause."""
+
+    def init(**options):
+        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.7:6379")
+
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/none")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ray, "init", init)
+    read_token_again()
+    try:
+        with pytest.raises(ClusterError) as raised:
+            connect()
+        assert ("RAY_AUTH_MODE=token" in str(raised.value)) == is_named
+    finally:
+        monkeypatch.undo()
+        read_token_again()
+
+
+def test_a_token_s_file_that_is_missing_is_an_error_of_the_environment(
+    tmp_path, monkeypatch
+):
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
+    read_token_again()
+    try:
+        with pytest.raises(ConfigError) as raised:
+            has_token()
+        assert raised.value.field == "RAY_AUTH_TOKEN_PATH"
+    finally:
+        monkeypatch.undo()
+        read_token_again()
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -267,3 +267,8 @@ def test_a_refused_type_is_left_aside(monkeypatch):
     monkeypatch.setattr(CloudResourceMonitor, "notify", CloudResourceMonitor.notify)
     spot.heed_refusals()
     assert refused() == {"gpu_spot": 0.0}
+
+
+def test_the_autoscaler_s_file_must_exist(tmp_path, capsys):
+    assert main(["autoscale", str(tmp_path / "none.yaml")]) == 2
+    assert str(tmp_path / "none.yaml") in capsys.readouterr().err

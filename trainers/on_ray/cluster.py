@@ -270,6 +270,9 @@ def _not_joined(address: str, error: Exception) -> str:
     rule = "it names the head of a running cluster, as host:6379; without it one starts on this machine"
     if isinstance(error, AuthenticationError):
         rule = "the cluster asks for a token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token"
+    elif has_token() and not asks_for_token():
+        # Ray says no more than that it could not connect.
+        rule += "; to a cluster that asks for your token, set RAY_AUTH_MODE=token"
     return f"Ray could not be joined at RAY_ADDRESS {address}: {first_line(error)} ({rule})"
 
 

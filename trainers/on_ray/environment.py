@@ -27,6 +27,9 @@ RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     off on an embedded node, which is never 
                                         one actor less for each group; else on,
                                         explicitly: the controller's process has no
                                         RAY_ADDRESS
+while a task's workers train or do another job (a training function's are as in Ray):
+RAY_CHDIR_TO_TRIAL_DIR                  a task's relative paths mean what they mean under
+                                        the other launchers
 and while a sweep of ours runs:
 RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING
                                         lanes' controllers are threads of the driver,
@@ -56,6 +59,7 @@ _RUN = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "180",
 }
+_TASK = {"RAY_CHDIR_TO_TRIAL_DIR": "0"}
 _SWEEP = {
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -81,6 +85,11 @@ def run_environment() -> contextlib.AbstractContextManager[None]:
     return _set_for(
         _RUN | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0" if embedded() else "1"}
     )
+
+
+def task_environment() -> contextlib.AbstractContextManager[None]:
+    """In a block in which Ray starts a task's workers, set what the user has not set."""
+    return _set_for(_TASK)
 
 
 def sweep_environment() -> contextlib.AbstractContextManager[None]:

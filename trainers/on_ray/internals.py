@@ -34,11 +34,14 @@ from ray._raylet import (  # type: ignore[attr-defined] # compiled
     GcsClient,
     get_authentication_mode,
 )
+from ray.exceptions import AuthenticationError
 from ray.experimental.internal_kv import _internal_kv_del as kv_delete
 from ray.experimental.internal_kv import _internal_kv_exists as kv_exists
 from ray.experimental.internal_kv import _internal_kv_get as kv_get
 from ray.experimental.internal_kv import _internal_kv_list as kv_list
 from ray.experimental.internal_kv import _internal_kv_put as kv_put
+
+from trainers.errors import MISSING, ConfigError
 
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.callback import ControllerCallback
@@ -174,8 +177,20 @@ def drain_node(
 
 
 def has_token() -> bool:
-    """Whether the user has a token."""
-    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+    """Whether the user has a token.
+
+    Raises ConfigError if RAY_AUTH_TOKEN_PATH names no file with a token.
+    """
+    loader = AuthenticationTokenLoader.instance()
+    try:
+        return bool(loader.has_token(ignore_auth_mode=True))
+    except AuthenticationError as error:
+        raise ConfigError(
+            "RAY_AUTH_TOKEN_PATH",
+            os.environ.get("RAY_AUTH_TOKEN_PATH", MISSING),
+            "must name a file that holds a token",
+            "`ray get-auth-token --generate` writes one to ~/.ray/auth_token; or unset it",
+        ) from error
 
 
 def read_token_again() -> None:

@@ -36,7 +36,11 @@ from trainers.launch.spec import FunctionSpec, Job, R, RunSpec, TrainJob
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster import check_cluster, ray_scaling, wants_gpu
-from trainers.on_ray.environment import embedded, run_environment
+from trainers.on_ray.environment import (
+    embedded,
+    run_environment,
+    task_environment,
+)
 from trainers.on_ray.internals import (
     COORDINATOR_LOGGER,
     STATE_LOGGER,
@@ -321,7 +325,8 @@ def run_job(job: Job[R]) -> R:
                 **controller_logging(job.quiet),
             ),
         )
-        answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
+        with task_environment():
+            answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
     return job.read_result(answer.encode())
 
 
@@ -379,7 +384,7 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
 
     def run() -> None:
         try:
-            with run_environment():
+            with run_environment(), task_environment():
                 trainer.fit()
         except BaseException as error:
             failed.append(error)

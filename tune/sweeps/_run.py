@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import ray
@@ -25,7 +25,11 @@ from trainers.errors import (
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster import check_cluster, connect, energy_is_counted
-from trainers.on_ray.environment import run_environment, sweep_environment
+from trainers.on_ray.environment import (
+    run_environment,
+    sweep_environment,
+    task_environment,
+)
 from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns, ending_with_cluster
 from trainers.output import Output
@@ -225,6 +229,7 @@ class _Run:
         ending = ending_with_cluster(
             _goes_on(self._spec), self._progress.terminal.close
         )
+        of_function = self._spec.is_of_function
         with (
             ending,
             self._progress.heeding_signals(),
@@ -232,6 +237,7 @@ class _Run:
             VitalSigns(),
             run_environment(),
             sweep_environment(),
+            nullcontext() if of_function else task_environment(),
         ):
             self._run_search()
             self._progress.restore_records()
