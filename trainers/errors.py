@@ -316,6 +316,13 @@ def counted(number: float, noun: str, form: str = "") -> str:
     return f"{shown} {noun}{'s' * (shown != '1')}"
 
 
+def in_digits(value: float) -> str:
+    """Return a metric with four decimals, or four digits where it is small or large."""
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.4g}"
+    return f"{value:.4f}"
+
+
 def did_you_mean(
     name: object,
     known: Iterable[str],

@@ -43,7 +43,7 @@ from trainers.devices.device import (
     synchronize,
 )
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError, counted, redact
+from trainers.errors import CheckpointError, ConfigError, counted, in_digits, redact
 from trainers.launch.process import end_at_once
 from trainers.launch.spec import (
     MARK,
@@ -55,7 +55,6 @@ from trainers.launch.spec import (
     read_mapping,
 )
 from trainers.loop.data import tell_samples
-from trainers.measure.figures import in_digits
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision

@@ -19,8 +19,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from trainers.errors import printable
-from trainers.measure.figures import in_digits
+from trainers.errors import in_digits, printable
 from trainers.output import PACKAGES, Record, Take, on_terminal
 
 REDRAWS_PER_S = 4

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from trainers.errors import in_digits
 from trainers.measure.clock import WARMUP_STEPS, StepClock
-from trainers.measure.figures import Throughput, in_digits
+from trainers.measure.figures import Throughput
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
 from trainers.storage import Storage, parse_json

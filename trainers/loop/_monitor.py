@@ -22,15 +22,10 @@ from trainers.devices.device import (
     device_name,
     memory_figures,
 )
-from trainers.errors import Status, counted
+from trainers.errors import Status, counted, in_digits
 from trainers.loop._attempt import Attempt
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
-from trainers.measure.figures import (
-    RankFigures,
-    findings,
-    in_digits,
-    total_energy_j,
-)
+from trainers.measure.figures import RankFigures, findings, total_energy_j
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import averaged

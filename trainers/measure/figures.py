@@ -60,13 +60,6 @@ class Throughput:
             yield f"disturbed: {self.disturbed_s:,.1f} s in outlying steps are left out of these figures"
 
 
-def in_digits(value: float) -> str:
-    """Return a metric with four decimals, or four digits where it is small or large."""
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return f"{value:.4g}"
-    return f"{value:.4f}"
-
-
 class RankFigures(TypedDict):
     """The figures of one rank."""
 

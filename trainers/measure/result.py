@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from trainers.errors import Status, counted
-from trainers.measure.figures import RankFigures, Throughput, in_digits, table
+from trainers.errors import Status, counted, in_digits
+from trainers.measure.figures import RankFigures, Throughput, table
 
 
 @dataclass

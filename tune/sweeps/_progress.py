@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainers.config.model import Tree
-from trainers.errors import STATUSES, PacelineError, redact
+from trainers.errors import STATUSES, PacelineError, in_digits, redact
 from trainers.launch.process import StopSignals
-from trainers.measure.figures import in_digits
 from trainers.on_ray.internals import tell_of_job
 from trainers.output import Output
 from trainers.storage import Storage
