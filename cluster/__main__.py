@@ -142,8 +142,10 @@ def autoscale(
 
     Cluster files start it.
     """
+    from cluster.files.ray_up import read_file
     from cluster.spot import autoscale
 
+    read_file(config)  # Ray's own error is a traceback
     return autoscale(config, node)
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.files.ray_up import read_file
 from cluster.notices import SERVICES, Notice, wait_for_notice
 from trainers.errors import ClusterError
 from trainers.on_ray.internals import autoscaler_parts, drain_node
@@ -177,10 +176,7 @@ def autoscale(config: str, node_id: str | None = None) -> int:
 
     It replaces the autoscaler that `ray start --no-monitor` leaves out, and writes its
     log to the same place.
-
-    Raises ConfigError if there is no such file.
     """
-    read_file(config)
     raylet = find_raylet(node_id)
     threading.Thread(target=_end_with, args=(raylet,), daemon=True).start()
     heed_refusals()

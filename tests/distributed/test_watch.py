@@ -4,6 +4,7 @@ with the first cause.
 
 import pytest
 
+from tests.conftest import SCRATCH
 from tests.distributed.processes import run_module
 from tests.specs import REPOSITORY, as_job, make, tree
 from tests.waits import HANG_S
@@ -42,11 +43,13 @@ def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path):
 def failed(tmp_path, failure, **changes):
     """The end of a run of two ranks, of which rank 1 fails in training."""
     args = {"failure": failure, "on_rank": 1, "marker": str(tmp_path / "failed")}
+    before = set(SCRATCH.iterdir())
     with pytest.raises(RunFailedError) as met:
         run_spawn(
             stuck(tmp_path, "training 20", 2, args=args, launcher="spawn", **changes)
         )
     assert (tmp_path / "failed").exists()
+    assert set(SCRATCH.iterdir()) <= before
     return met.value
 
 

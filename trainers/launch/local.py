@@ -184,6 +184,8 @@ def _spawn_group(job: Job[R], take: Take | None) -> R:
                 if process.is_alive():
                     process.kill()
                 process.join()
+            for file in processes.error_files:  # torch leaves them
+                Path(file).unlink(missing_ok=True)
         _receive(records, take)
         result = Path(directory, "result.json")
         # Asked to stop before the group stood, or in a pass that keeps nothing.
