@@ -83,6 +83,9 @@ def task_path(
         where = f"{yaml_dir} or a directory above it, in {where}"
         beside += sorted(path.stem for path in yaml_dir.glob("*.py"))
     otherwise = "check the name, or set `task_dir`"
+    if task_dir:
+        where = f"{Path.cwd() / task_dir} (`task_dir`), in {where}"
+        otherwise = "check the name and `task_dir`"
     leaf = module.rpartition(".")[2]
     fix = did_you_mean(leaf, beside, otherwise, lambda near: f"{near}:{class_name}")
     file = module.replace(".", "/") + ".py"
