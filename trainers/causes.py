@@ -14,10 +14,12 @@ import traceback
 from pathlib import Path
 
 from trainers.errors import (
+    FIX,
     ConfigError,
     PacelineError,
     RunFailedError,
     Status,
+    StorageError,
     TooLargeError,
     chain,
     disk_is_full,
@@ -152,6 +154,8 @@ def _explain(error: BaseException) -> tuple[Status, str]:
     if isinstance(error, PacelineError):
         if is_full:
             words = f"the disk is full: {words}"
+        elif type(error) is StorageError:
+            words = f"{message}{FIX}that place, then run the same command again"
         return error.status, words
     texts = [str(link) for link in chain(error)]
     died = [match for text in texts if (match := _LOADER_DIED.search(text))]

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from trainers.config import TrainConfig
@@ -44,9 +43,11 @@ from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.figures import findings, student_t95
 from trainers.measure.result import Pauses, RunResult
 from trainers.model.optimizer import optimizers_of
+from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
+from trainers.step import train_step
 from trainers.step.flops import device_peak
-from trainers.step.train_step import Replica
+from trainers.step.train_step import Replica, TrainStep
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ _HOST_READS = [
 """Tensor methods that wait for the device and return values to the host."""
 _PARTS = ["data", "copy", "transform", "forward", "backward", "optimizer", "host"]
 """The parts of a step, on one rank."""
+_SENT = "all-reduce"
+"""What ranks add up together."""
+_WAITED = "waiting for ranks"
 _FEWEST_TRACED = 12
 _MOST = 400
 """The fewest and the most steps that a profile has."""
@@ -78,6 +82,7 @@ _FEWEST_STEPS = 30
 """The fewest steps in a turn."""
 WORTH = 0.05
 """Share of the time below which a cause is not named."""
+_SHARDED = "with strategy fsdp, forward and backward include waiting for other ranks and what they exchange"
 _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
@@ -102,6 +107,8 @@ class StepProfile(Answer):
     """
     accumulation: int
     device: str
+    most_loaders: int | None = None
+    """The most loader processes that the data can use; None without a limit."""
     busy_s: float | None = None
     """Seconds per step in which GPU kernels run."""
     is_faster_in_bf16: bool = False
@@ -147,17 +154,18 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         parts = steps.parts_s(count)
         busy_s = _busy_s(steps) if device.type == "cuda" else None
         own_s = [step_s]
-        if isinstance(model, DistributedDataParallel):
+        if group.world_size > 1 and not is_sharded(model):
             # Last: the ranks' parameters differ from here on.
             with no_sync(model):
-                own_s = group.gather(steps.time_s(count))
-            # What the backward pass of this rank waits for is other ranks first, then
-            # the gradients.
-            waited_s = max(own_s) - own_s[group.rank]
-            sent_s = max(0.0, step_s - max(own_s))
-            parts["waiting for ranks"] = waited_s
-            parts["all-reduce"] = sent_s
-            parts["backward"] = max(0.0, parts["backward"] - waited_s - sent_s)
+                alone = steps.parts_s(count)
+            own_s = group.gather(sum(alone.values()) - alone[_SENT])
+            # A rank waits for other ranks first, then for the sums. DDP does so in the
+            # backward pass.
+            shared_s = max(0.0, sum(parts.values()) - own_s[group.rank])
+            in_backward_s = max(0.0, shared_s - parts[_SENT])
+            parts["backward"] = max(0.0, parts["backward"] - in_backward_s)
+            parts[_WAITED] = min(shared_s, max(own_s) - own_s[group.rank])
+            parts[_SENT] = shared_s - parts[_WAITED]
     of_ranks = group.gather(parts)
     mean_parts = {
         name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts
@@ -171,6 +179,7 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         reads=reads,
         accumulation=replica.accumulation,
         device=device.type,
+        most_loaders=replica.train_feed.most_loaders,
         busy_s=busy_s,
         is_faster_in_bf16=bf16 > _FASTER_FORMAT * fp32 > 0,
     )
@@ -197,6 +206,7 @@ class PartClock:
     def start(self) -> None:
         """Begin to measure."""
         synchronize(self.device)
+        self.seconds.clear()
         self.is_on = True
         self._since = time.perf_counter()
 
@@ -303,7 +313,7 @@ class Steps:
             self.take()
         self.clock.charge()
         self.clock.is_on = False
-        return {name: self.clock.seconds[name] / count for name in _PARTS}
+        return {name: self.clock.seconds[name] / count for name in [*_PARTS, _SENT]}
 
 
 def _busy_s(steps: Steps) -> float:
@@ -331,6 +341,10 @@ def parts_timed(replica: Replica, clock: PartClock) -> Iterator[None]:
         timed.append((optimizer, "step", "optimizer"))
     if feed._transform is not None:
         timed.append((feed, "_transform", "transform"))
+    if replica.group.world_size > 1:
+        timed.append((Group, "sum", _SENT))
+        timed.append((TrainStep, "_average", _SENT))
+        timed.append((train_step, "share_tensors", _SENT))
     with contextlib.ExitStack() as stack:
         for owner, name, part in timed:
             function = clock.timed(part, getattr(owner, name))
@@ -448,11 +462,12 @@ def name_causes(
     if profile is not None:
         # Shares of a step, as shares of the run.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
-        found += _of_data(config.data, shares)
+        found += _of_data(config.data, shares, profile.most_loaders)
         found += _of_steps(config, profile, shares, of_run)
     elif shares.get("data", 0.0) > WORTH:
         words = "rank 0 waits for batches: for the loader or the task's transform()"
-        changes = _more_loaders(config.data)
+        is_stream = result is not None and result.epochs is None
+        changes = _more_loaders(config.data, 1 if is_stream else None)
         found.append(Cause("slow loader", shares["data"], words, changes))
     worth = [cause for cause in found if cause.share > WORTH]
     return sorted(worth, key=lambda cause: -cause.share)
@@ -470,24 +485,31 @@ def _compiling_s(result: RunResult) -> float:
     return max(0.0, _training_s(result) - result.steps * result.throughput.step_time_s)
 
 
-def _more_loaders(data: DataConfig) -> Tree:
-    changes: Tree = {"data.num_workers": max(2, 2 * data.num_workers)}
+def _more_loaders(data: DataConfig, most: int | None) -> Tree:
+    wanted = max(2, 2 * data.num_workers)
+    if most is not None:
+        wanted = min(wanted, most)
+    if wanted <= data.num_workers:
+        return {}
+    changes: Tree = {"data.num_workers": wanted}
     if data.resident is True:
         changes["data.resident"] = False
     return changes
 
 
-def _of_data(data: DataConfig, shares: Shares) -> Iterator[Cause]:
+def _of_data(data: DataConfig, shares: Shares, most: int | None) -> Iterator[Cause]:
     words = "steps wait for their batches, made in the training process"
-    if data.num_workers:
+    workers = data.num_workers if most is None else min(data.num_workers, most)
+    if workers:
         words = (
-            f"steps wait for their batches, from {data.num_workers} loader processes"
+            f"steps wait for their batches, loaded with `data.num_workers: {workers}`"
         )
     fix = "make `__getitems__` of the dataset fetch a whole batch, or keep the data nearer"
-    changes = _more_loaders(data)
+    changes = _more_loaders(data, most)
     yield Cause("slow loader", shares.get("data", 0.0), words, changes, fix)
     words = "the task's transform() runs in the training process"
-    fix = "do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers: 2`: beside the steps"
+    loaders = 2 if most is None else most
+    fix = f"do it in the dataset's `__getitems__` or in collate(), and set `data.num_workers: {loaders}`: beside the steps"
     yield Cause("slow transform", shares.get("transform", 0.0), words, fix=fix)
 
 
@@ -512,11 +534,11 @@ def _of_steps(
 
     words = "steps wait for gradients to be added up over the ranks"
     fix = "a larger global_batch_size sends them less often"
-    yield Cause("slow all-reduce", shares.get("all-reduce", 0.0), words, fix=fix)
+    yield Cause("slow all-reduce", shares.get(_SENT, 0.0), words, fix=fix)
 
     if profile.busy_s is not None:
         idle = of_step(max(0.0, profile.step_s - profile.busy_s))
-        for name in ("data", "copy", "all-reduce", "waiting for ranks"):
+        for name in ("data", "copy", _SENT, _WAITED):
             idle -= shares.get(name, 0.0)
         words = "the GPU is idle until the host has issued its work"
         is_plain = config.cuda_graphs is False and config.compile == "off"
@@ -642,6 +664,8 @@ def explain(
         try:
             spec = _measurable(subject, launcher)
             measured = workers(ProfileJob(**asdict(spec), seconds=seconds))
+            if spec.config.strategy == "fsdp" and spec.config.scaling.max_workers > 1:
+                notes.append(_SHARDED)
         except PacelineError as error:
             notes.append(f"not profiled: {first_line(error)}")
     causes = name_causes(subject.config, result, measured)
@@ -665,7 +689,7 @@ def _measurable(subject: Subject, launcher: str) -> RunSpec:
     if config.changes_batch:
         rule = "gives steps that differ in size"
         fix = "explain a copy of the configuration with one of the sizes as `global_batch_size`"
-        sizes = config.batch_sizes
+        sizes = config.tree()["batch_schedule"]
         raise ConfigError("batch_schedule", sizes, rule, fix, source)
     changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": launcher}
     tree = override(TrainConfig, subject.tree, changes)

@@ -33,6 +33,7 @@ from trainers.errors import (
     ConfigError,
     LeaseError,
     StorageError,
+    disk_is_full,
     first_line,
     holds_secret,
 )
@@ -374,6 +375,8 @@ class Storage:
         except StorageError as error:
             rule = f"cannot be written ({error})"
             fix = "give a place that this user may write to"
+            if disk_is_full(error):
+                fix = "free space there or raise the quota, or give another place"
             raise _refused(self.uri, rule, fix) from error
 
     def _info(self, name: str) -> Any:

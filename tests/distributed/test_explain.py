@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict
 
+import pytest
 import torch.distributed as dist
 
 from tests.specs import make
@@ -23,10 +24,42 @@ class SlowRank(Blobs):
         return super().loss(outputs, batch)
 
 
-def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(
-    tmp_path,
-):
-    task = "tests.distributed.test_explain:SlowRank"
+class SlowWeighing(SlowRank):
+    """Ranks add up their weights in every step, before the first forward."""
+
+    def weight(self, batch):
+        """A sample counts as one."""
+        return len(batch[0])
+
+
+class SlowBypassing(SlowRank):
+    """Gradients are averaged after the backward pass."""
+
+    def model(self):
+        """Keep it."""
+        self.net = super().model()
+        return self.net
+
+    def forward(self, model, batch):
+        """Call the kept one."""
+        return self.net(batch[0])
+
+
+class SlowPhases(SlowRank):
+    """A step of its own, in phases."""
+
+    def training_step(self, model, batch, phase):
+        """The usual one."""
+        return self.loss(model(batch[0]), batch)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [SlowRank, SlowWeighing, SlowBypassing, SlowPhases],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(tmp_path, kind):
+    task = f"tests.distributed.test_explain:{kind.__name__}"
     spec = make(tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2})
     found = run_spawn(ProfileJob(**asdict(spec), seconds=0.1))
     usual_s, slow_s = found.own_s

@@ -357,6 +357,11 @@ def loader_died(how):
             "error",
             "the disk is full: StorageErr",
         ),
+        (
+            StorageError("could not write /x: [Errno 30] Read-only file system"),
+            "error",
+            "Read-only file system; fix that place",
+        ),
         (named("OutOfDiskError"), "error", "OutOfDiskError: gone"),
         (
             Exception("Local disk is full: Ray's object store cannot spill"),
@@ -375,6 +380,7 @@ def test_the_system_s_own_failures_are_named(error, status, words):
     assert failure.status == classify(error) == status
     assert words in failure.message
     assert not failure.follows
+    assert isinstance(error, StorageError) <= ("traceback" not in failure.advice)
 
 
 def test_a_full_disk_is_named_behind_any_other_exception():

@@ -167,7 +167,28 @@ def test_a_stream_is_profiled_for_longer_than_its_run(tmp_path):
     task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
     spec = make(tmp_path, **task, max_steps=3, evaluate={}, checkpoint={})
     job = ProfileJob(**asdict(spec), seconds=0.01)
-    assert job.execute(LocalContext(None, "local")).step_s > 0
+    found = job.execute(LocalContext(None, "local"))
+    assert found.step_s > 0
+    assert found.most_loaders == 1
+
+
+@pytest.mark.parametrize("loaders", [0, 1, 2])
+def test_a_stream_is_advised_no_more_loaders_than_can_read_it(loaders):
+    of_run = config(data={"num_workers": loaders})
+    advised = {} if loaders else {"data.num_workers": 1}
+    (found,) = name_causes(of_run, None, profile({"data": 9.0}, most_loaders=1))
+    assert found.changes == advised
+    waits = Throughput(6400.0, 0.01, 0.001, 0.9, 995)
+    of_records = name_causes(of_run, result(epochs=None, throughput=waits), None)
+    assert [cause.changes for cause in of_records] == [advised]
+
+
+def test_a_batch_schedule_is_refused_in_the_words_of_the_file(tmp_path):
+    schedule = [{"until_samples": 60, "size": 4}, {"size": 8}]
+    keys = tree(tmp_path, global_batch_size=None, batch_schedule=schedule)
+    (tmp_path / "train.yaml").write_text(dump_yaml(keys))
+    (note,) = explain(read_subject(str(tmp_path / "train.yaml")), run_spawn, 0.01).notes
+    assert str(schedule) in note
 
 
 def test_both_configurations_are_run_where_a_key_is_to_be_changed(

@@ -97,6 +97,13 @@ def test_task_dir_wins_over_both(tmp_path, name):
     assert task_path(f"{name}:Mine", str(given), folder, "train.yaml")[0] == str(given)
 
 
+@pytest.mark.parametrize("given", ["nowhere", "/no/such"])
+def test_a_wrong_task_dir_is_named_in_full(tmp_path, name, given):
+    with pytest.raises(ConfigError) as raised:
+        task_path(f"{name}:Mine", given, tmp_path, "train.yaml")
+    assert f"{Path.cwd() / given} (`task_dir`)" in raised.value.rule
+
+
 def test_an_installed_module_needs_no_directory(tmp_path):
     assert task_path("trainers.task:Task", None, None, "train.yaml") == []
     assert task_path("json:Mine", None, tmp_path, "train.yaml") == [str(tmp_path)]

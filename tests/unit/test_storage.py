@@ -101,6 +101,15 @@ def test_what_no_further_try_can_mend_is_said_at_once(
     assert (len(calls), waits) == (1, [])
 
 
+def test_a_place_on_a_full_disk_is_not_taken_for_one_of_somebody_else(
+    tmp_path, monkeypatch
+):
+    failing_replace(monkeypatch, 99, errno.ENOSPC)
+    with pytest.raises(ConfigError) as raised:
+        Storage(str(tmp_path)).prove_writable()
+    assert "free space" in raised.value.fix
+
+
 def test_a_place_below_a_regular_file_cannot_be_written(tmp_path, waits):
     (tmp_path / "file").write_text("in the way")
     storage = Storage(f"{tmp_path}/file/deeper")

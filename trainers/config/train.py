@@ -149,8 +149,8 @@ class TrainConfig(Settings):
     task_args: Tree = Field(default_factory=dict)
     """Keyword arguments of the Task."""
     task_dir: Place = None
-    """Directory to search for the module of the task or function first; sweeps set it
-    in best.yaml.
+    """Directory to search for the module of the task or function first; a relative one,
+    as `storage_path`, is below the working directory. Sweeps set it in best.yaml.
     """
     name: RunName = "run"
     """Name of the run: its directory below `storage_path`."""

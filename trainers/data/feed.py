@@ -127,6 +127,8 @@ class Feed:
         self._copied = held_by(dataset, collate)
         """What was copied to the device, or to the loader's processes."""
         self._stream = dataset if isinstance(dataset, Stream) else None
+        self.most_loaders = 1 if isinstance(dataset, (Stream, Rereadable)) else None
+        """The most loader processes that can read the data; None without a limit."""
         self._source = _WholeBatches(dataset, collate)
         self._asked = _Asked()
         pins = config.pin_memory
@@ -143,12 +145,11 @@ class Feed:
             self._loader = self._make_loader(config, seed)
 
     def _make_loader(self, config: DataConfig, seed: int) -> DataLoader[Any]:
-        one_process = isinstance(self.dataset, (Stream, Rereadable))
         return DataLoader(
             self._source,
             batch_size=None,
             sampler=self._asked,
-            num_workers=1 if one_process else config.num_workers,
+            num_workers=self.most_loaders or config.num_workers,
             prefetch_factor=config.prefetch_factor,
             pin_memory=self._pins,
             persistent_workers=True,

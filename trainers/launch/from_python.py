@@ -6,6 +6,7 @@ Workers use that file, now and whenever the saved configuration is used again.
 """
 
 import ast
+import builtins
 import hashlib
 import importlib
 import inspect
@@ -137,7 +138,9 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
     file = Path.cwd() / _FOLDER / f"{thing.__name__}_{digest}.py"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
+        whole = file.with_suffix(f".{os.getpid()}.tmp")  # the disk may be full
+        whole.write_text(text)
+        whole.replace(file)
         importlib.invalidate_caches()
     return f"{_FOLDER}.{file.stem}", file.parent.parent
 
@@ -163,7 +166,7 @@ class _Module:
 
     def add(self, name: str, value: Any) -> None:
         """Add the definition of `name`, and of all that it uses."""
-        if name in self._seen:
+        if name in self._seen or _is_builtin(name, value):
             return
         self._seen.add(name)
         home = getattr(value, "__module__", None)
@@ -239,6 +242,16 @@ def _globals(table: symtable.SymbolTable) -> set[str]:
         if symbol.is_referenced() and symbol.is_global()
     }
     return found.union(*map(_globals, table.get_children()))
+
+
+def _is_builtin(name: str, value: Any) -> bool:
+    """Whether the value is Python's own of this name, or the shell's wrapper of it.
+
+    IPython has an `open` that protects its own files.
+    """
+    if name not in vars(builtins):
+        return False
+    return inspect.unwrap(value) is vars(builtins)[name]
 
 
 def _is_literal(value: Any) -> bool:

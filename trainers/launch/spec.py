@@ -20,7 +20,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -45,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 MARK = "config.yaml"
 """The file that marks a directory as a run's."""
+_IMPORTED: dict[str, tuple[ModuleSpec | None, int]] = {}
+"""By name, the modules of tasks that this process has imported, and how old each file
+was.
+"""
 
 
 def task_path(
@@ -83,6 +87,9 @@ def task_path(
         where = f"{yaml_dir} or a directory above it, in {where}"
         beside += sorted(path.stem for path in yaml_dir.glob("*.py"))
     otherwise = "check the name, or set `task_dir`"
+    if task_dir:
+        where = f"{Path.cwd() / task_dir} (`task_dir`), in {where}"
+        otherwise = "check the name and `task_dir`"
     leaf = module.rpartition(".")[2]
     fix = did_you_mean(leaf, beside, otherwise, lambda near: f"{near}:{class_name}")
     file = module.replace(".", "/") + ".py"
@@ -203,6 +210,20 @@ def load_named(key: str, named: str, kind: str, source: str) -> Any:
     return found
 
 
+def _is_edited(name: str) -> bool:
+    """Whether an imported module's file has changed since this was first asked."""
+    module = sys.modules[name]
+    file = Path(module.__file__ or "")
+    if not file.is_file():
+        return False
+    now = file.stat().st_mtime_ns
+    imported, before = _IMPORTED.get(name, (None, now))
+    if imported is not module.__spec__:  # for the first time, or again
+        before = now
+    _IMPORTED[name] = (module.__spec__, before)
+    return now != before
+
+
 def _check_call(
     key: str, value: Any, called: Any, source: str, *args: Any, **given: Any
 ) -> None:
@@ -308,7 +329,14 @@ class RunSpec(Spec):
         with watched(config.failure, context or driver) as watchdog:
             watchdog.enter("the import of the task")
             add_to_path(list(self.path))
-            return load_task(config.task, config.task_args, self.source)
+            task = load_task(config.task, config.task_args, self.source)
+        module, _, _ = config.task.partition(":")
+        if _is_edited(module) and context is not None:
+            logger.warning(
+                "%s has changed since this process imported it, and is trained as it was: restart the process (in a notebook, the kernel)",
+                sys.modules[module].__file__,
+            )
+        return task
 
 
 class Job(RunSpec, ABC, Generic[R]):

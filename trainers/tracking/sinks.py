@@ -18,8 +18,10 @@ import re
 import shutil
 import tempfile
 import threading
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -182,8 +184,9 @@ class MlflowSink(Sink):
             found = self._client.create_run(experiment, tags=tags, run_name=run.name)
         # Those of a run never change in MLflow: a resume adds what is new.
         new = []
+        names = _accepted(run.params)
         for key, value in run.params.items():
-            name = self._name(key)
+            name = names[key]
             if name not in found.data.params:
                 new.append(self._entities.Param(name, str(value)))
         self._client.log_batch(found.info.run_id, params=new)
@@ -194,9 +197,9 @@ class MlflowSink(Sink):
         metrics = []
         for row in rows:
             time_ms = round(row.time_s * 1000)
+            names = _accepted(row.values)
             for key, value in row.values.items():
-                name = self._name(key)
-                metric = self._entities.Metric(name, value, time_ms, row.step)
+                metric = self._entities.Metric(names[key], value, time_ms, row.step)
                 metrics.append(metric)
         self._client.log_batch(run, metrics=metrics)
 
@@ -212,16 +215,29 @@ class MlflowSink(Sink):
         ends = {"done": "FINISHED", "stopped": "KILLED", "killed": "KILLED"}
         self._client.set_terminated(run, ends.get(status, "FAILED"))
 
-    def _name(self, name: str) -> str:
-        """Return the name with `_` in place of characters that MLflow rejects.
-
-        It also rejects what is no path in its shortest form, as `a//b` or `a/`.
-        """
-        named = re.sub(r"[^\w\-. :/]", "_", name)[:250]
-        return posixpath.normpath(f"/{named}").strip("/") or "_"
-
     def _tags(self, tags: Tags) -> Tags:
-        return {f"paceline.{self._name(key)}": value for key, value in tags.items()}
+        names = _accepted(tags)
+        return {f"paceline.{names[key]}": value for key, value in tags.items()}
+
+
+def _accepted(names: Iterable[str]) -> dict[str, str]:
+    """Return, for each name, one that MLflow accepts, and no two equal."""
+    accepted = {name: _accepted_name(name) for name in names}
+    count = Counter(accepted.values())
+    for name, shown in accepted.items():
+        if count[shown] > 1 and shown != name:
+            digest = zlib.crc32(name.encode(errors="replace"))
+            accepted[name] = f"{shown[:240]}-{digest:08x}"
+    return accepted
+
+
+def _accepted_name(name: str) -> str:
+    """Return the name with `_` in place of characters that MLflow rejects.
+
+    It also rejects what is no path in its shortest form, as `a//b` or `a/`.
+    """
+    named = re.sub(r"[^\w\-. :/]", "_", name)[:250]
+    return posixpath.normpath(f"/{named}").strip("/") or "_"
 
 
 class WandbSink(Sink):
