@@ -20,7 +20,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -45,10 +45,6 @@ logger = logging.getLogger(__name__)
 
 MARK = "config.yaml"
 """The file that marks a directory as a run's."""
-_IMPORTED: dict[str, tuple[ModuleSpec | None, int]] = {}
-"""By name, the modules of tasks that this process has imported, and how old each file
-was.
-"""
 
 
 def task_path(
@@ -214,14 +210,12 @@ def _is_edited(name: str) -> bool:
     """Whether an imported module's file has changed since this was first asked."""
     module = sys.modules[name]
     file = Path(module.__file__ or "")
-    if not file.is_file():
+    if module.__spec__ is None or not file.is_file():
         return False
     now = file.stat().st_mtime_ns
-    imported, before = _IMPORTED.get(name, (None, now))
-    if imported is not module.__spec__:  # for the first time, or again
-        before = now
-    _IMPORTED[name] = (module.__spec__, before)
-    return now != before
+    # A module that is imported again has another spec.
+    before = vars(module.__spec__).setdefault("file_time_ns", now)
+    return bool(now != before)
 
 
 def _check_call(
