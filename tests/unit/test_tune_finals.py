@@ -255,6 +255,9 @@ def test_a_busy_machine_is_said():
     assert pressure(done()) is None
     assert pressure(busy) == pytest.approx(0.4)
     assert "waited for a processor (trials 40%" in answer(config(), busy).text
+    failed = [replace(record, status="error") for record in busy]
+    assert pressure(failed) is None
+    assert not answer(config(), failed).doubts
 
 
 def test_what_stood_still_is_measured_again_and_judged_without_it():

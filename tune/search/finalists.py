@@ -495,7 +495,7 @@ def _ratio(value: float, other: float) -> float:
 
 
 def pressure(records: Records, repeats: bool = False) -> float | None:
-    """Return in what share of their time trials, or repeats, waited for a CPU.
+    """Return in what share of their time finished trials, or repeats, waited for a CPU.
 
     Returns:
         The median; None where nothing is known.
@@ -503,7 +503,8 @@ def pressure(records: Records, repeats: bool = False) -> float | None:
     known = []
     for record in records:
         is_repeat = record.purpose == "repeat"
-        if is_repeat is repeats and record.cpu_pressure is not None:
+        is_asked = is_repeat is repeats and record.finished
+        if is_asked and record.cpu_pressure is not None:
             known.append(record.cpu_pressure)
     return statistics.median(known) if known else None
 
