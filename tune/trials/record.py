@@ -259,6 +259,13 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     return Interval(crossed_s, before, time_s)
 
 
+def _figure(value: float | None) -> float | None:
+    """Return a figure if a record can hold it; a function may report any number."""
+    if value is None or not 0 <= value < 2**63:
+        return None
+    return value
+
+
 def make_record(
     config: Tree,
     objective: Objective,
@@ -284,16 +291,14 @@ def make_record(
     metrics |= result.get("metrics", {})
     figures: Any = {}
     for name in _SPEEDS:  # a training function may report them itself
-        value = speed.get(name, metrics.get(name))
-        if value is not None and 0 <= value < math.inf:
-            figures[name] = value
+        figures[name] = _figure(speed.get(name, metrics.get(name)))
     known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
     for name in USED:  # so far, while it ran, or as a training function reports them
-        value = result.get(name, metrics.pop(name, None))
+        value = _figure(result.get(name, metrics.pop(name, None)))
         if value is not None:
             figures[name] = int(value) if name == "peak_memory_bytes" else value
             known.add(name)
-    disturbed_s = metrics.pop("disturbed_s", None)
+    disturbed_s = speed.get("disturbed_s", metrics.pop("disturbed_s", None))
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
@@ -322,7 +327,7 @@ def make_record(
         samples=result.get("samples"),
         epochs=result.get("epochs"),
         cpu_pressure=outcome.get("cpu_pressure"),
-        disturbed_s=speed.get("disturbed_s", disturbed_s) or None,
+        disturbed_s=_figure(disturbed_s) or None,
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
