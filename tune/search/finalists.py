@@ -391,7 +391,8 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
     every time in between.
 
     Returns:
-        One entry per finalist; empty until two of them have been analyzed.
+        One entry per finalist with a repeat that did not fail; empty before the first
+        analysis.
     """
     seeds = [record.seed or 0 for record in records if record.purpose == "repeat"]
     if not seeds:
@@ -412,7 +413,7 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
         num_free += len(laps) - 1
         mean = statistics.fmean(lap.log_s for lap in laps)
         squares += sum((lap.log_s - mean) ** 2 for lap in laps)
-    if len(groups) < 2:
+    if not groups:
         return []
     width = student_t95(REPEATS_WEIGHT + num_free) * _pooled(squares, num_free)
     groups.sort(key=lambda group: (group[0].is_slower, group[0].behind))
