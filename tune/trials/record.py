@@ -29,6 +29,8 @@ EQUAL = 0.05
 """A smaller relative difference between two configurations does not matter."""
 BY_HAND = "stopped by hand"
 """The message in the record of a trial that a user has stopped."""
+BY_BUDGET = "stopped by the budget"
+"""Likewise, where the sweep's time or dollars were used up."""
 USED = ("peak_memory_bytes", "energy_j")
 """Figures that evaluations report so far, if the objective needs them."""
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
@@ -310,7 +312,7 @@ def make_record(
     if status == "done" and missing:
         status = "error"
         names = ", ".join(sorted(known))
-        message = f"objective: the task reports no {missing[0]}, only {names}"
+        message = f"objective: no number is reported as {missing[0]}, only as {names}"
     return TrialRecord(
         id=trial_id(config, purpose, seed),
         config=config,
