@@ -65,11 +65,11 @@ def validate(
 
 def _examined(file: str) -> tuple[str, list[Finding]]:
     """Return the kind of a file, and what is found in it."""
-    from cluster.files.slurm import is_slurm, slurm_findings
+    from cluster.files.ray_up import is_slurm, load_cluster
+    from cluster.files.slurm import slurm_findings
 
     if is_slurm(file):
         return "slurm", list(slurm_findings(file))
-    from cluster.files.ray_up import load_cluster
     from cluster.files.rules import findings
 
     cluster = load_cluster(file)

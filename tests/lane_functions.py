@@ -97,5 +97,6 @@ def by_tune(config: dict[str, Any]) -> None:
                 "loss": config["lr"] / (step + 1),
                 "drawn": random.random(),
                 "process": os.getpid(),
+                7: 1.0,  # a name that is no text
             }
         )

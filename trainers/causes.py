@@ -57,13 +57,18 @@ _COLLECTIVE = re.compile(
     r"\bgloo\b|\bNCCL\b|\bc10d\b|ProcessGroup|Connection closed by peer|Socket Timeout",
     re.IGNORECASE,
 )
+_OURS = Path(__file__).parents[1]
 _LIBRARIES = (
     f"{sysconfig.get_path('stdlib')}/",
     f"{sysconfig.get_path('platstdlib')}/",
     "site-packages",
     "dist-packages",
     "<frozen",
+    f"{_OURS}/trainers/",
+    f"{_OURS}/cluster/",
+    f"{_OURS}/tune/",
 )
+"""Parts of the paths of files that are not the user's."""
 
 
 def failure_of(error: BaseException, rank: int) -> RunFailedError:

@@ -76,7 +76,21 @@ def load_cluster(path: str | Path) -> ClusterFile:
     Raises ConfigError if the file is unusable.
     """
     source = str(path)
-    return _ray_up(parse_documents(read_file(path), source), source)
+    text = read_file(path)
+    if is_slurm(path):
+        rule = "is a Slurm script, not a cluster YAML of `ray up`"
+        fix = "check it with `python -m cluster validate FILE`"
+        raise ConfigError("the file", MISSING, rule, fix, source)
+    return _ray_up(parse_documents(text, source), source)
+
+
+def is_slurm(path: str | Path) -> bool:
+    """Return whether a file is a Slurm batch script, by its name or its content."""
+    try:
+        text = read_file(path)
+    except ConfigError:  # whoever reads the file next reports this
+        text = ""
+    return str(path).endswith((".sbatch", ".slurm")) or "\n#SBATCH" in text
 
 
 def read_file(path: str | Path) -> str:

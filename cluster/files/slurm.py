@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.files.ray_up import read_file
 from cluster.files.rules import assignments, environment_findings, key_findings
 from cluster.finding import Finding, error
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING
 
 _OWN_DISK = re.compile(
     r"(?:/tmp|/var/tmp|/dev/shm|/local|\$\{?(?:TMPDIR|SLURM_TMPDIR|RAY_TMPDIR)\}?)(?:/|$)"
@@ -62,15 +62,6 @@ _NEEDED = (
 """What a script with `ray symmetric-run` must contain: for each requirement, a pattern,
 and the field, rule and fix that are reported if it does not match.
 """
-
-
-def is_slurm(path: str | Path) -> bool:
-    """Return whether a file is a Slurm batch script, by its name or its content."""
-    try:
-        text = read_file(path)
-    except ConfigError:  # whoever reads the file next reports this
-        text = ""
-    return str(path).endswith((".sbatch", ".slurm")) or "\n#SBATCH" in text
 
 
 def slurm_findings(path: str | Path) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ and what is refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tune.sweeps.spec import (
 from tune.sweeps.steer import apply_extension, order_extension
 from tune.sweeps.sweep import run_to_answer
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord, trial_id
+from tune.trials.record import BY_BUDGET, TrialRecord, trial_id
 
 TRAIN: dict[str, Any] = {
     "task": "tests.tasks:Blobs",
@@ -141,6 +142,19 @@ def test_trials_are_longer_that_were_trained_to_their_end(tmp_path):
     kept = [name for name in spec.storage.names("before") if name.endswith(".json")]
     assert {name.partition("-")[0] for name in kept} == {whole.id, clone.id}
     assert read_saved(spec.uri).train["epochs"] == 8
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "is_kept"), [(5.0, True), (10.0, True), (60.0, False)]
+)
+def test_a_larger_budget_is_for_what_the_old_one_cut_off(tmp_path, budget_s, is_kept):
+    spec = begin(tmp_path, budget={"time_s": 10})
+    whole = record({"global_batch_size": 8}, NEVER)
+    cut = record({"global_batch_size": 16}, NEVER[:2], "stopped")
+    cut = replace(cut, message=BY_BUDGET)
+    known = extended(spec, [whole, cut], budget__time_s=budget_s, lanes=1)
+    assert whole.id in known
+    assert (cut.id in known) is is_kept
 
 
 def test_a_length_of_the_space_stays_that_of_its_trials(tmp_path):

@@ -2,6 +2,7 @@
 errors that name the fix.
 """
 
+import math
 import sys
 
 import pytest
@@ -15,6 +16,7 @@ from trainers.launch.spec import read_run
 from tune.report.write import write_report
 from tune.search.space import trial_tree
 from tune.sweeps.spec import prepare, read_saved, read_sweep
+from tune.trials.journal import Journal
 from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import TrialRecord, make_record, trial_id
 
@@ -280,12 +282,29 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user):
     row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1}
     fast = make_record({}, objective, 0.0, [row | {"samples_per_s": 8.0}], outcome)
     assert (fast.samples_per_s, fast.peak_memory_bytes, fast.samples) == (8.0, 5, None)
-    assert (
-        make_record(
-            {}, objective, 0.0, [row | {"samples_per_s": float("nan")}], outcome
-        ).samples_per_s
-        is None
-    )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -5.0, 1e300])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "samples_per_s",
+        "step_time_s",
+        "peak_memory_bytes",
+        "energy_j",
+        "disturbed_s",
+        "time_to_target",
+        "usd_to_target",
+    ],
+)
+def test_whatever_a_function_reports_its_record_can_be_read(user, name, value):
+    found = sweep(user)
+    row = {"loss": 1.0, "step": 1.0, "train_time_s": 0.1, name: value}
+    outcome = {"status": "error", "message": "failed"}
+    made = make_record({}, found.config.objective, 0.0, [row], outcome)
+    journal = Journal(found.storage)
+    journal.append(made)
+    assert [record.id for record in journal.records()] == [made.id]
 
 
 def record(config, loss):

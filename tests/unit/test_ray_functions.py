@@ -1,12 +1,16 @@
 """What is known of a user's training function before and between its trials."""
 
+import contextlib
 import functools
 import json
 import sys
+import threading
 import types
+import uuid
 
 import pytest
 import ray.train
+from ray import cloudpickle
 from ray.tune import TuneConfig
 from ray.tune.schedulers import (
     ASHAScheduler,
@@ -16,7 +20,9 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
+from tune.forks.client import Zygote
 from tune.forks.function import picklable
+from tune.forks.zygote import Preload
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
@@ -143,6 +149,35 @@ def test_an_exit_amid_a_collection_is_not_shown(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
     Ends(KeyError("lost"))
     assert "KeyError" in capsys.readouterr().err
+
+
+def leaves(config):
+    raise config["error"]
+
+
+def gives(config):
+    return threading.Lock() if config["locked"] else 4.5
+
+
+@pytest.mark.parametrize(
+    ("driver", "config", "outcome"),
+    [
+        (leaves, {"error": SystemExit(0)}, RuntimeError),
+        (leaves, {"error": StopIteration()}, RuntimeError),
+        (leaves, {"error": KeyboardInterrupt()}, KeyboardInterrupt),
+        (leaves, {"error": ValueError("wrong")}, ValueError),
+        (gives, {"locked": True}, TypeError),
+        (gives, {"locked": False}, None),
+    ],
+)
+def test_a_driver_ends_with_what_it_raised_or_returned(driver, config, outcome):
+    name = uuid.uuid4().hex[:12]
+    with contextlib.closing(Zygote(name, Preload(forks=False))) as parent:
+        target = "tune.ray._driver:run_driver"
+        packed = cloudpickle.dumps(driver)
+        has_failed, found = parent.fork(target, packed, config).serve(None)
+    assert has_failed is (outcome is not None)
+    assert type(found) is outcome if has_failed else found == 4.5
 
 
 class OfTwoWordsError(Exception):

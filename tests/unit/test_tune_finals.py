@@ -250,11 +250,27 @@ def test_the_answer_is_the_one_that_is_fastest_alone():
     assert doubt.settled_by == "`finalists: 7`"
 
 
+def test_finalists_that_fail_in_each_repeat_are_not_the_best():
+    records = done()
+    first, second, *_ = contenders(config(), records)
+    failed = [replace(repeat(first, seed, None), status="diverged") for seed in (1, 2)]
+    records += [*failed, repeat(second, 1, 4.0), repeat(second, 2, 4.1)]
+    assert [final.record.id for final in finals(config(), records)] == [second.id]
+    found = answer(config(), records)
+    assert found.ranking[0].id == second.id
+    [doubt] = [one for one in found.doubts if "in each repeat" in one.text]
+    assert doubt.text.startswith("Batch 64 in bf16")
+    assert not any("Batch 64 in bf16 ran once" in one.text for one in found.doubts)
+
+
 def test_a_busy_machine_is_said():
     busy = [replace(record, cpu_pressure=0.4) for record in done()]
     assert pressure(done()) is None
     assert pressure(busy) == pytest.approx(0.4)
     assert "waited for a processor (trials 40%" in answer(config(), busy).text
+    failed = [replace(record, status="error") for record in busy]
+    assert pressure(failed) is None
+    assert not answer(config(), failed).doubts
 
 
 def test_what_stood_still_is_measured_again_and_judged_without_it():

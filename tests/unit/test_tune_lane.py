@@ -19,6 +19,7 @@ from tune.forks.assignment import Assignment
 from tune.lanes._worker import Asked
 from tune.lanes.messages import Event
 from tune.sweeps._trial import LaneTrial
+from tune.trials.journal import Journal
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
 TARGET = Target("val_accuracy", 0.97, "max")
@@ -112,6 +113,18 @@ def test_a_scheduler_hears_the_last_value_where_a_report_has_none(tmp_path):
     first, *others = (trial.step()["objective"] for _ in box.events)
     assert math.isnan(first), "no scheduler judges by it"
     assert others == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["done", "training_iteration", "should_checkpoint"])
+def test_a_figure_with_a_name_of_tunes_own_reaches_the_record_only(tmp_path, name):
+    box = Box()
+    row = {"step": 1.0, "train_time_s": 1.0, "val_loss": 0.5, name: 7.0}
+    box.events = [Event(row), Event({}, {"status": "done"})]
+    trial = begun(tmp_path, box, "val_loss")
+    assert name not in trial.step()
+    assert trial.step().get(name) in (None, True)
+    [record] = Journal(Storage(str(tmp_path))).records()
+    assert record.metrics[name] == 7.0
 
 
 def begun(tmp_path, box, metric="time_to_target"):

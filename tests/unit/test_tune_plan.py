@@ -275,13 +275,18 @@ def test_the_command_prints_the_plan_and_starts_nothing(user, capfd):
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
-        ("aws", 0, "lanes        8, each 1 worker of 1 CPU and 1 GPU"),
-        ("onprem", 2, "`resources of a worker` is not known before the node is up"),
+        ("aws.yaml", 0, "lanes        8, each 1 worker of 1 CPU and 1 GPU"),
+        (
+            "onprem.yaml",
+            2,
+            "`resources of a worker` is not known before the node is up",
+        ),
+        ("slurm.sbatch", 2, "is a Slurm script"),
     ],
 )
 def test_the_digits_sweep_on_the_shipped_cluster_files(name, code, words, capsys):
     sweep = REPOSITORY / "examples/digits/sweep.yaml"
-    cluster = REPOSITORY / f"cluster/{name}.yaml"
+    cluster = REPOSITORY / f"cluster/{name}"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == code
     shown = capsys.readouterr()
     assert words in shown.out + shown.err

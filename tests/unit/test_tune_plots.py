@@ -123,11 +123,11 @@ def test_hundreds_of_trials(settings, tmp_path):
 @pytest.mark.parametrize(
     ("values", "ticks"),
     [
-        ([1.0, math.inf], ["1", "inf"]),
+        ([1.0, math.inf], ["1.0", "inf"]),
         ([float("nan"), float("-nan")], ["nan"]),
         ([1, 10**400], ["1", "1" + "0" * 22 + "..."]),
         ([-1, 0, 5], ["-1", "0", "5"]),
-        ([True, 1, "1", None], ["true", "1", "1", "null"]),
+        ([True, 1, "1", None], ["true", "1", "'1'", "null"]),
         (
             [{"name": "sgd"}, {"name": "adamw", "lr": 0.1}],
             ["{name: sgd}", "{name: adamw, lr: 0.1}"],

@@ -225,6 +225,18 @@ def test_optuna_that_is_not_installed_is_said_before_any_trial(
     assert raised.value.field == "search"
 
 
+@pytest.mark.parametrize("search", ["random", "optuna"])
+def test_a_key_that_optuna_takes_for_a_path_is_refused(search):
+    key = "task_args.a/b"
+    config = make({key: [1, 2]}, search=search, budget={"trials": 3})
+    if search == "random":
+        check_space(config, TRAIN, "sweep.yaml")
+        return
+    with pytest.raises(ConfigError) as raised:
+        check_space(config, TRAIN, "sweep.yaml")
+    assert raised.value.field == f"space.{key}"
+
+
 @pytest.mark.parametrize(
     ("trained_s", "finished_s", "accuracy", "goes_on"),
     [

@@ -299,6 +299,15 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
     return text
 
 
+def is_plain_text(text: str) -> bool:
+    """Return whether YAML 1.2 reads this as text even without quotes.
+
+    It reads `1`, `true`, `~` and nothing at all as other values.
+    """
+    patterns = _CORE_SCHEMA.values()
+    return not any(re.fullmatch(pattern, text) for pattern in patterns)
+
+
 def dump_inline(value: Any) -> str:
     """Plain data as YAML 1.2 in flow style, for a sentence."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainers.causes import ended_by
 from tune.forks.child import END, TrialStopped, Work, pack
 from tune.forks.zygote import END_ALL, FORK, LONGEST_MESSAGE, NUMBER, Preload
 
@@ -40,9 +41,7 @@ class NoOutcomeError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        if self.code < 0:
-            return signal.Signals(-self.code).name
-        return f"exit code {self.code}"
+        return f"the process ended {ended_by(self.code)}"
 
 
 class Zygote:

@@ -25,6 +25,7 @@ from ray.exceptions import RaySystemError
 from trainers.causes import failure_of
 from trainers.config.model import Tree
 from trainers.devices.device import peak_memory_bytes
+from trainers.errors import first_line
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
@@ -173,10 +174,10 @@ def run_function(
 ) -> Any:
     """Call a training function, which is given by name or pickled.
 
-    Returns: What it returned (`returned`), or what it raised: the exception and its
-        traceback (`raised`) and, as plain data, its `status` and `message`.
-        TrialStopped ends it as `stopped`. Also its `peak_memory_bytes` and the
-        installed modules that it has `imported`.
+    Returns: What it returned (`returned`; None if it was given by name), or what it
+        raised: the exception and its traceback (`raised`) and, as plain data, its
+        `status` and `message`. TrialStopped ends it as `stopped`. Also its
+        `peak_memory_bytes` and the installed modules that it has `imported`.
     """
     modules = set(sys.modules)
     as_new_process(gpu_ids)
@@ -194,6 +195,9 @@ def run_function(
             call = unpickled(function)
         channel.call("begins")
         returned = call()
+        if isinstance(function, FunctionSpec):
+            returned = None
+        check_sendable(returned)
     except TrialStopped:
         return {"status": "stopped"}
     except (Exception, SystemExit) as error:
@@ -219,6 +223,15 @@ def _raised(error: BaseException, rank: int) -> Tree:
         "traceback": text,
         "raised": picklable(error),
     }
+
+
+def check_sendable(returned: Any) -> None:
+    """Raise TypeError if what a function returned cannot reach another process."""
+    try:
+        cloudpickle.dumps(returned)
+    except Exception as error:
+        what = "what the function returned cannot be pickled"
+        raise TypeError(f"{what}: {first_line(error)}") from error
 
 
 def picklable(error: BaseException) -> BaseException:

@@ -95,7 +95,7 @@ class FunctionContext(TrainContext):
             if isinstance(value, np.ndarray) and value.ndim == 0:
                 value = value[()]
             if isinstance(value, int | float | np.integer | np.floating | np.bool):
-                row[key] = float(value)
+                row[str(key)] = float(value)
         self.row = placed(row | {"train_time_s": time_s})
         if checkpoint is not None:
             self.storage_context._create_validation_file()

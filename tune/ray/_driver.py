@@ -71,7 +71,12 @@ class Reports:
 
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception."""
-    from tune.forks.function import as_new_process, picklable, unpickled
+    from tune.forks.function import (
+        as_new_process,
+        check_sendable,
+        picklable,
+        unpickled,
+    )
 
     as_new_process([])
     session = DriverSession(channel)
@@ -81,7 +86,12 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
         if inspect.isgenerator(returned):
             _report_all(session, returned)
             returned = None
-    except Exception as error:
+        check_sendable(returned)
+    except (SystemExit, StopIteration) as error:
+        # Raised in Ray's thread, it would look like an end without an error.
+        words = f"the driver raised {type(error).__name__}: {error}"
+        return (True, RuntimeError(words))
+    except (Exception, KeyboardInterrupt) as error:
         return (True, picklable(error))
     return (False, returned)
 

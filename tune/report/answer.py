@@ -183,10 +183,10 @@ def _once(
     what = f"another trial may be {how_much}"
     if not found:
         return Doubt(f"One run each: {what}", "repeats (`finalists: 2` or more)")
-    repeated = [final.record.id for final in found]
+    repeated = _repeated(trials.records)
     rest = []
     for record in rivals(trials.config, trials.records):
-        if record.id not in repeated:
+        if trial_id(record.config) not in repeated:
             rest.append(trials.name(record))
     if not rest:
         more = "more repeats, for which a longer search leaves time"
@@ -194,6 +194,27 @@ def _once(
     who = printable(capitalized(listed(rest)))
     wanted = min(MOST_FINALISTS, len(repeated) + len(rest))
     return Doubt(f"{who} ran once: {what}", f"`finalists: {wanted}`")
+
+
+def _repeated(records: Records) -> dict[str, list[TrialRecord]]:
+    """Return the repeats of each configuration that has any."""
+    found: dict[str, list[TrialRecord]] = {}
+    for record in records:
+        if record.purpose == "repeat":
+            found.setdefault(trial_id(record.config), []).append(record)
+    return found
+
+
+def _only_once(trials: Trials) -> Doubt | None:
+    """Return the doubt about trials that ended well, and failed in all repeats."""
+    names = []
+    for repeats in _repeated(trials.records).values():
+        if not any(repeat.finished for repeat in repeats):
+            names.append(trials.name(repeats[0]))
+    if not names:
+        return None
+    what = f"{printable(capitalized(listed(names)))} ended well once, and failed in each repeat"
+    return Doubt(what, "the repeats' messages in report.html")
 
 
 def _one_seed(trials: Trials) -> Doubt | None:
@@ -355,6 +376,7 @@ def answer(config: SweepConfig, records: Records) -> Answer:
     # First doubts about the order, then about the machine during the measurement.
     doubts = [
         _once(trials, found, ahead),
+        _only_once(trials),
         _one_seed(trials),
         _by_hand(trials),
         _disturbed(trials),

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 from trainers.config.function import BATCH_KEYS
+from trainers.config.yaml import is_plain_text
 from trainers.errors import printable as printable
 from tune.config import Objective, SweepConfig
 from tune.trials.record import Records, TrialRecord
@@ -122,7 +123,10 @@ def newest(metrics: Mapping[str, float]) -> tuple[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as one line of YAML, with floats to four digits."""
+    """Return a value as one line of YAML, with floats to four digits.
+
+    Text that YAML would read as something else is in quotes.
+    """
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, dict):
@@ -131,8 +135,12 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return printable(str(value)) or "''"
+        text = f"{value:.4g}"
+        return f"{text}.0" if text.lstrip("-").isdigit() else text
+    text = printable(str(value))
+    if isinstance(value, str) and not is_plain_text(value):
+        return f"'{text}'"
+    return text
 
 
 def is_number(value: Any) -> TypeGuard[float]:

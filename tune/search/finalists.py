@@ -391,7 +391,8 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
     every time in between.
 
     Returns:
-        One entry per finalist; empty until two of them have been analyzed.
+        One entry per finalist with a repeat that did not fail; empty before the first
+        analysis.
     """
     seeds = [record.seed or 0 for record in records if record.purpose == "repeat"]
     if not seeds:
@@ -412,7 +413,7 @@ def finals(config: SweepConfig, records: Records) -> list[Final]:
         num_free += len(laps) - 1
         mean = statistics.fmean(lap.log_s for lap in laps)
         squares += sum((lap.log_s - mean) ** 2 for lap in laps)
-    if len(groups) < 2:
+    if not groups:
         return []
     width = student_t95(REPEATS_WEIGHT + num_free) * _pooled(squares, num_free)
     groups.sort(key=lambda group: (group[0].is_slower, group[0].behind))
@@ -495,7 +496,7 @@ def _ratio(value: float, other: float) -> float:
 
 
 def pressure(records: Records, repeats: bool = False) -> float | None:
-    """Return in what share of their time trials, or repeats, waited for a CPU.
+    """Return in what share of their time finished trials, or repeats, waited for a CPU.
 
     Returns:
         The median; None where nothing is known.
@@ -503,7 +504,8 @@ def pressure(records: Records, repeats: bool = False) -> float | None:
     known = []
     for record in records:
         is_repeat = record.purpose == "repeat"
-        if is_repeat is repeats and record.cpu_pressure is not None:
+        is_asked = is_repeat is repeats and record.finished
+        if is_asked and record.cpu_pressure is not None:
             known.append(record.cpu_pressure)
     return statistics.median(known) if known else None
 

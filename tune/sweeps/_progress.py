@@ -38,6 +38,7 @@ from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec
 from tune.trials.journal import WRITE_EVERY_S, Journal, Live, Running, write_live
 from tune.trials.record import (
+    BY_BUDGET,
     BY_HAND,
     Purpose,
     TrialRecord,
@@ -581,7 +582,7 @@ class Progress(tune.Callback):
             which = f"trial {missing[0]} ({len(missing)} in all)"
             raise PacelineError(f"Tune has ended without a result of {which}")
         for name in missing:
-            self._record(name, "stopped by the budget")
+            self._record(name, BY_BUDGET)
 
     def restore_records(self) -> None:
         """Rewrite records that have vanished from storage; may raise StorageError."""

@@ -266,6 +266,8 @@ class _Run:
                 time.sleep(_LOOK_S)
             is_over_budget = self._is_over_budget
             self._progress.record_rest(is_over_budget)
+            if is_over_budget:
+                logger.info("the sweep ends here: the budget is used up")
             if is_over_budget or self._steered.is_extended:
                 return
             with self._steered.alone():

@@ -2,10 +2,12 @@
 
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.tune import Trainable
+from ray.tune.result import AUTO_RESULT_KEYS, DONE, SHOULD_CHECKPOINT
 
 from trainers.config.model import Tree
 from trainers.errors import StorageError
@@ -24,6 +26,9 @@ from tune.trials.record import (
     make_record,
     trial_id,
 )
+
+_TAKEN = {*AUTO_RESULT_KEYS, DONE, SHOULD_CHECKPOINT, "status"}
+"""What a result may not have by chance: `done`, say, would end its trial."""
 
 
 def assignment_of(
@@ -44,6 +49,11 @@ def assignment_of(
         target=target,
         watches=objective.watched,
     )
+
+
+def _untaken(row: Mapping[str, float]) -> Tree:
+    """Return the figures whose names have no meaning of their own for Tune."""
+    return {key: value for key, value in row.items() if key not in _TAKEN}
 
 
 class LaneTrial(Trainable):
@@ -109,7 +119,7 @@ class LaneTrial(Trainable):
         if event.outcome is None:
             self._curve.append(event.row)
             return {
-                **event.row,
+                **_untaken(event.row),
                 "objective": so_far(self._objective, self._curve, self._usd_per_hour),
                 "trial": self._trial,
             }
@@ -133,7 +143,7 @@ class LaneTrial(Trainable):
             "status": record.status,
             "done": True,
         }
-        return {**record.metrics, **said}
+        return {**_untaken(record.metrics), **said}
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped; the driver records it."""

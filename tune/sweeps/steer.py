@@ -29,7 +29,14 @@ from tune.sweeps.spec import (
     with_defaults,
 )
 from tune.trials.journal import Journal, Live, read_live
-from tune.trials.record import Records, TrialRecord, dollars, time_to_target, trial_id
+from tune.trials.record import (
+    BY_BUDGET,
+    Records,
+    TrialRecord,
+    dollars,
+    time_to_target,
+    trial_id,
+)
 from tune.trials.steering import Action, Actions
 
 logger = logging.getLogger(__name__)
@@ -144,6 +151,8 @@ def _carried(
     time_s = time_to_target(new.config.objective, record.curve)
     if record.status == "done" and _goes_on(record, old, new, time_s):
         return None
+    if record.message == BY_BUDGET and _has_more_time(old, new):
+        return None
     names = old.train.get("keys") or {}
     before = {key: value_at(old.train, names.get(key, key)) for key in new.config.space}
     config = before | record.config
@@ -156,6 +165,13 @@ def _carried(
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
     return replace(carried, metrics=metrics, time_to_target_s=time_s)
+
+
+def _has_more_time(old: SweepSpec, new: SweepSpec) -> bool:
+    """Return whether the extended sweep's budget of time or dollars is larger."""
+    was_s = old.config.time_budget_s or math.inf
+    now_s = new.config.time_budget_s or math.inf
+    return now_s > was_s
 
 
 def _goes_on(

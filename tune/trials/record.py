@@ -29,6 +29,8 @@ EQUAL = 0.05
 """A smaller relative difference between two configurations does not matter."""
 BY_HAND = "stopped by hand"
 """The message in the record of a trial that a user has stopped."""
+BY_BUDGET = "stopped by the budget"
+"""Likewise, where the sweep's time or dollars were used up."""
 USED = ("peak_memory_bytes", "energy_j")
 """Figures that evaluations report so far, if the objective needs them."""
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
@@ -259,6 +261,13 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     return Interval(crossed_s, before, time_s)
 
 
+def _figure(value: float | None) -> float | None:
+    """Return a figure if a record can hold it; a function may report any number."""
+    if value is None or not 0 <= value < 2**63:
+        return None
+    return value
+
+
 def make_record(
     config: Tree,
     objective: Objective,
@@ -284,16 +293,14 @@ def make_record(
     metrics |= result.get("metrics", {})
     figures: Any = {}
     for name in _SPEEDS:  # a training function may report them itself
-        value = speed.get(name, metrics.get(name))
-        if value is not None and 0 <= value < math.inf:
-            figures[name] = value
+        figures[name] = _figure(speed.get(name, metrics.get(name)))
     known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
     for name in USED:  # so far, while it ran, or as a training function reports them
-        value = result.get(name, metrics.pop(name, None))
+        value = _figure(result.get(name, metrics.pop(name, None)))
         if value is not None:
             figures[name] = int(value) if name == "peak_memory_bytes" else value
             known.add(name)
-    disturbed_s = metrics.pop("disturbed_s", None)
+    disturbed_s = speed.get("disturbed_s", metrics.pop("disturbed_s", None))
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
@@ -305,7 +312,7 @@ def make_record(
     if status == "done" and missing:
         status = "error"
         names = ", ".join(sorted(known))
-        message = f"objective: the task reports no {missing[0]}, only {names}"
+        message = f"objective: no number is reported as {missing[0]}, only as {names}"
     return TrialRecord(
         id=trial_id(config, purpose, seed),
         config=config,
@@ -322,7 +329,7 @@ def make_record(
         samples=result.get("samples"),
         epochs=result.get("epochs"),
         cpu_pressure=outcome.get("cpu_pressure"),
-        disturbed_s=speed.get("disturbed_s", disturbed_s) or None,
+        disturbed_s=_figure(disturbed_s) or None,
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
