@@ -2,8 +2,6 @@
 whatever trial comes next.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import ctypes
@@ -23,7 +21,6 @@ import time
 import types
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,12 +83,12 @@ class Limited(Blobs):
     each time leaves a line.
     """
 
-    def __init__(self, fp32_fits: int, bf16_fits: int, log: str, **args: Any) -> None:
+    def __init__(self, fp32_fits, bf16_fits, log, **args):
         super().__init__(**args)
         self.limits = {False: fp32_fits, True: bf16_fits}
         self.log = Path(log)
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         half = torch.is_autocast_enabled("cpu")
         size = len(batch[0])
         if model.training and size > self.limits[half]:
@@ -108,15 +105,13 @@ class Counted(Blobs):
     a `gate`: a directory, which stays, or a file, which lets one trial through.
     """
 
-    def __init__(
-        self, steps: str, gate: str = "", waits_in: int = 5, **args: Any
-    ) -> None:
+    def __init__(self, steps, gate="", waits_in=5, **args):
         super().__init__(**args)
         self.steps = Path(steps)
         self.gate = Path(gate)
         self.waits_in = waits_in
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         with self.steps.open("a") as file:
             file.write(f"{step}\n")
         while step == self.waits_in and not self.gate.exists():
@@ -131,14 +126,12 @@ class Poison(Blobs):
     `drawn` samples of its data depend on every generator.
     """
 
-    def __init__(
-        self, poison: str = "", drawn: int = 0, after: str = "", **args: Any
-    ) -> None:
+    def __init__(self, poison="", drawn=0, after="", **args):
         super().__init__(**args)
         self.poison = poison
         self.drawn = drawn
 
-    def dataset(self, split: str) -> Any:
+    def dataset(self, split):
         global COUNT
         data = super().dataset(split)
         if self.drawn:  # without a generator of its own: what a fresh process draws
@@ -150,13 +143,13 @@ class Poison(Blobs):
                 POISON.get(self.poison, getattr(self, f"_{self.poison}", None))()
         return data
 
-    def _flags(self) -> None:
+    def _flags(self):
         torch.set_num_threads(2)
         torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = True
-        torch.backends.cudnn.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        torch.backends.cudnn.fp32_precision = "tf32"
         torch.set_flush_denormal(True)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.autograd.set_detect_anomaly(True)
@@ -164,17 +157,17 @@ class Poison(Blobs):
         torch.set_autocast_cache_enabled(False)
         torch.backends.mkldnn.set_flags(False)
 
-    def _grad(self) -> None:
+    def _grad(self):
         torch.set_default_device("meta")
         torch.set_default_device("cpu")
         threading.stack_size(1 << 20)
 
-    def _rng(self) -> None:
+    def _rng(self):
         torch.manual_seed(99)
         random.seed(99)
         np.random.seed(99)
 
-    def _hooks(self) -> None:
+    def _hooks(self):
         nn.modules.module.register_module_forward_hook(
             lambda module, args, outputs: outputs * 0.5
         )
@@ -183,7 +176,7 @@ class Poison(Blobs):
         nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
         torch.tanh = torch.sigmoid
 
-    def _process(self) -> None:
+    def _process(self):
         os.environ["OMP_NUM_THREADS"] = "7"
         os.environ["POISON"] = "1"
         os.chdir("/")
@@ -192,53 +185,53 @@ class Poison(Blobs):
         warnings.simplefilter("error")
         np.seterr(all="raise")
 
-    def _modules(self) -> None:
+    def _modules(self):
         sys.modules["json"] = types.ModuleType("json")
 
-    def _thread(self) -> None:
+    def _thread(self):
         threading.Thread(target=time.sleep, args=(3600,), name="leaked").start()
 
-    def _child(self) -> None:
+    def _child(self):
         torch.multiprocessing.get_context("fork").Process(
             target=time.sleep, args=(3600,)
         ).start()
 
-    def _fork(self) -> None:
+    def _fork(self):
         if os.fork() == 0:
             time.sleep(3600)
 
-    def _daemon(self) -> None:
+    def _daemon(self):
         subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(3600)"],
             start_new_session=True,
         )
 
-    def _handlers(self) -> None:
+    def _handlers(self):
         for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_IGN)
 
-    def _output(self) -> None:
+    def _output(self):
         for _ in range(100):
             print("x" * 10**5)
         os.close(1)
 
-    def _leak(self) -> None:
+    def _leak(self):
         LEAKED.append(torch.ones(2**27))
 
 
 class Signed(Blobs):
     """Writes its seed once it trains."""
 
-    def __init__(self, file: str, **args: Any) -> None:
+    def __init__(self, file, **args):
         super().__init__(**args)
         self.file = Path(file)
 
-    def sign(self) -> None:
+    def sign(self):
         with self.file.open(
             "a"
         ) as file:  # the loop has seeded torch with the trial's seed by now
             file.write(f"{torch.initial_seed()}\n")
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.sign()
         return super().model()

@@ -1,16 +1,13 @@
 """Tasks that a plain PyTorch loop trains without a thought, and that loop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.data import Dataset, TensorDataset
+from torch.optim import SGD, AdamW
+from torch.utils.data import TensorDataset
 
 from tests.specs import whole_state
 from trainers.config import TrainConfig
@@ -24,9 +21,7 @@ STEPS = 9
 """Over an epoch's end, with its last step of four samples."""
 
 
-def rows(
-    split: str, samples: int = 44, dtype: torch.dtype = torch.float64
-) -> TensorDataset:
+def rows(split, samples=44, dtype=torch.float64):
     generator = torch.Generator().manual_seed(len(split))
     inputs = torch.randn(samples, 6, generator=generator, dtype=dtype)
     return TensorDataset(inputs, inputs[:, :2].sin(), torch.arange(samples) % 5)
@@ -35,27 +30,27 @@ def rows(
 class Plain(Task):
     """An MLP; its kinds change one thing each."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
         return self.net
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         return rows(split)
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+    def optimizer(self, model, config):
         return SGD(
             model.parameters(), config.optimizer.lr, momentum=0.9, weight_decay=0.01
         )
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.mse_loss(outputs, batch[1])
 
 
 class Coder(nn.Sequential):
     """With a way in beside forward."""
 
-    def encode(self, inputs: Tensor) -> Tensor:
-        return self[1](self[0](inputs))  # type: ignore[no-any-return]
+    def encode(self, inputs):
+        return self[1](self[0](inputs))
 
 
 class Bypassing(Plain):
@@ -63,18 +58,18 @@ class Bypassing(Plain):
     the given one.
     """
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def model(self) -> nn.Module:
-        self.net = Coder(*super().model())  # type: ignore[misc]
+    def model(self):
+        self.net = Coder(*super().model())
         return self.net
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         if self.way == "kept":
             return self.net(batch[0])
         if self.way == "method":
-            return model[2](model.encode(batch[0]))  # type: ignore[index, operator]
+            return model[2](model.encode(batch[0]))
         if self.way == "module":
             return getattr(model, "module", model)[2](
                 self.net[1](self.net[0](batch[0]))
@@ -89,7 +84,7 @@ class Bypassing(Plain):
             return model(batch[0]) + self.net[2](self.net[0](batch[0]))
         return model(batch[0]) + model(-0.5 * batch[0])
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return super().loss(
             self.net(outputs) if self.way == "in loss" else outputs, batch
         )
@@ -111,11 +106,11 @@ class Scale(nn.Module):
     counts its calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.log_vars = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, outputs, targets):
         losses = (outputs - targets).square().mean(0)
         return (torch.exp(-self.log_vars) * losses + self.log_vars).sum()
 
@@ -123,17 +118,17 @@ class Scale(nn.Module):
 class Learned(Plain):
     """The optimizer has the criterion's parameters, too."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
         self.criterion = Scale()
         self.scales = [torch.zeros(2, dtype=torch.float64, requires_grad=True)]
 
-    def model(self) -> nn.Module:
+    def model(self):
         if self.way == "made late":
             self.criterion = Scale()
         return super().model()
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+    def optimizer(self, model, config):
         others = self.scales if self.way == "tensor" else [*self.criterion.parameters()]
         if self.way == "two":
             return {
@@ -142,30 +137,30 @@ class Learned(Plain):
             }
         return SGD([*model.parameters(), *others], config.optimizer.lr)
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         scale = self.scales[0] if self.way == "tensor" else 0.0
-        return self.criterion(outputs * torch.exp(torch.as_tensor(scale)), batch[1])  # type: ignore[no-any-return]
+        return self.criterion(outputs * torch.exp(torch.as_tensor(scale)), batch[1])
 
 
 class Thawed(Plain):
     """A layer is frozen for some steps: at first, or later."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def model(self) -> nn.Module:
+    def model(self):
         model = super().model()
-        model[0].requires_grad_(self.way == "frozen later")  # type: ignore[index]
+        model[0].requires_grad_(self.way == "frozen later")
         return model
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+    def optimizer(self, model, config):
         return Task.optimizer(self, model, config)
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         if step == 4:
-            model[0].requires_grad_(self.way != "frozen later")  # type: ignore[index]
+            model[0].requires_grad_(self.way != "frozen later")
         if step == 7 and self.way == "again":
-            model[0].requires_grad_(False)  # type: ignore[index]
+            model[0].requires_grad_(False)
 
 
 class Heads(Plain):
@@ -173,12 +168,12 @@ class Heads(Plain):
     alone; a third is never used.
     """
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.ModuleDict(
             {name: nn.Linear(6, 2).double() for name in ("zero", "other", "spare")}
         )
 
-    def forward(self, model: Any, batch: Any) -> Any:
+    def forward(self, model, batch):
         heads = getattr(model, "module", model)
         outputs = torch.zeros(len(batch[0]), 2, dtype=torch.float64)
         for name, chosen in (("zero", batch[2] == 0), ("other", batch[2] > 0)):
@@ -192,14 +187,14 @@ class Still(Plain):
     module's own train(); or a module that is put into evaluation mode by a step.
     """
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         if self.way == "later" and step == 4:
-            model[1].eval()  # type: ignore[index]
+            model[1].eval()
 
-    def model(self) -> nn.Module:
+    def model(self):
         if self.way == "later":
             return nn.Sequential(nn.Linear(6, 2), Louder()).double()
         norm = nn.BatchNorm1d(6)
@@ -207,7 +202,7 @@ class Still(Plain):
         if self.way == "train()":
             norm = StillNorm(6)
             dropout = nn.Dropout(0.0)
-        norm.running_mean.fill_(0.5)  # type: ignore[union-attr]
+        norm.running_mean.fill_(0.5)
         model = nn.Sequential(norm, dropout, nn.Linear(6, 2)).double()
         if self.way == "eval":
             model[:2].eval()
@@ -217,84 +212,84 @@ class Still(Plain):
 class Louder(nn.Module):
     """In training."""
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return inputs * (2 if self.training else 1)
 
 
 class StillNorm(nn.BatchNorm1d):
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode=True):
         return super().train(False)
 
 
 class Words(Plain):
     """Embeddings with gradients of the rows that a batch has, and complex numbers."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def model(self) -> nn.Module:
+    def model(self):
         return (
             Spectrum()
             if self.way == "complex"
             else nn.Embedding(9, 2, sparse=True).double()
         )
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         return model(batch[0] if self.way == "complex" else batch[2])
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+    def optimizer(self, model, config):
         if self.way == "sparse adam":
             return torch.optim.SparseAdam(model.parameters(), 0.05)
         return SGD(model.parameters(), config.optimizer.lr)
 
 
 class Spectrum(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 2, dtype=torch.complex128) * 0.3)
         self.bias = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         return (inputs.to(self.weight) @ self.weight).abs() + self.bias
 
 
 class Lazy(Plain):
     """Layers without shapes, whose first forward gives them some; or a buffer of it."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way):
         self.way = way
 
-    def model(self) -> nn.Module:
+    def model(self):
         if self.way == "buffer":
             return Centred()
         return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2)).double()
 
 
 class Centred(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 2).double()
         self.queue = None
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs):
         if self.queue is None:
             del self.queue
             self.register_buffer("queue", torch.zeros(0, dtype=torch.float64))
         if self.training and len(self.queue) < 5:
             self.queue = torch.cat([self.queue, torch.ones(1, dtype=torch.float64)])
-        return self.layer(inputs) + self.queue.sum().clamp(max=0)  # type: ignore[no-any-return]
+        return self.layer(inputs) + self.queue.sum().clamp(max=0)
 
 
 class Bare(Plain):
     """A batch is one tensor, or an object of the task's own."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return nn.Linear(6, 6).double()
 
-    def dataset(self, split: str) -> Dataset[Any]:
-        return list(rows(split).tensors[0])  # type: ignore[return-value]
+    def dataset(self, split):
+        return list(rows(split).tensors[0])
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         return F.mse_loss(outputs, batch)
 
 
@@ -315,7 +310,7 @@ class Case:
     microbatch: int
     clip: float | None
 
-    def config(self) -> TrainConfig:
+    def config(self):
         """Five steps of it."""
         microbatch = min(self.microbatch, self.batch)
         changes = {"max_steps": 5, "global_batch_size": min(self.batch, self.samples)}
@@ -343,7 +338,7 @@ OPTIMIZERS = {
 class Tied(nn.Module):
     """One weight, in two places."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.into = nn.Linear(6, 5)
         self.out = nn.Linear(5, 6)
@@ -352,24 +347,24 @@ class Tied(nn.Module):
         self.last = nn.Linear(5, 5)
         self.again.weight = self.into.weight
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.last(self.again(self.out(self.into(inputs).tanh())).tanh())  # type: ignore[no-any-return]
+    def forward(self, inputs):
+        return self.last(self.again(self.out(self.into(inputs).tanh())).tanh())
 
 
 class Shared(Plain):
     """One weight in two places, also after a resume."""
 
-    def model(self) -> nn.Module:
+    def model(self):
         return Tied().double()
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         return model(batch[0])[:, :2]
 
 
 class Penalised(Plain):
     """A step of its own, with a gradient in its loss."""
 
-    def training_step(self, model: nn.Module, batch: Any, phase: str) -> Tensor:
+    def training_step(self, model, batch, phase):
         assert phase == "train"
         inputs = batch[0].detach().requires_grad_()
         outputs = model(inputs)
@@ -380,7 +375,7 @@ class Penalised(Plain):
 class Clamped(Plain):
     """Changes its weights after every step, as a critic of WGAN."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model, step):
         for parameter in model.parameters():
             parameter.clamp_(-0.2, 0.2)
 
@@ -390,11 +385,11 @@ class Drawn(Plain):
 
     table = torch.tensor([0.3, 4.0, 1.0, 9.0, 0.1])
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case):
         self.case = case
         self.dtype = torch.float32 if case.single else torch.float64
 
-    def model(self) -> nn.Module:
+    def model(self):
         nets = {
             "mlp": lambda: nn.Sequential(
                 nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 5)
@@ -416,10 +411,10 @@ class Drawn(Plain):
         self.net = nets[self.case.net]().to(self.dtype)
         return self.net
 
-    def dataset(self, split: str) -> Dataset[Any]:
+    def dataset(self, split):
         return rows(split, self.case.samples, self.dtype)
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+    def optimizer(self, model, config):
         chosen = OPTIMIZERS[self.case.optimizer]
         return (
             Task.optimizer(self, model, config)
@@ -427,12 +422,12 @@ class Drawn(Plain):
             else chosen(model.parameters())
         )
 
-    def forward(self, model: nn.Module, batch: Any) -> Any:
+    def forward(self, model, batch):
         return (self.net if self.case.kept else model)(
             batch[2] if self.case.net == "words" else batch[0]
         )
 
-    def each(self, batch: Any) -> Tensor:
+    def each(self, batch):
         """The weight of every sample; that of the tokens may be none."""
         if self.case.weigh == "tokens":
             return (batch[0][:, 0] * 2).round().abs()
@@ -442,12 +437,12 @@ class Drawn(Plain):
             else torch.ones_like(batch[0][:, 0])
         )
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs, batch):
         weights = self.each(batch)
         losses = F.cross_entropy(outputs, (batch[2] + 1) % 5, reduction="none")
         return (losses * weights).sum() / weights.sum().clamp(min=1e-3)
 
-    def weight(self, batch: Any) -> Tensor:
+    def weight(self, batch):
         return self.each(batch).sum()
 
 
@@ -467,7 +462,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def configured(**changes: Any) -> TrainConfig:
+def configured(**changes):
     tree = {
         "task": "x:Y",
         "max_steps": STEPS,
@@ -483,7 +478,7 @@ def configured(**changes: Any) -> TrainConfig:
     return build(TrainConfig, tree | changes, "test")
 
 
-def in_a_plain_loop(task: Task, config: TrainConfig) -> dict[str, Tensor]:
+def in_a_plain_loop(task, config):
     """What the task has learned, by the global batch, under the same seeds."""
     torch.manual_seed(config.seed)
     model = task.model()
@@ -507,20 +502,20 @@ def in_a_plain_loop(task: Task, config: TrainConfig) -> dict[str, Tensor]:
                 else torch.stack([data[row] for row in chosen])
             )
             for each in optimizers:
-                each.zero_grad()  # type: ignore[attr-defined]
+                each.zero_grad()
             loss = task.training_step(model, batch, "train")
             loss.backward()
             if config.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
             for each in optimizers:
-                each.step()  # type: ignore[attr-defined]
+                each.step()
             step += 1
             with torch.no_grad():
                 task.after_step(model, step)
     return learned(model.state_dict(), task)
 
 
-def learned(model: dict[str, Tensor], task: Any) -> dict[str, Tensor]:
+def learned(model, task):
     found = {name: value.detach().clone() for name, value in model.items()}
     for name, value in vars(task).items():
         if name == "criterion":
@@ -533,12 +528,10 @@ def learned(model: dict[str, Tensor], task: Any) -> dict[str, Tensor]:
     return found
 
 
-def in_the_loop(
-    task: Task, config: TrainConfig, path: Path, rank: int = 0, world_size: int = 1
-) -> dict[str, Tensor]:
+def in_the_loop(task, config, path, rank=0, world_size=1):
     """The same by `fit`, as its last checkpoint and the task have it."""
     context = LocalContext(
         Storage(str(path)), "spawn", rank, world_size, rank, world_size
     )
     fit(task, config, context)
-    return learned(whole_state(context.storage, config.max_steps)["model"], task)  # type: ignore[arg-type]
+    return learned(whole_state(context.storage, config.max_steps)["model"], task)

@@ -1,8 +1,6 @@
 """Streams of a small classification set, and the tasks that train on them."""
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +10,7 @@ from tests.tasks import Blobs
 class Numbered:
     """The samples of `Blobs` one after another, begun anew by each `iter`."""
 
-    def __init__(self, samples: int, split: str) -> None:
+    def __init__(self, samples, split):
         self.rows = list(
             zip(
                 *Blobs(samples=samples, dtype="float64").dataset(split).tensors,
@@ -20,28 +18,28 @@ class Numbered:
             )
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         yield from self.rows
 
 
 class Stateful(Numbered):
     """The same, with an exact state of its own; `read` counts what was really read."""
 
-    def __init__(self, samples: int, split: str) -> None:
+    def __init__(self, samples, split):
         super().__init__(samples, split)
         self.place = self.start = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self.place = self.start
         self.start = 0
         while self.place < len(self.rows):
             self.place += 1
             yield self.rows[self.place - 1]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"place": self.place}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.start = state["place"]
 
 
@@ -50,7 +48,7 @@ class ByRank(Numbered):
     what torchrun sets.
     """
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         rank, ranks = (
             (dist.get_rank(), dist.get_world_size())
             if dist.is_initialized()
@@ -65,9 +63,7 @@ class ByRank(Numbered):
 class OwnShare(Numbered):
     """One that is given a share by its task, after a head that all ranks have."""
 
-    def __init__(
-        self, samples: int, split: str, share: tuple[int, int], head: int = 0
-    ) -> None:
+    def __init__(self, samples, split, share, head=0):
         super().__init__(samples, split)
         rank, ranks = share
         self.rows = self.rows[:head] + self.rows[head + rank :: ranks]
@@ -76,7 +72,7 @@ class OwnShare(Numbered):
 class Streamed(Blobs):
     """Blobs that can only be read forward."""
 
-    def __init__(self, kind: str, samples: int = 203) -> None:
+    def __init__(self, kind, samples=203):
         super().__init__(samples=samples, dtype="float64")
         self.kind = kind
         self.share = (
@@ -85,7 +81,7 @@ class Streamed(Blobs):
             else (0, 1)
         )
 
-    def stream(self, split: str) -> Any:
+    def stream(self, split):
         if self.kind.startswith("own share"):
             if self.kind == "own share of val" and split == "train":
                 return Numbered(self.samples, split)

@@ -5,37 +5,34 @@ to a run.
 import json
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from trainers.storage import Storage
-from trainers.tracking.sinks import Row, Sink, TrackedRun
+from trainers.tracking.sinks import Row, Sink
 
 
 class Told(Sink):
     """Keeps what it was told, in the test's process."""
 
-    def __init__(
-        self, project: str | None = None, storage: Storage | None = None
-    ) -> None:
+    def __init__(self, project=None, storage=None):
         super().__init__(project, storage or Storage("/nowhere"))
         self.runs = []
         self.rows = []
         self.ends = []
         self.files = {}
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run):
         self.runs.append(run)
         return f"run-{run.id}"
 
-    def log(self, run: str, rows: Sequence[Row]) -> None:
+    def log(self, run, rows):
         self.rows += rows
 
-    def artifact(self, run: str, file: Path) -> None:
+    def artifact(self, run, file):
         self.files[file.name] = file.read_bytes()
 
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+    def end(self, run, status, tags):
         self.ends.append((run, status))
 
 
@@ -44,12 +41,12 @@ class Gated(Told):
     for a process of its own.
     """
 
-    def start(self, run: TrackedRun) -> str:
+    def start(self, run):
         while not Path(os.environ["GATE"]).exists():
             time.sleep(0.05)
         return run.id
 
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+    def end(self, run, status, tags):
         self.storage.write("told.json", json.dumps([status, *self.rows]).encode())
 
 
@@ -59,7 +56,7 @@ class Failing(Told):
     kept: ClassVar[list[Row]] = []
     has_failed: ClassVar[list[bool]] = []
 
-    def log(self, run: str, rows: Sequence[Row]) -> None:
+    def log(self, run, rows):
         if not self.has_failed:
             self.has_failed.append(True)
             raise OSError("not now")
@@ -71,15 +68,15 @@ class Buffered(Told):
 
     keeps_at_end = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.has_died = False
         self.buffer = []
 
-    def log(self, run: str, rows: Sequence[Row]) -> None:
+    def log(self, run, rows):
         self.buffer += rows
 
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+    def end(self, run, status, tags):
         if not self.has_died:
             self.has_died = True
             self.buffer = []

@@ -1,19 +1,13 @@
 """A run that goes on until it is stopped, its processes, and what they leave."""
 
-from __future__ import annotations
-
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
@@ -26,12 +20,12 @@ class Endless(Blobs):
     0 waits for its gradients.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory):
         super().__init__(pause_s=0.02)
         self.directory = Path(directory)
         self.steps = 0
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.steps += model.training
         if self.steps > 20:
@@ -46,9 +40,7 @@ class Command:
     own for temporary files.
     """
 
-    def __init__(
-        self, directory: Path, launcher: str, *options: str, **changes: Any
-    ) -> None:
+    def __init__(self, directory, launcher, *options, **changes):
         self.directory = directory
         self.launcher = launcher
         self.run = directory / "runs" / "run"
@@ -105,42 +97,42 @@ class Command:
         self.family = []
 
     @property
-    def said(self) -> str:
+    def said(self):
         """What its processes have printed."""
         return (self.directory / "out").read_text() + (
             self.directory / "err"
         ).read_text()
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def until(self, condition):
         """Wait, and note what it has started."""
         until(condition, lambda: self.said, every_s=0.02)
         if self.process.poll() is None:
             self.family = psutil.Process(self.process.pid).children(recursive=True)
 
-    def trains(self) -> Command:
+    def trains(self):
         """Wait until every rank trains."""
         ranks = 1 if self.launcher == "local" else 2
 
-        def do_all() -> bool:
+        def do_all():
             assert self.process.poll() is None, self.said
             return len(list(self.training.iterdir())) == ranks
 
         self.until(do_all)
         return self
 
-    def tell(self, *numbers: signal.Signals) -> None:
+    def tell(self, *numbers):
         """Send signals to the process that was started, and to no other."""
         for number in numbers:
             self.process.send_signal(number)
 
-    def ends(self) -> int:
+    def ends(self):
         """Wait until it and all that it has started are gone; its exit code."""
         code = self.process.wait(HANG_S)
         _, left = psutil.wait_procs(self.family, timeout=60)
         assert not left, f"{left} outlive the command:\n{self.said}"
         return code
 
-    def kill(self) -> None:
+    def kill(self):
         """At the end of a test, whatever came of it."""
         self.process.kill()
         self.process.wait()
@@ -148,7 +140,7 @@ class Command:
             if process.is_running():
                 process.kill()
 
-    def kept(self) -> list[Path]:
+    def kept(self):
         """The checkpoints that are whole."""
         return sorted(
             path.parent for path in self.run.glob("checkpoints/*/manifest.json")

@@ -1,15 +1,11 @@
 """Loss curves of runs of the recipes' settings."""
 
-from pathlib import Path
-from typing import Any
-
 from tests.unit.test_recipes import SETTINGS
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage
-from trainers.task import Task
 
 
 class Reports(LocalContext):
@@ -18,21 +14,14 @@ class Reports(LocalContext):
     stop_after: int | None = None
     """Steps of this start after which it is asked to stop."""
 
-    def observe(self, figures: dict[str, float]) -> None:
+    def observe(self, figures):
         self.losses = [*getattr(self, "losses", []), figures["loss"]]
 
-    def should_stop(self, elapsed_s: float) -> bool:
+    def should_stop(self, elapsed_s):
         return len(getattr(self, "losses", [])) + 1 == self.stop_after
 
 
-def losses(
-    rank: int,
-    world_size: int,
-    task: Task,
-    changes: dict[str, Any],
-    path: Path | None = None,
-    stop_after: int | None = None,
-) -> list[float]:
+def losses(rank, world_size, task, changes, path=None, stop_after=None):
     """Of each step that this start makes; with a `path` it goes on from there."""
     tree = {"task": "x:Y", "device": "cpu", "log_every_steps": 1, **SETTINGS, **changes}
     context = Reports(

@@ -10,16 +10,14 @@ import signal
 import sys
 import traceback
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import TrainJob
 
 
-def run_forked(spec: TrainJob, world_size: int, rendezvous: Path) -> list[int]:
+def run_forked(spec, world_size, rendezvous):
     """The run by `world_size` forked workers; how each ended: 0, an exit code, or minus
     the signal.
     """
@@ -32,7 +30,7 @@ def run_forked(spec: TrainJob, world_size: int, rendezvous: Path) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in workers]
 
 
-def _worker(spec: TrainJob, rank: int, world_size: int, rendezvous: Path) -> None:
+def _worker(spec, rank, world_size, rendezvous):
     """Never returns."""
     code = 1
     signal.alarm(600)

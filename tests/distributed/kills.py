@@ -9,20 +9,18 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.distributed.forked import run_forked
 from tests.specs import REPOSITORY, as_job, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.launch.spec import TrainJob, make_spec
+from trainers.launch.spec import make_spec
 from trainers.loop import watchdog
 from trainers.step.train_step import TrainStep
-from trainers.storage import Storage
 
 PLAN = "RECORDED_PLAN"
 SAMPLES = 99
@@ -37,7 +35,7 @@ class Recorded(Blobs):
     process before a given step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(samples=SAMPLES, dtype="float64")
         plan = json.loads(
             os.environ[PLAN]
@@ -48,38 +46,38 @@ class Recorded(Blobs):
         self.steps = 0
         self.rank = 0
 
-    def dataset(self, split: str) -> TensorDataset:
+    def dataset(self, split):
         data = super().dataset(split)
         return TensorDataset(*data.tensors, torch.arange(len(data)))
 
-    def begin_step(self) -> None:
+    def begin_step(self):
         """Called by the loop's step, which the parent has wrapped."""
         self.steps += 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if self.steps == self.kill_after and self.rank == self.kill_rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+    def forward(self, model, batch):
         if self.steps and model.training:
             with (self.record / f"rank-{self.rank}").open("a") as file:
                 file.write(json.dumps([self.steps, batch[2].tolist()]) + "\n")
         return super().forward(model, batch)
 
 
-def count_steps() -> None:
+def count_steps():
     """From now on every training step tells its task that it begins; the probe's passes
     do not.
     """
     original = TrainStep.__call__
 
-    def counted(self: TrainStep, *args: Any, **kwargs: Any) -> None:
+    def counted(self, *args, **kwargs):
         cast("Recorded", self.forward.task).begin_step()
         original(self, *args, **kwargs)
 
-    TrainStep.__call__ = counted  # type: ignore[method-assign]
+    TrainStep.__call__ = counted
 
 
-def spec(directory: Path, name: str, **more: Any) -> TrainJob:
+def spec(directory, name, **more):
     changes = {
         "task": "tests.distributed.kills:Recorded",
         "global_batch_size": BATCH,
@@ -93,7 +91,7 @@ def spec(directory: Path, name: str, **more: Any) -> TrainJob:
     return as_job(made)
 
 
-def newest_step(run: Storage) -> int:
+def newest_step(run):
     """The step of the newest checkpoint that has its manifest; 0 without any."""
     names = [
         name
@@ -103,14 +101,7 @@ def newest_step(run: Storage) -> int:
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
-def run_killed(
-    directory: Path,
-    name: str,
-    worlds: list[int],
-    kills: int,
-    epochs: int = EPOCHS,
-    **changes: Any,
-) -> dict[str, Any]:
+def run_killed(directory, name, worlds, kills, epochs=EPOCHS, **changes):
     """One run, killed `kills` times, on each number of workers in turn; which samples
     counted in the end.
     """
@@ -167,7 +158,7 @@ def run_killed(
     }
 
 
-def main(directory: Path) -> None:
+def main(directory):
     count_steps()
     watchdog.CAUSE_S = 0.0  # there is no launcher to see who was first
     found = {

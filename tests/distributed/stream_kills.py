@@ -11,9 +11,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +33,7 @@ _FILES = 4
 BYTES_PER_S = 200_000.0
 
 
-def samples() -> list[dict[str, Any]]:
+def samples():
     """Those of `Blobs`, in order."""
     features, labels = Blobs(samples=SAMPLES, dtype="float64").dataset("train").tensors
     pairs = zip(features.tolist(), labels.tolist(), strict=True)
@@ -48,10 +46,10 @@ def samples() -> list[dict[str, Any]]:
 class Lines:
     """JSON lines, read forward from the object store by a client of its own."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri):
         self.uri = uri
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         filesystem, path = fs.FileSystem.from_uri(self.uri)
         for info in filesystem.get_file_info(fs.FileSelector(path)):
             with filesystem.open_input_stream(info.path) as stream:
@@ -63,7 +61,7 @@ class LinesWithState(Lines):
 
     place = start = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         self.place = self.start
         self.start = 0
         for number, sample in enumerate(super().__iter__()):
@@ -71,10 +69,10 @@ class LinesWithState(Lines):
                 self.place += 1
                 yield sample
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         return {"place": self.place}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state):
         self.start = state["place"]
 
 
@@ -83,12 +81,12 @@ class RecordedStream(Recorded):
     store.
     """
 
-    def __init__(self, uri: str, kind: str) -> None:
+    def __init__(self, uri, kind):
         super().__init__()
         self.uri = uri
         self.kind = kind
 
-    def stream(self, split: str) -> Any:
+    def stream(self, split):
         if split == "val":
             return None
         if self.kind == PARQUET:
@@ -99,7 +97,7 @@ class RecordedStream(Recorded):
             )
         return (LinesWithState if self.kind == LINES_WITH_STATE else Lines)(self.uri)
 
-    def collate(self, samples: list[Any]) -> Any:
+    def collate(self, samples):
         if isinstance(samples[0], tuple):  # of the validation split
             return super().collate(samples)
         columns = {
@@ -109,7 +107,7 @@ class RecordedStream(Recorded):
         return columns["features"].double(), columns["label"], columns["number"]
 
 
-def serve(directory: Path, uris: Any) -> None:
+def serve(directory, uris):
     """Fill a bucket with lines and keep it up."""
     with bucket(bytes_per_s=BYTES_PER_S) as (_, uri, _):
         filesystem, path = fs.FileSystem.from_uri(uri)
@@ -124,11 +122,11 @@ def serve(directory: Path, uris: Any) -> None:
         uris.get()
 
 
-def _part(number: int) -> list[dict[str, Any]]:
+def _part(number):
     return samples()[number * SAMPLES // _FILES : (number + 1) * SAMPLES // _FILES]
 
 
-def main(directory: Path, kills: int) -> None:
+def main(directory, kills):
     os.environ |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
     parquet = directory / "parquet"
     parquet.mkdir()

@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.on_ray.embedded import actors, tasks
 from tune.ray import TorchTrainer, Tuner
 
 
-def train(config: dict[str, Any]) -> str:
+def train(config):
     """Two dense layers, with a checkpoint after each epoch."""
     lane_functions.train(config)
     assert len(ray.train.get_all_reported_checkpoints()) == 2
@@ -36,7 +35,7 @@ def train(config: dict[str, Any]) -> str:
 LEFT = []
 
 
-def leaks(config: dict[str, Any]) -> None:
+def leaks(config):
     """Leaves behind what its configuration says; reports what it found."""
     found = [
         torch.get_default_dtype() == torch.float64,
@@ -62,16 +61,14 @@ ADD = torch.add
 class Noting(UserCallback):
     """Notes what the user's own callbacks hear."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.heard = []
 
-    def after_report(
-        self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any
-    ) -> None:
+    def after_report(self, run_context, metrics, checkpoint):
         self.heard.append(len(metrics))
 
 
-def counts(config: dict[str, Any]) -> None:
+def counts(config):
     """Reports how many rows it was given."""
     ray.train.report({"found": len(config["rows"])})
 
@@ -81,7 +78,7 @@ DRIVEN = []
 """The trials whose driver has run in this process."""
 
 
-def slow(config: dict[str, Any]) -> None:
+def slow(config):
     """Reports a line of its own slope, so that a scheduler knows early; the others
     begin when the best is half done.
     """
@@ -112,11 +109,11 @@ SWEEPS = {
 """The training function, its workers, and the grid of its configuration."""
 
 
-def sweep(name: str, storage: str) -> dict[str, Any]:
+def sweep(name, storage):
     """Run one of them."""
     function, workers, values = SWEEPS[name]
 
-    def driver(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def driver(config):
         callback = Noting()
         trainer = TorchTrainer(
             function,
@@ -141,7 +138,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
         }
         yield {"heard": len(callback.heard), **said, **(result.metrics or {})}
 
-    def with_rows(config: dict[str, Any], rows: Any) -> Any:
+    def with_rows(config, rows):
         return driver({**config, "rows": rows})
 
     trainable: Any = driver
