@@ -1,7 +1,5 @@
 """Fixtures of the whole suite: commands as a user types them, and nothing left behind."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -13,14 +11,10 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.waits import HANG_S, until
-
-if TYPE_CHECKING:
-    pass
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -2,8 +2,6 @@
 `--hypothesis-profile faults`.
 """
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, settings
 
 _BOTH = {"database": None, "suppress_health_check": list(HealthCheck)}

@@ -7,8 +7,6 @@ A room is a folder of a package, or a file directly in it; a floor is a few room
 one purpose. Imports inside functions and under TYPE_CHECKING count like all others.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

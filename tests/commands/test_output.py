@@ -84,12 +84,7 @@ class Seen:
         return rows
 
 
-def on_terminal(
-    *args,
-    number=None,
-    at="",
-    ray_address=None,
-):
+def on_terminal(*args, number=None, at="", ray_address=None):
     """Run `python ARGS` on a terminal of its own; send it a signal once it has said
     `at`.
     """
@@ -134,9 +129,7 @@ def is_clean(seen):
     assert seen.text.rfind(HIDE) <= seen.text.rfind(SHOW)
 
 
-def test_on_a_terminal_a_line_is_drawn_and_all_else_goes_above_it(
-    tmp_path,
-):
+def test_on_a_terminal_a_line_is_drawn_and_all_else_goes_above_it(tmp_path):
     file = write(tmp_path, launcher="spawn", scaling={"num_workers": 2})
     seen = on_terminal("-m", "trainers", file)
     assert seen.code == 0, seen.text

@@ -3,8 +3,6 @@
 What runs there, tests/on_ray and tests/commands show of the Ray that is pinned.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -105,9 +103,7 @@ def breaches(path):
     return missing
 
 
-def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(
-    tmp_path,
-):
+def test_all_that_the_code_names_of_ray_is_there_and_takes_what_it_is_given(tmp_path):
     assert [breach for path in source_files() for breach in breaches(path)] == []
     probe = tmp_path / "probe.py"
     probe.write_text(

@@ -1,11 +1,12 @@
 """Real processes, forked from one server that has torch imported."""
 
-from __future__ import annotations
-
 import pytest
+import torch
 
 import tests.drawn  # noqa: F401
 from tests.distributed.processes import forked_launcher
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

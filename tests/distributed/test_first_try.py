@@ -2,8 +2,6 @@
 refused on both.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 microbatches.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torchmetrics
@@ -47,13 +45,7 @@ class Tokens(Blobs):
         return (losses * weights).sum() / weights.sum()
 
 
-def gradient(
-    task,
-    rank,
-    world_size,
-    split,
-    strategy="ddp",
-):
+def gradient(task, rank, world_size, split, strategy="ddp"):
     """Gradient and loss of one step, before any update; of a sharded model whole, on
     rank 0.
     """

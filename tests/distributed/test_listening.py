@@ -91,9 +91,7 @@ def test_a_group_on_one_node_listens_on_the_loopback(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux")
-def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(
-    tmp_path,
-):
+def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(tmp_path):
     found = group(tmp_path, local_world_size=1)
     assert NODE in found[0]["listening"]
     assert not {"0.0.0.0", "::"} & {  # noqa: S104

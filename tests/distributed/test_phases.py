@@ -2,8 +2,6 @@
 moved (curves: test_recipes.py).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 after a resume.
 """
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from pathlib import Path

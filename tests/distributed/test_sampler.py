@@ -72,9 +72,7 @@ def train(rank, world_size, by_rank):
         return str(error)
 
 
-def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(
-    tmp_path,
-):
+def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(tmp_path):
     [alone] = run_processes(1, train, tmp_path, False)
     assert (
         run_processes(3, train, tmp_path, False)

@@ -47,15 +47,7 @@ class Uneven(Averaged):
         return optimizer
 
 
-def train(
-    rank,
-    world_size,
-    path,
-    name,
-    source=None,
-    task=Averaged,
-    **dotted,
-):
+def train(rank, world_size, path, name, source=None, task=Averaged, **dotted):
     """A run of `STEPS` steps; with `source` one that begins, and ends, where that one
     did.
     """
@@ -75,15 +67,7 @@ def train(
     fit(task(samples=96, dtype="float64"), config, context)
 
 
-def train_all_sharded(
-    rank,
-    world_size,
-    path,
-    name,
-    source,
-    strategy,
-    task=Averaged,
-):
+def train_all_sharded(rank, world_size, path, name, source, strategy, task=Averaged):
     """As `train`; replicas, too, write together, however small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainers.checkpoint.run_state._SHARD_BYTES", 0)
@@ -148,15 +132,7 @@ def test_ranks_that_hold_other_tensors_leave_all_to_rank_0(tmp_path):
     assert all("error" not in one and one["exp_avg"].abs().sum() > 0 for one in entries)
 
 
-def train_killed(
-    rank,
-    world_size,
-    path,
-    victim,
-    file,
-    after,
-    later,
-):
+def train_killed(rank, world_size, path, victim, file, after, later):
     """The process of rank `victim` is killed in the middle of writing a file of a
     checkpoint, or right after it.
     """

@@ -117,14 +117,7 @@ class Greedy(Blobs):
             self.fits = room
 
 
-def spec(
-    tmp_path,
-    name,
-    workers,
-    strategy,
-    task="Blobs",
-    **changes,
-):
+def spec(tmp_path, name, workers, strategy, task="Blobs", **changes):
     args = {"dtype": "float64", **changes.pop("args", {})}
     where = "tests.tasks" if task == "Blobs" else "tests.distributed.test_strategies"
     changes = {"max_steps": 20, "microbatch_size": 5, "clip_grad_norm": 0.5, **changes}
@@ -390,9 +383,7 @@ def tensors(value):
 # --- memory and compilation
 
 
-def test_a_rank_without_room_for_its_shard_starts_the_group_again(
-    tmp_path,
-):
+def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path):
     adaptive = spec(
         tmp_path,
         "adaptive",
@@ -458,9 +449,7 @@ def test_a_sharded_model_compiles_without_a_graph_break(backend, tmp_path):
 
 
 @pytest.mark.full
-def test_activations_that_are_computed_again_are_those_that_were(
-    tmp_path,
-):
+def test_activations_that_are_computed_again_are_those_that_were(tmp_path):
     """On both ranks, below DDP and inside FSDP's units, with microbatches that
     accumulate.
     """

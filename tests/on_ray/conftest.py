@@ -1,7 +1,5 @@
 """One Ray cluster for all tests of this folder; it ends with them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -2,8 +2,6 @@
 from forks.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -46,9 +44,7 @@ def test_checkpoints_callbacks_and_return_values_are_rays(ours):
     assert ours["train"]["restarts"] == []
 
 
-def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(
-    ours,
-):
+def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(ours):
     retried, failed, whole = ours["fails"]["trials"]
     assert "asked to fail" in failed["error"]
     assert column(failed, "loss") == column(whole, "loss")[:2]
@@ -59,9 +55,7 @@ def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(
     assert column(retried, "loss")[0] == column(whole, "loss")[0]
 
 
-def test_what_a_function_leaves_behind_reaches_no_other_trial(
-    ours,
-):
+def test_what_a_function_leaves_behind_reaches_no_other_trial(ours):
     trials = ours["leaks"]["trials"]
     assert [column(trial, "found") for trial in trials] == [[0.0]] * len(trials)
     assert len({column(trial, "process")[0] for trial in trials}) == len(trials)
@@ -74,9 +68,7 @@ def test_a_driver_has_its_parameters_from_rays_object_store(ours):
     assert column(trial, "found") == [1000]
 
 
-def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(
-    ours,
-):
+def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours):
     best, *others = ours["stops"]["trials"]
     assert len(column(best, "score")) == 40
     assert all(4 <= len(column(trial, "score")) < 40 for trial in others)

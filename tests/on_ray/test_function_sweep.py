@@ -42,11 +42,7 @@ def write(directory, train, **keys):
 
 
 def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
-    tmp_path,
-    cluster,
-    driver,
-    monkeypatch,
-    capsys,
+    tmp_path, cluster, driver, monkeypatch, capsys
 ):
     """One rank of two runs out of memory in a place; the driver is killed amid that,
     and `resume` goes on.

@@ -15,12 +15,7 @@ TRAIN = {
 }
 
 
-def sweep(
-    tmp_path,
-    space,
-    train=None,
-    **keys,
-):
+def sweep(tmp_path, space, train=None, **keys):
     tree = {
         "name": "sweep",
         "storage_path": str(tmp_path),

@@ -46,12 +46,7 @@ def test_ray_train(tmp_path, driver, monkeypatch):
     assert found == {lr: (run.fit().metrics or {})["loss"] for lr, run in runs.items()}
 
 
-def test_accelerate(
-    tmp_path,
-    driver,
-    monkeypatch,
-    capsys,
-):
+def test_accelerate(tmp_path, driver, monkeypatch, capsys):
     found = reported(as_user(tmp_path, "Accelerate", monkeypatch), "loss")
     capsys.readouterr()
     runpy.run_path(

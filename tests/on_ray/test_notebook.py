@@ -95,12 +95,7 @@ def test_the_page_s_examples_run_in_a_notebook(cluster, tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path / name))
     page = (REPOSITORY / "docs/python.md").read_text()
     examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    sources = (
-        *examples,
-        RESULT,
-        INTERRUPTED,
-        RESUMED,
-    )
+    sources = (*examples, RESULT, INTERRUPTED, RESUMED)
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     cells[-2].metadata["tags"] = ["raises-exception"]
     client = Recorder(

@@ -1,12 +1,13 @@
-"""What hypothesis draws."""
-
-from __future__ import annotations
+"""What hypothesis draws; torch on one thread, whatever the machine has."""
 
 import sys
 
 import pytest
+import torch
 
 import tests.drawn  # noqa: F401
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture

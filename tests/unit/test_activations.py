@@ -2,8 +2,6 @@
 of keeping everything.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +14,6 @@ from trainers.model.precision import TABLE
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 
-torch.set_num_threads(1)
 WIDTH = 16
 
 

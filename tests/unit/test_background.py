@@ -9,8 +9,6 @@ from torch import nn
 
 from trainers.checkpoint.store import HostCopy
 
-torch.set_num_threads(1)
-
 
 def test_a_copy_is_saved_as_the_original_would_be():
     """Ties, views, layouts, dtypes and the versions of modules: a file from the copy is

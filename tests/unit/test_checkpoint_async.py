@@ -5,7 +5,6 @@ absent, and never in silence.
 import threading
 
 import pytest
-import torch
 
 from tests.unit.test_checkpoint import loaded_step, make
 from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
@@ -14,7 +13,6 @@ from trainers.checkpoint.store import Archive
 from trainers.errors import StorageError
 from trainers.loop.fit import fit
 
-torch.set_num_threads(1)
 ASYNC = {"checkpoint": {"every_steps": 1, "async": True}}
 
 

@@ -4,8 +4,6 @@ faked Slurm.
 tests/lab/test_slurm.py runs it on a real one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,11 +29,7 @@ BROKEN = {
     "one_cpu": (CPUS, "\\\n", "srun"),
     "not_told": (SIGNAL, "", "--signal"),
     "tells_ray": (SIGNAL, "#SBATCH --signal=USR1@120", "--signal"),
-    "tells_what_is_not_heeded": (
-        SIGNAL,
-        "#SBATCH --signal=B:TERM@120",
-        "--signal",
-    ),
+    "tells_what_is_not_heeded": (SIGNAL, "#SBATCH --signal=B:TERM@120", "--signal"),
     "not_heeded": ("trap stop USR1", "", "--signal"),
     "in_the_foreground": ('"$@" &\n', '"$@"\n', "symmetric-run"),
     "not_waited_for": ("do wait $tasks; done", "do break; done", "symmetric-run"),

@@ -87,12 +87,7 @@ def traced(monkeypatch):
     ],
 )
 def test_what_a_loss_does_in_python_is_allowed(
-    task,
-    graphs,
-    recompiles,
-    traced,
-    tmp_path,
-    caplog,
+    task, graphs, recompiles, traced, tmp_path, caplog
 ):
     """With `fullgraph` too; and torch says once, not in each step, what it cannot
     compile.

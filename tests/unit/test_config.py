@@ -2,8 +2,6 @@
 again.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from trainers.config import TrainConfig
@@ -69,10 +67,7 @@ REFUSED = [
     ("optimizer: {lr: 0.1, name: sgd, eps: 1e-08}", "optimizer.eps"),
     ("optimizer: {lr: 0.1, name: sgd, nesterov: true}", "optimizer.nesterov"),
     ("optimizer: {lr: 0.1, betas: [0.9]}", "optimizer.betas"),
-    (
-        "{optimizer: {lr: 0.1, name: adamw8bit}, strategy: fsdp}",
-        "optimizer.name",
-    ),
+    ("{optimizer: {lr: 0.1, name: adamw8bit}, strategy: fsdp}", "optimizer.name"),
     ("lr_schedule: {warmup: 1.5}", "lr_schedule.warmup"),
     ("lr_scaling: {rule: sqrt}", "lr_scaling.base_batch_size"),
     ("lr_scaling: {rule: sde}", "lr_scaling.base_batch_size"),
@@ -93,10 +88,7 @@ REFUSED = [
     ("{strategy: fsdp, compile: max-autotune}", "compile"),
     ("{strategy: dp, compile: default}", "compile"),
     ("{strategy: fsdp, ddp: {sync_batchnorm: true}}", "ddp.sync_batchnorm"),
-    (
-        "{strategy: dp, activation_checkpointing: full}",
-        "activation_checkpointing",
-    ),
+    ("{strategy: dp, activation_checkpointing: full}", "activation_checkpointing"),
     ("{cuda_graphs: true, device: cpu}", "cuda_graphs"),
     ("{cuda_graphs: true, scaling: {num_workers: 2}}", "cuda_graphs"),
     ("{cuda_graphs: true, compile: reduce-overhead}", "cuda_graphs"),

@@ -2,8 +2,6 @@
 the ranks are.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -22,7 +20,6 @@ from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.task import Task, task_feed
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 FP32 = resolve_precision("fp32", CPU)
 
@@ -65,13 +62,7 @@ def small_model():
     ).double()
 
 
-def run(
-    task,
-    dataset,
-    size,
-    model=None,
-    group=None,
-):
+def run(task, dataset, size, model=None, group=None):
     feed = task_feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
     forward = ForwardPass(model or small_model(), task, FP32, CPU)
     return evaluate(forward, feed, size, group or Group(0, 1, CPU))

@@ -20,8 +20,6 @@ from trainers.launch.local import run_local
 from trainers.launch.spec import load_task, prepare_storage
 from trainers.storage import Storage
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):

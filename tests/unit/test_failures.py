@@ -24,9 +24,7 @@ def test_a_kind_restarts_as_often_as_its_budget_says(tmp_path, budget):
         policy.after_exception(None, {0: failure("error")})
 
 
-def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(
-    tmp_path,
-):
+def test_a_lost_node_has_no_limit_and_a_smaller_microbatch_costs_no_restart(tmp_path):
     policy = FailurePolicy(FailureConfig(), Storage(str(tmp_path)))
     for _ in range(50):
         policy.after_exception(None, {0: failure("node_lost")})
@@ -94,9 +92,7 @@ def test_a_dead_worker_of_rays_says_who_died_and_how(words, how):
     assert found.message == f"rank 1 (pid 4711 on 10.0.0.7) died {how}"
 
 
-def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(
-    tmp_path,
-):
+def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_path):
     policy = FailurePolicy(FailureConfig(node_lost=0), Storage(str(tmp_path)))
     gloo = RuntimeError(
         "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"

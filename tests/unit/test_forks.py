@@ -1,7 +1,5 @@
 """A zygote and its forks, without Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -267,10 +267,7 @@ def test_overrides(options):
         )
 
 
-CLUSTERS = [
-    LOCAL,
-    *map(shipped, ("aws", "gcp", "azure", "onprem")),
-]
+CLUSTERS = [LOCAL, *map(shipped, ("aws", "gcp", "azure", "onprem"))]
 
 
 @given(files(CLUSTERS))

@@ -4,8 +4,6 @@ replayed when, and on which data.
 What only CUDA can show is in tests/gpu/test_graphs_gpu.py.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -22,7 +20,6 @@ from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 EPOCH = [[4, 4], [4, 4], [4, 4], [3]]  # three full steps and a short one
 # Exact in float32, the format of a captured learning rate, so that eager and captured
@@ -107,12 +104,7 @@ def several(parameters):
     return JoinedOptimizer({"first": sgd([first]), "others": adam(others)})
 
 
-def make(
-    capture,
-    optimizer=adamw,
-    task=None,
-    precision="fp32",
-):
+def make(capture, optimizer=adamw, task=None, precision="fp32"):
     net = model()
     forward = ForwardPass(
         net, task or Regression(), resolve_precision(precision, CPU), CPU

@@ -67,9 +67,7 @@ CHANGES = {
 }
 
 
-def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(
-    tmp_path,
-):
+def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(tmp_path):
     context = Context(tmp_path / "run")
     fit(Clipped(tmp_path / "calls"), config(**CHANGES), context)
     figures = {

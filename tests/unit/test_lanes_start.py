@@ -2,8 +2,6 @@
 measured alone.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from tests.waits import when

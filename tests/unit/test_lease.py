@@ -180,9 +180,7 @@ def test_a_lease_that_cannot_be_read_is_watched_like_any_other(storage, clock, d
     assert STALE_S <= sum(clock.slept) <= STALE_S + SETTLE_S
 
 
-def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(
-    tmp_path,
-):
+def test_of_many_that_start_at_once_on_a_local_directory_one_has_it(tmp_path):
     storage = Storage(str(tmp_path))
     gate = threading.Barrier(8)
     got = []

@@ -2,8 +2,6 @@
 for.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any
@@ -19,7 +17,6 @@ from trainers.data.batch import tensors_of
 from trainers.errors import ConfigError
 from trainers.task import Task, task_feed
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SIZE = 23
 INPUTS = torch.arange(SIZE * 3, dtype=torch.float32).reshape(SIZE, 3)

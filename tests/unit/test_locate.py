@@ -120,10 +120,7 @@ def wrong(tmp_path, name, cls, text=TASK, **args):
 
 @pytest.mark.parametrize(
     ("cls", "args", "words"),
-    [
-        ("Mine", {"wide": 1}, "'wide'"),
-        ("Needs", {}, "'width'"),
-    ],
+    [("Mine", {"wide": 1}, "'wide'"), ("Needs", {}, "'width'")],
 )
 def test_task_args_must_fit_the_signature(tmp_path, name, cls, args, words):
     text = wrong(tmp_path, name, cls, **args)

@@ -2,8 +2,6 @@
 batches that do not fit.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -31,13 +29,7 @@ def row(number, loss=1.0):
     return {"step": float(number), "loss": loss, "train_time_s": number / 10}
 
 
-async def both(
-    mailbox,
-    number,
-    attempt=0,
-    kept=None,
-    loss=1.0,
-):
+async def both(mailbox, number, attempt=0, kept=None, loss=1.0):
     """A report of both ranks, rank 1 first: what each hears."""
     parts = [({}, kept), (row(number, loss), None)]
     return await asyncio.gather(
@@ -46,9 +38,7 @@ async def both(
 
 
 @asynchronous
-async def test_a_report_counts_once_all_ranks_have_brought_their_part(
-    mailbox,
-):
+async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox):
     await mailbox.submit(assignment("a"))
     await taken(mailbox)
     first = asyncio.ensure_future(mailbox.report_part("a", 0, 1, 2, row(1), None))
@@ -122,9 +112,7 @@ async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(
 
 
 @asynchronous
-async def test_a_function_that_fails_starts_again_as_often_as_it_may(
-    mailbox,
-):
+async def test_a_function_that_fails_starts_again_as_often_as_it_may(mailbox):
     await mailbox.submit(assignment("a", failures=1))
     for _ in range(2):
         assert await taken(mailbox) == "a"

@@ -1,7 +1,5 @@
 """Step times, throughput after warm-up, the run's log in parts, and the result file."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -34,14 +34,7 @@ class Ranks:
 class Clock(StepClock):
     """A StepClock that is told how long steps take."""
 
-    def steps(
-        self,
-        count,
-        seconds,
-        samples=10,
-        own=None,
-        wait_s=0.0,
-    ):
+    def steps(self, count, seconds, samples=10, own=None, wait_s=0.0):
         for _ in range(count):
             self.start_span()
             self._began -= seconds
@@ -167,9 +160,7 @@ class Sleepy(nn.Module):
         return self.last(Slow.apply(self.first(inputs)))
 
 
-def test_the_backward_timer_leaves_out_what_is_before_and_after(
-    monkeypatch,
-):
+def test_the_backward_timer_leaves_out_what_is_before_and_after(monkeypatch):
     monkeypatch.setattr("trainers.loop._monitor.time", NOW)
     model = Sleepy()
     timer = BackwardTimer(model, CPU)
@@ -207,9 +198,7 @@ def test_a_run_has_the_figures_in_its_log_and_result(tmp_path):
     assert result.mfu is None
 
 
-def test_steps_are_timed_to_the_end_of_an_epoch(
-    monkeypatch,
-):
+def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch):
     """On a GPU steps are counted when the device is next waited for: an epoch may end
     in between.
     """

@@ -26,7 +26,6 @@ from trainers.step.forward import ForwardPass, named_tensors
 from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.task import Task, task_feed
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["left", "right"])

@@ -2,8 +2,6 @@
 resumes, and evaluated as trained.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -14,8 +12,6 @@ from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

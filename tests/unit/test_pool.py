@@ -2,8 +2,6 @@
 (tune/ray/_pool.py); without a cluster.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -73,9 +71,7 @@ def test_a_lane_that_is_being_given_back_is_waited_for(removed):
     assert run(steps) == (1, 0)
 
 
-def test_a_trial_ends_once_as_many_as_are_expected_have_begun(
-    removed,
-):
+def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed):
     async def steps(pool):
         await pool.enter("first")
         await pool.expect(2)

@@ -21,12 +21,7 @@ NAMES = ["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
         ("fp16-pure", None, False, torch.float16),
     ],
 )
-def test_a_row(
-    name,
-    autocast,
-    scaler,
-    parameters,
-):
+def test_a_row(name, autocast, scaler, parameters):
     spec = resolve_precision(name, CPU)
     assert (spec.autocast, spec.scaler, spec.parameters, spec.matmul) == (
         autocast,

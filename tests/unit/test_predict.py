@@ -27,7 +27,6 @@ from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import task_feed
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SAMPLES = 203
 
@@ -204,14 +203,7 @@ class Turned(Kept):
         )
 
 
-def work(
-    location,
-    split="val",
-    which="newest",
-    out=None,
-    kind=Kept,
-    **changes,
-):
+def work(location, split="val", which="newest", out=None, kind=Kept, **changes):
     spec = run_spec(
         str(location),
         {key.replace("__", "."): value for key, value in changes.items()},
@@ -224,9 +216,7 @@ def work(
         out=str(out) if out else None,
     )
     result = infer(
-        kind(**spec.config.task_args),
-        LocalContext(spec.storage, "local"),
-        job,
+        kind(**spec.config.task_args), LocalContext(spec.storage, "local"), job
     )
     assert job.read_result(result.to_json().encode()) == result
     return result
@@ -261,11 +251,7 @@ def test_a_model_that_differentiates_does_so_here_too(tmp_path):
     [(Kept, "val", 0), (Turned, "val", 1), (Turned, "few", 0)],
 )
 def test_other_validation_samples_than_in_training_are_said(
-    kind,
-    split,
-    said,
-    tmp_path,
-    caplog,
+    kind, split, said, tmp_path, caplog
 ):
     spec = train(tmp_path)
     caplog.clear()
@@ -291,9 +277,7 @@ def test_predictions_are_the_trained_models(tmp_path):
     assert table.schema.metadata[b"checkpoint"] == b"step-30"
 
 
-def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(
-    tmp_path,
-):
+def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path):
     spec = train(tmp_path)
     config = json.loads(json.dumps(spec.tree)) | {
         "launcher": "ray",

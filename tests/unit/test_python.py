@@ -47,9 +47,7 @@ def _here(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_class_trains_and_its_run_can_be_used(
-    capsys,
-):
+def test_a_class_trains_and_its_run_can_be_used(capsys):
     before = [
         logging.getLogger("trainers").handlers[:],
         logging.getLogger("trainers").level,
@@ -98,9 +96,7 @@ def test_a_file_is_read_as_the_command_reads_it(tmp_path):
         train("user/trian.yaml")
 
 
-def test_a_failure_of_the_task_is_the_cause_of_the_error(
-    capsys,
-):
+def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys):
     with pytest.raises(RunFailedError, match="the run ended as `error`") as raised:
         train(RUN, task_args={"fail_at": 3})
     assert isinstance(raised.value.__cause__, ValueError)
@@ -283,9 +279,7 @@ def notebook(monkeypatch):
     return run
 
 
-def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(
-    notebook,
-):
+def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook):
     cells = notebook(NOTEBOOK)
     run = train(RUN, task=cells.Mine, epochs=1)
     [file] = Path("notebook_tasks").glob("*.py")

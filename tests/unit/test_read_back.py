@@ -70,10 +70,7 @@ FILES = [b"", b"[]", b"{", b"\xff", b'{"a": "b"}', b'{"a": NaN}', b"[" * 100_000
 
 @pytest.mark.parametrize("data", [*FILES, "fifo", "directory", "device"])
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
-    data,
-    tmp_path,
-    seen,
-    capsys,
+    data, tmp_path, seen, capsys
 ):
     for name in (
         "microbatch.json",

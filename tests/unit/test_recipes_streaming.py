@@ -127,11 +127,7 @@ def test_it_trains_as_a_plain_loop_does(directory, tmp_path, kind, shuffle):
 
 @pytest.mark.parametrize(("kind", "shuffle"), [("parquet", False), ("jsonl", True)])
 def test_cut_and_resumed_it_goes_on_to_the_bit(
-    directory,
-    tmp_path,
-    kind,
-    shuffle,
-    caplog,
+    directory, tmp_path, kind, shuffle, caplog
 ):
     caplog.set_level(logging.INFO)
     settings = SETTINGS | {

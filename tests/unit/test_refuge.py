@@ -82,9 +82,7 @@ def longer(tmp_path, **changes):
     return longer, result, unbroken
 
 
-def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(
-    tmp_path,
-):
+def test_a_longer_run_goes_on_from_the_end_as_if_it_had_been_that_long(tmp_path):
     """Neither the window of the log nor the evaluation that the shorter one ended with
     is one of its own.
     """

@@ -76,9 +76,7 @@ def test_a_wide_table_fits_the_page(tmp_path):
     assert ">the_same_for_all</th>" not in text
 
 
-def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(
-    tmp_path,
-):
+def test_the_table_can_be_sorted_and_filtered_and_shows_the_first_fifty(tmp_path):
     records = [
         replace(
             record,

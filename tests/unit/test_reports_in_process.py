@@ -2,8 +2,6 @@
 (tune/ray/_controller.py), as Ray's session has it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

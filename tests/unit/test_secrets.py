@@ -204,11 +204,7 @@ def mode(path):
     [(None, 0o600, 0o700), ("640", 0o640, 0o750), ("0644", 0o644, 0o755)],
 )
 def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
-    tmp_path,
-    monkeypatch,
-    asked,
-    file,
-    directory,
+    tmp_path, monkeypatch, asked, file, directory
 ):
     if asked:
         monkeypatch.setenv("PACELINE_FILE_MODE", asked)

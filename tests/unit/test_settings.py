@@ -1,7 +1,5 @@
 """YAML 1.2 scalars, overrides, and the one sentence that every mistake gets."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar, Literal
 
@@ -199,10 +197,7 @@ GOOD = {"needed": "x"}
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        (
-            "rato: 0.5",
-            "`rato` is 0.5, but there is no such key; did you mean `ratio`?",
-        ),
+        ("rato: 0.5", "`rato` is 0.5, but there is no such key; did you mean `ratio`?"),
         (
             "inner: {step: 1}",
             "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?",

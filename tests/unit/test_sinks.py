@@ -62,10 +62,7 @@ def test_numbers_are_scalars_and_nothing_else_is(tmp_path, monkeypatch):
     assert [
         {value.tag: value.simple_value for value in event.summary.value}
         for event in rest
-    ] == [
-        {"train_loss": 0.25, "lr": 1.0},
-        {"val_loss": 0.5},
-    ]
+    ] == [{"train_loss": 0.25, "lr": 1.0}, {"val_loss": 0.5}]
 
 
 def test_a_run_and_its_curve(tmp_path):

@@ -180,11 +180,7 @@ def raylet(tmp_path):
         process.kill()
 
 
-def test_the_watcher_ends_with_ray(
-    machine,
-    raylet,
-    capsys,
-):
+def test_the_watcher_ends_with_ray(machine, raylet, capsys):
     when(lambda: bool(machine.asked), raylet.terminate)
     assert main(["watch", "azure", "--node", NODE, "--address", machine.address]) == 0
     assert raylet.wait() != 0

@@ -79,11 +79,7 @@ def data(dtype=torch.float32):
 @pytest.mark.parametrize("kind", [SGD, AdamW])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "bf16-pure"])
 def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
-    precision,
-    kind,
-    clip,
-    sizes,
-    monkeypatch,
+    precision, kind, clip, sizes, monkeypatch
 ):
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -172,9 +172,7 @@ def test_only_regular_files_are_read_and_only_small_ones(tmp_path, waits):
     assert waits == []
 
 
-def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(
-    tmp_path,
-):
+def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path):
     storage = Storage(str(tmp_path))
     old = tmp_path / "a.json.01234567.tmp"
     new = tmp_path / "b.89abcdef.tmp"

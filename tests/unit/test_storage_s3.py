@@ -129,11 +129,7 @@ def test_looking_is_tried_again_too(storage, spoils):
     assert storage.read("seen/a") == b"1"
 
 
-def test_a_small_object_is_one_request(
-    storage,
-    server,
-    monkeypatch,
-):
+def test_a_small_object_is_one_request(storage, server, monkeypatch):
     seen = Counter()
     monkeypatch.setattr(
         server[1], "fault", lambda method, target: seen.update([method]) or ""

@@ -1,7 +1,5 @@
 """Streams: the n-th sample is row n, whoever reads it, from wherever the run goes on."""
 
-from __future__ import annotations
-
 import io
 import os
 import random
@@ -159,16 +157,7 @@ class Rows:
         return iter([{"number": number} for number in range(SIZE)])
 
 
-KINDS = [
-    Counted,
-    Exact,
-    OwnOrder,
-    OneBehind,
-    Shuffled,
-    ForLoaders,
-    Returned,
-    Rows,
-]
+KINDS = [Counted, Exact, OwnOrder, OneBehind, Shuffled, ForLoaders, Returned, Rows]
 
 
 def unbroken(kind):
@@ -206,9 +195,7 @@ def through_storage(state):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(
-    kind,
-):
+def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(kind):
     ranks = 3
     expected = list(enumerate(unbroken(kind)))
     found = []
@@ -261,9 +248,7 @@ def trained(kind, rows):
     return stream
 
 
-def test_a_state_after_which_a_sample_is_lost_is_left(
-    caplog,
-):
+def test_a_state_after_which_a_sample_is_lost_is_left(caplog):
     before = trained(LosesOneLater, 1200)
     kept = before.state_at(1200)
     mark = through_storage(before.mark_at(1200))
@@ -457,9 +442,7 @@ def test_a_digest_tells_samples_apart_in_every_process():
     assert digest(np.array([1.0, np.nan])) == digest(np.array([1.0, np.nan]))
 
 
-def test_it_is_made_and_read_as_by_the_only_rank(
-    monkeypatch,
-):
+def test_it_is_made_and_read_as_by_the_only_rank(monkeypatch):
     """Each time, in whatever pass; the process has its place again afterwards."""
     names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PMI_SIZE")
     for name in (*names, "SIZE"):

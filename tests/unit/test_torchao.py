@@ -18,7 +18,6 @@ from trainers.model import precision
 from trainers.model.optimizer import NARROW, narrow_adamw
 from trainers.model.precision import TABLE, resolve_precision, to_float8
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 

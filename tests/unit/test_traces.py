@@ -21,7 +21,6 @@ from trainers.step.forward import ForwardPass
 from trainers.step.snapshot import throwaway
 from trainers.task import Task
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 SERIAL = 0
 
@@ -219,9 +218,7 @@ def test_a_task_that_counts_every_call_sees_training_alone(
     )  # 10 steps, 8 of them of two parts; 2 evaluations
 
 
-def test_what_is_too_large_to_be_copied_is_named(
-    caplog,
-):
+def test_what_is_too_large_to_be_copied_is_named(caplog):
     class Average(Task):
         def __init__(self, kept):
             self.average = torch.zeros(600, 600)

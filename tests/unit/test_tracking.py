@@ -53,9 +53,7 @@ def test_what_is_not_there_is_said_before_a_worker_starts(tmp_path, monkeypatch)
     assert not (tmp_path / "runs").exists()
 
 
-def test_parameters_are_flat_and_hold_no_secret(
-    monkeypatch,
-):
+def test_parameters_are_flat_and_hold_no_secret(monkeypatch):
     monkeypatch.setenv("HUB_TOKEN", "hunter2hunter2")
     found = as_params(
         {
@@ -116,9 +114,7 @@ def show(log, step):
     log._showing.join()
 
 
-def test_after_a_resume_each_step_is_sent_once_under_the_same_id(
-    following,
-):
+def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following):
     """A checkpoint at step 4, copies up to step 6 sent, then a power cut: steps 5 and 6
     are trained again.
     """

@@ -2,8 +2,6 @@
 fastest is lost.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -74,9 +72,7 @@ def test_the_fastest_that_one_run_each_cannot_tell_apart():
 @pytest.mark.parametrize(
     "changes", [{"finalists": 0}, {"finalists": 1}, {"metric": "val_loss"}]
 )
-def test_none_is_repeated_where_nothing_is_to_be_told_apart(
-    changes,
-):
+def test_none_is_repeated_where_nothing_is_to_be_told_apart(changes):
     assert contenders(config(**changes), done()) == []
     clear = [
         replace(record, time_to_target_s=time_s)

@@ -2,8 +2,6 @@
 adopted, and ended at its target.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

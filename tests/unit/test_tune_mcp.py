@@ -177,9 +177,7 @@ def test_a_sweep_that_was_extended_is_not_started_as_it_was(tmp_path):
     assert f"call `extend` with {spec.uri}" in said
 
 
-def test_limits_and_the_leave_to_run_come_together(
-    capsys,
-):
+def test_limits_and_the_leave_to_run_come_together(capsys):
     for args in (
         ["--allow-run"],
         ["--max-trials", "3"],

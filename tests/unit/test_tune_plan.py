@@ -70,12 +70,7 @@ def write(user, sweep, node):
     return str(user / "sweep.yaml"), str(user / "cluster.yaml")
 
 
-def plan(
-    user,
-    minutes=None,
-    node=None,
-    **sweep,
-):
+def plan(user, minutes=None, node=None, **sweep):
     file, cluster = write(user, sweep, node or {})
     return make_plan(
         read_sweep(file, {}, own_workers=False), load_cluster(cluster), minutes
@@ -152,15 +147,7 @@ UNPRICED = {"node_config": {"InstanceType": "x99.huge"}}
     ],
 )
 def test_the_figures_are_those_of_a_calculation_by_hand(
-    user,
-    minutes,
-    sweep,
-    node,
-    lanes,
-    trials,
-    usd_per_hour,
-    time_s,
-    words,
+    user, minutes, sweep, node, lanes, trials, usd_per_hour, time_s, words
 ):
     found = plan(user, minutes, node, **sweep)
     shown = "\n".join(found.lines)
@@ -176,9 +163,7 @@ def test_the_figures_are_those_of_a_calculation_by_hand(
     assert words in shown
 
 
-def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_again(
-    user,
-):
+def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_again(user):
     write(user, {}, {})
     finish(user, [100.0, 200.0, 300.0])
     finish(user, [5.0], "out_of_memory")  # ended early: no measure of a trial

@@ -53,10 +53,7 @@ def test_no_name_is_markup_or_moves_the_cursor():
     trial = Running("b", 0, time.time(), record.config, {"step": 1, name: 0.25})
     shown = text(view(live=live(trial), best=(1.0, record)))
     assert "\x1b" not in shown
-    for words in (
-        r"val_[/red]\x1b[2J 0.25",
-        r"[/b]\x1b [/red]\x1b[2J",
-    ):
+    for words in (r"val_[/red]\x1b[2J 0.25", r"[/b]\x1b [/red]\x1b[2J"):
         assert words in shown, shown
 
 

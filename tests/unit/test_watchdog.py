@@ -55,13 +55,7 @@ OF_STEPS = "failure.hang_timeout_s 0.4"
 OF_PHASES = "failure.hang_timeout_s 0.1 allows a phase 0.4 s"
 
 
-def run(
-    tmp_path,
-    wait,
-    budgets=PHASES,
-    grace_s=60,
-    heard=False,
-):
+def run(tmp_path, wait, budgets=PHASES, grace_s=60, heard=False):
     """With a grace that no busy machine exceeds: the C-level timer must not be the
     first.
     """
@@ -190,9 +184,7 @@ def test_a_slow_loop_is_no_hang(monkeypatch):
     assert set(threading.enumerate()) <= before
 
 
-def test_a_write_amid_the_steps_has_the_budget_of_a_phase(
-    monkeypatch,
-):
+def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch):
     clock = Clock(monkeypatch)
     said = ends(monkeypatch)
     monkeypatch.setattr(sections, "LEAST_PHASE_S", 100.0)
