@@ -39,6 +39,13 @@ PROGRAMS += (
     ".venv/bin/pre-commit",
     "mkdir",
 )
+RUN = {
+    "task": "task:Task",
+    "epochs": 1,
+    "global_batch_size": 32,
+    "optimizer": {"lr": 0.1},
+}
+"""What a fragment of a configuration leaves to the reader."""
 KEYS = {**keys_of(TrainConfig), **keys_of(SweepConfig)}
 LANGUAGES = (
     "sh",

@@ -1,16 +1,22 @@
 """Runs of the suite's own tasks, as specs."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainers.checkpoint.manifest import folder_name
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.model import build, override
+from trainers.errors import ConfigError
 from trainers.launch.spec import RunSpec, TrainJob, make_spec, read_run
+from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
-from trainers.storage import Storage
+from trainers.storage import Storage, parse_json
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -45,6 +51,27 @@ def as_job(spec: RunSpec) -> TrainJob:
     return TrainJob(**asdict(spec))
 
 
+def train_on(
+    task: Any, rank: int, world_size: int, path: Path | None = None, **dotted: Any
+) -> RunResult:
+    """Train a task by BASE with dotted changes, as one rank of a group of processes."""
+    from trainers.launch.local import LocalContext
+    from trainers.loop.fit import fit
+
+    config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
+    storage = Storage(str(path)) if path else None
+    context = LocalContext(storage, "spawn", rank, world_size, rank, world_size)
+    return fit(task, config, context)
+
+
+@contextlib.contextmanager
+def error_of(field: str) -> Iterator[None]:
+    """What is done within is a ConfigError of this field."""
+    with pytest.raises(ConfigError) as raised:
+        yield
+    assert raised.value.field == field
+
+
 def read_spec(
     location: str, overrides: dict[str, Any], world_size: int | None = None
 ) -> TrainJob:
@@ -52,6 +79,11 @@ def read_spec(
     spec = read_run(location, overrides, world_size)
     assert isinstance(spec, RunSpec)
     return as_job(spec)
+
+
+def kept_result(path: Path) -> RunResult:
+    """The result that a run has left in its directory."""
+    return parse_json((path / "result.json").read_bytes(), RunResult, finite=False)
 
 
 def losses(spec: RunSpec) -> list[float]:

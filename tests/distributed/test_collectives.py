@@ -2,8 +2,6 @@
 throw-away pass waits for another.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from functools import partial
 
@@ -14,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE
+from tests.specs import BASE, train_on
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
-from trainers.config.model import build, override
+from trainers.config.model import override
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext
@@ -83,10 +81,7 @@ def run(task, rank, world_size, **changes):
         "evaluate.every_steps": 3,
         "log_every_steps": 7,
     } | changes
-    config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    return fit(
-        task, config, LocalContext(None, "spawn", rank, world_size, rank, world_size)
-    )
+    return train_on(task, rank, world_size, **dotted)
 
 
 def train_all(rank, world_size):
@@ -196,9 +191,7 @@ def evaluated(rank, world_size):
     ]
 
 
-def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(
-    tmp_path,
-):
+def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(tmp_path):
     assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(
         evaluated(0, 1), rel=1e-12
     )

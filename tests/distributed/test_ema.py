@@ -6,12 +6,8 @@ import pytest
 import torch
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE, whole_state
+from tests.specs import train_on, whole_state
 from tests.tasks import Blobs
-from trainers.config import TrainConfig
-from trainers.config.model import build, override
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
 from trainers.storage import Storage
 
 STEPS = 12
@@ -26,15 +22,7 @@ class Based(Blobs):
         return model
 
 
-def run(
-    rank,
-    world_size,
-    path,
-    strategy,
-    steps=STEPS,
-    task=Blobs,
-    **dotted,
-):
+def run(rank, world_size, path, strategy, steps=STEPS, task=Blobs, **dotted):
     dotted |= {
         "global_batch_size": 24,
         "max_steps": steps,
@@ -42,11 +30,8 @@ def run(
         "ema.decay": 0.9,
     }
     dotted |= {"strategy": strategy, "microbatch_size": 5}
-    config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    context = LocalContext(
-        Storage(str(path)), "spawn", rank, world_size, rank, world_size
-    )
-    return fit(task(samples=96, dtype="float64"), config, context).metrics
+    made = task(samples=96, dtype="float64")
+    return train_on(made, rank, world_size, path, **dotted).metrics
 
 
 def train_all(rank, world_size, path):

@@ -17,14 +17,11 @@ from torch import nn
 from torch.optim import AdamW
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE, REPOSITORY, as_job, losses, tree
+from tests.specs import REPOSITORY, as_job, losses, train_on, tree
 from tests.tasks import Blobs
 from tests.waits import HANG_S
-from trainers.config import TrainConfig
-from trainers.config.model import build, override
-from trainers.launch.local import LocalContext, run_local, run_spawn
+from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import make_spec
-from trainers.loop.fit import fit
 
 PHASES = ("forward", "backward", "optimizer")
 BATCH = 50  # shares of 25 with two workers, of 17 and 16 with three
@@ -105,9 +102,7 @@ def train(task, rank, world_size):
         "evaluate.every_steps": 7,
         "log_every_steps": 7,
     }
-    config = build(TrainConfig, override(TrainConfig, BASE, changes), "test")
-    context = LocalContext(None, "spawn", rank, world_size, rank, world_size)
-    result = fit(task, config, context)
+    result = train_on(task, rank, world_size, **changes)
     return (
         result.microbatch_size,
         result.metrics["train_loss"],
@@ -208,20 +203,14 @@ import torch, torch._dynamo
 torch.set_num_threads(1)
 torch.ones(2, 2) @ torch.ones(2, 2)
 from tests.distributed.test_memory import Wide
-from tests.specs import BASE
-from trainers.config import TrainConfig
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
-from trainers.config.model import build
-from trainers.config.model import override
+from tests.specs import train_on
 
 changes = {"global_batch_size": 4096, "max_steps": 2, "evaluate.every_steps": 2, "log_every_steps": 2,
            "evaluate.microbatch_size": 64, "data.resident": False}
-config = build(TrainConfig, override(TrainConfig, BASE, changes), "test")
 if sys.argv[1] == "limited":
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + 160 * 2**20, resource.RLIM_INFINITY))
-result = fit(Wide(), config, LocalContext(None, "local"))
+result = train_on(Wide(), 0, 1, **changes)
 print(result.status, result.microbatch_size, repr(result.metrics["val_loss"]))
 """
 

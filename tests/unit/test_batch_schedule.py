@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.specs import kept_result
 from tests.unit.test_ema import states
 from tests.unit.test_loop import Context, Tiny, check_resume
 from tests.unit.test_loop import config as tiny_config
@@ -18,10 +19,9 @@ from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
-from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.optimizer import build_optimizer, built_lr, lr_factor, lr_scale
-from trainers.storage import Storage, parse_json
+from trainers.storage import Storage
 
 Counted = tuple[int, int, int, int, int, int]
 """Epoch, number in it, first sample of the run, start and stop in the epoch, size."""
@@ -184,9 +184,7 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     check_resume(
         tmp_path, Tiny, 2, 4, 6, 9, **changes
     )  # within each size, and where the first ends
-    result = parse_json(
-        (tmp_path / "whole/result.json").read_bytes(), RunResult, finite=False
-    )
+    result = kept_result(tmp_path / "whole")
     rows = [
         row for row in read_log(Storage(str(tmp_path / "cut"))) if "train_loss" in row
     ]
@@ -225,9 +223,7 @@ class Watching(Tiny):
         return made
 
 
-def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(
-    tmp_path,
-):
+def test_with_sde_each_size_has_the_options_of_a_run_of_that_size(tmp_path):
     task = Watching()
     made = tiny_config(**CHANGING | SDE | {"lr_schedule": {"name": "constant"}})
     result = fit(task, made, Context(tmp_path))

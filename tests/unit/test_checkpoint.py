@@ -24,7 +24,6 @@ from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 MARKER = "code-ran"
 
@@ -176,6 +175,14 @@ def rename_in_manifest(where, name):
     )
 
 
+def replace(where, file, data):
+    """Give a file another content, with a manifest that fits."""
+    (where / file).write_bytes(data)
+    files = json.loads((where / "manifest.json").read_text())["files"]
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_manifest(where, files=files | {file: entry})
+
+
 def replace_by_fifo(path):
     path.unlink()
     os.mkfifo(path)
@@ -188,10 +195,7 @@ def replace_by_link(path, target):
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
-    tmp_path,
-    damage,
-    caplog,
-    monkeypatch,
+    tmp_path, damage, caplog, monkeypatch
 ):
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr("time.sleep", lambda _: None)
@@ -296,11 +300,7 @@ def test_a_strangers_file_with_a_matching_manifest_is_refused(
 ):
     monkeypatch.chdir(tmp_path)
     save(make(tmp_path), 1)
-    data = STRANGERS[stranger]
-    (folder(tmp_path, 1) / file).write_bytes(data)
-    files = json.loads((folder(tmp_path, 1) / "manifest.json").read_text())["files"]
-    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    edit_manifest(folder(tmp_path, 1), files=files | {file: entry})
+    replace(folder(tmp_path, 1), file, STRANGERS[stranger])
     with pytest.raises(CheckpointError, match=file):
         make(tmp_path).load()
     assert not Path(MARKER).exists()

@@ -12,7 +12,7 @@ import shlex
 
 import pytest
 
-from tests.documents import LANGUAGES, blocks, pages
+from tests.documents import LANGUAGES, RUN, blocks, pages
 from tests.specs import REPOSITORY
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
@@ -36,13 +36,6 @@ TARGETS = set(
     re.findall(r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
 )
 
-# What a fragment leaves to the reader.
-RUN = {
-    "task": "task:Task",
-    "epochs": 1,
-    "global_batch_size": 32,
-    "optimizer": {"lr": 0.1},
-}
 SWEEP = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
 
 

@@ -7,14 +7,13 @@ import math
 
 import pytest
 
+from tests.specs import kept_result
 from tests.unit.test_checkpoint_best import Scripted
 from tests.unit.test_checkpoint_best import config as scripted
 from tests.unit.test_loop import Context, Power, curve
 from trainers.config.sections import EarlyStoppingConfig
 from trainers.loop._attempt import EarlyStopping
 from trainers.loop.fit import fit
-from trainers.measure.result import RunResult
-from trainers.storage import parse_json
 
 
 def config(steps, **stopping):
@@ -56,12 +55,7 @@ def test_it_is_done_with_a_word_and_stays_so(tmp_path, caplog):
         result = train(tmp_path, [0.1, 0.5, 0.4, 0.3, 0.9], 100)
     words = "stopped early: val_score has not improved in 2 evaluations (its best is 0.5 of step 4)"
     assert (result.status, result.steps, result.message) == ("done", 8, words)
-    assert (
-        parse_json(
-            (tmp_path / "result.json").read_bytes(), RunResult, finite=False
-        ).message
-        == words
-    )
+    assert kept_result(tmp_path).message == words
     assert caplog.text.count(words) == 1
     assert sorted((tmp_path / "checkpoints").iterdir())[-1].name == f"step-{8:012d}"
     again = train(tmp_path, [0.1, 0.5, 0.4, 0.3, 0.9], 200)

@@ -1,7 +1,5 @@
 """The taxonomy of ends: classification, sentences, and errors that cross processes."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -279,18 +277,7 @@ def test_a_rank_that_does_not_answer_and_is_ended_was_hung():
     )
 
 
-def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first():
-    waits = RunFailedError("hung", "rank 0: the barrier after setup", 1.0, follows=True)
-    hangs = RunFailedError("hung", "rank 1: setup", 2.0)
-    assert (
-        first_of([waits, hangs]).message
-        == "rank 1: setup; rank 0: the barrier after setup"
-    )
-
-
-def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(
-    monkeypatch,
-):
+def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(monkeypatch):
     monkeypatch.setattr("trainers.causes._kills_before", -1)
     assert death_of(1, -signal.SIGKILL).status == "out_of_host_memory"
     assert death_of(1, -signal.SIGSEGV).status == "node_lost"

@@ -154,20 +154,22 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path):
     assert "item" not in vars(torch.Tensor)
 
 
+def profiled(tmp_path, **task):
+    spec = make(tmp_path, **task, max_steps=3, evaluate={}, checkpoint={})
+    job = ProfileJob(**asdict(spec), seconds=0.01)
+    return job.execute(LocalContext(None, "local"))
+
+
 def test_optimizers_that_step_one_by_one_are_timed(tmp_path):
     task = "tests.unit.test_phases:Adversarial"
-    spec = make(tmp_path, task=task, max_steps=3, evaluate={}, checkpoint={})
-    job = ProfileJob(**asdict(spec), seconds=0.01)
-    found = job.execute(LocalContext(None, "local")).shares()
+    found = profiled(tmp_path, task=task).shares()
     assert found["optimizer"] > 0
     assert sum(found.values()) == pytest.approx(1)
 
 
 def test_a_stream_is_profiled_for_longer_than_its_run(tmp_path):
     task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
-    spec = make(tmp_path, **task, max_steps=3, evaluate={}, checkpoint={})
-    job = ProfileJob(**asdict(spec), seconds=0.01)
-    found = job.execute(LocalContext(None, "local"))
+    found = profiled(tmp_path, **task)
     assert found.step_s > 0
     assert found.most_loaders == 1
 
@@ -191,9 +193,7 @@ def test_a_batch_schedule_is_refused_in_the_words_of_the_file(tmp_path):
     assert str(schedule) in note
 
 
-def test_both_configurations_are_run_where_a_key_is_to_be_changed(
-    tmp_path,
-):
+def test_both_configurations_are_run_where_a_key_is_to_be_changed(tmp_path):
     keys = tree(tmp_path, launcher="spawn", microbatch_size=6)
     (tmp_path / "train.yaml").write_text(dump_yaml(keys))
     asked = []

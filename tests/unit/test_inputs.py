@@ -3,13 +3,13 @@ once and in little memory.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
+from tests.specs import BASE
 from tests.unit.cluster_files import TYPES, broken, put
 from tests.unit.test_fuzz import laughs
 from trainers.command_line import entries
@@ -27,14 +27,6 @@ from trainers.launch.spec import read_file, read_mapping
 from trainers.storage import Storage
 from tune.config import SweepConfig
 
-TREE = {
-    "task": "tests.tasks:Blobs",
-    "task_dir": str(Path(__file__).parents[2]),
-    "epochs": 1,
-    "global_batch_size": 8,
-    "optimizer": {"lr": 0.1},
-    "launcher": "local",
-}
 DOORS = {
     "trainers": lambda file: trainers.__main__.main([file]),
     "tune": lambda file: tune.__main__.main([file]),
@@ -151,7 +143,7 @@ def test_a_byte_order_mark_and_aliases_are_fine():
 )
 def test_a_key_of_another_tool(name, here):
     with pytest.raises(ConfigError) as raised:
-        build(TrainConfig, TREE | {name: 1}, "f")
+        build(TrainConfig, BASE | {name: 1}, "f")
     assert here in str(raised.value)
     assert len(str(raised.value)) < 260
 
@@ -189,13 +181,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("name", "change", "field"), SHAPES, ids=[f"{case[0]}-{case[2]}" for case in SHAPES]
 )
-def test_a_cluster_file_of_any_shape(
-    name,
-    change,
-    field,
-    tmp_path,
-    capsys,
-):
+def test_a_cluster_file_of_any_shape(name, change, field, tmp_path, capsys):
     file = broken(name, change, tmp_path)
     assert cluster.__main__.main(["validate", file]) == 2
     assert f"{field}` " in one_sentence(capsys)

@@ -2,8 +2,6 @@
 written.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,17 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
+from tests.specs import kept_result
 from trainers.checkpoint.store import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, DivergedError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
-from trainers.storage import Storage, parse_json
+from trainers.storage import Storage
 from trainers.task import Task
 
-torch.set_num_threads(1)
 SAMPLES = 22
 BATCH = 5
 PER_EPOCH = 5
@@ -83,12 +80,7 @@ class Context(LocalContext):
     step is reported.
     """
 
-    def __init__(
-        self,
-        path,
-        stop=lambda: False,
-        cut_at_step=None,
-    ):
+    def __init__(self, path, stop=lambda: False, cut_at_step=None):
         super().__init__(Storage(str(path)) if path else None, "local")
         self.reports = []
         self.stop = stop
@@ -122,12 +114,7 @@ def config(**changes):
     return build(TrainConfig, tree | changes, "test")
 
 
-def train(
-    path,
-    task=None,
-    stop=lambda: False,
-    **changes,
-):
+def train(path, task=None, stop=lambda: False, **changes):
     return fit(task or Tiny(), config(**changes), Context(path, stop))
 
 
@@ -231,27 +218,9 @@ def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken, tmp_p
     assert result.steps == 3
     assert result.checkpoint is not None
     assert Path(result.checkpoint).is_dir()
-    assert (
-        parse_json(
-            (tmp_path / "result.json").read_bytes(), RunResult, finite=False
-        ).status
-        == "stopped"
-    )
+    assert kept_result(tmp_path).status == "stopped"
     assert train(tmp_path).status == "done"
     assert_same_run(tmp_path, unbroken)
-
-
-def test_more_epochs_go_on_from_a_finished_run(unbroken, tmp_path):
-    constant = {"lr_schedule": {"name": "constant"}}
-    train(tmp_path / "long", epochs=3, **constant)
-    for epochs in (1, 2, 3):
-        result = train(tmp_path / "grown", epochs=epochs, **constant)
-        assert (result.status, result.steps, result.epochs) == (
-            "done",
-            epochs * PER_EPOCH,
-            epochs,
-        )
-    assert_same_run(tmp_path / "grown", tmp_path / "long")
 
 
 def test_fewer_steps_than_the_run_has_are_done(tmp_path):
@@ -341,10 +310,7 @@ def test_reports_carry_metrics_and_checkpoints(tmp_path):
 
 def test_the_result_is_written_as_it_is_returned(tmp_path):
     result = train(tmp_path, epochs=2)
-    assert (
-        parse_json((tmp_path / "result.json").read_bytes(), RunResult, finite=False)
-        == result
-    )
+    assert kept_result(tmp_path) == result
     assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (
         5,
         3,

@@ -4,7 +4,6 @@ was, to the bit.
 
 import copy
 import itertools
-import math
 import random
 from types import SimpleNamespace
 
@@ -18,10 +17,9 @@ from torch.utils.data import TensorDataset
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
 from trainers.step.forward import ForwardPass
-from trainers.step.microbatch import Probe, choose_microbatch, fewest_parts
+from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.task import Task
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 
 
@@ -46,12 +44,7 @@ class Hungry(Task):
     loss.
     """
 
-    def __init__(
-        self,
-        fits,
-        where="forward",
-        error=None,
-    ):
+    def __init__(self, fits, where="forward", error=None):
         self.fits = fits
         self.where = where
         self.error = error or (
@@ -95,14 +88,7 @@ class Hungry(Task):
         raise self.error()
 
 
-def choose(
-    task,
-    wanted,
-    share,
-    model=None,
-    optimizer=None,
-    **known,
-):
+def choose(task, wanted, share, model=None, optimizer=None, **known):
     model = model if model is not None else Net()
     optimizer = optimizer or AdamW(model.parameters(), fused=True)
     group = Group(0, 1, CPU)
@@ -231,26 +217,6 @@ def test_the_optimizers_own_memory_counts():
         [parameter for parameter in model.parameters() if parameter.requires_grad]
     )
     assert choose(task, "auto", 32, model, optimizer) == 8
-
-
-@pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])
-def test_auto_takes_as_few_parts_as_fit(share):
-    """The largest even part that fits, for every limit; no size is tried twice, and few
-    that do not fit.
-    """
-    for limit in range(1, share + 1):
-        tried = []
-
-        def fits(size, limit=limit, tried=tried):
-            tried.append(size)
-            return size <= limit
-
-        fewest = next(
-            parts for parts in range(1, share + 1) if -(-share // parts) <= limit
-        )
-        assert fewest_parts(share, fits) == -(-share // fewest)
-        assert len(set(tried)) == len(tried)
-        assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1
 
 
 def told(fits, wanted, bounds):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.specs import kept_result
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -22,10 +23,9 @@ from trainers.loop.fit import fit
 from trainers.measure import profiler
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.profiler import memory_watched, save_memory_report
-from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.model.strategy import compile_model
-from trainers.storage import Storage, parse_json
+from trainers.storage import Storage
 
 GPU = torch.device("cuda", 1)
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -138,19 +138,6 @@ def cuda(monkeypatch):
     monkeypatch.setattr(profiler, "resolve_device", lambda name, index: GPU)
 
 
-@pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
-def test_out_of_memory_is_reported(error, cuda, tmp_path, log):
-    save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
-    assert (
-        tmp_path / "memory" / "rank-3-summary.txt"
-    ).read_text() == "|summary of cuda:1|"
-    assert (tmp_path / "memory" / "rank-3-snapshot.pickle").read_bytes() == b"snapshot"
-    assert (
-        f"{tmp_path}/memory/rank-3-snapshot.pickle for https://pytorch.org/memory_viz"
-        in log.text
-    )
-
-
 @pytest.mark.parametrize(
     ("error", "device"),
     [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))],
@@ -160,11 +147,18 @@ def test_nothing_else_is_reported(error, device, cuda, tmp_path):
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_run_that_ends_out_of_memory_leaves_a_report(cuda, tmp_path):
+@pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
+def test_a_run_that_ends_out_of_memory_leaves_a_report(error, cuda, tmp_path, log):
     context = LocalContext(Storage(str(tmp_path)), "local")
-    with pytest.raises(type(OOM)), memory_watched(config(), context):
-        raise OOM
-    assert (tmp_path / "memory" / "rank-0-summary.txt").exists()
+    with pytest.raises(type(error)), memory_watched(config(), context):
+        raise error
+    memory = tmp_path / "memory"
+    assert (memory / "rank-0-summary.txt").read_text() == "|summary of cuda:1|"
+    assert (memory / "rank-0-snapshot.pickle").read_bytes() == b"snapshot"
+    assert (
+        f"{memory}/rank-0-snapshot.pickle for https://pytorch.org/memory_viz"
+        in log.text
+    )
 
 
 class Broken(nn.Sequential):
@@ -235,9 +229,7 @@ def test_graph_breaks_are_counted_and_named(tmp_path, dynamo, log):
         "torch.compile broke the graph at 1 places: Call to `torch._dynamo.graph_break()`"
         in log.text
     )
-    stored = parse_json(
-        (tmp_path / "result.json").read_bytes(), RunResult, finite=False
-    )
+    stored = kept_result(tmp_path)
     assert stored.compile == result.compile
     assert stored.first_step_s == result.first_step_s
 

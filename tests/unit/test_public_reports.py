@@ -5,8 +5,6 @@ What other tests have already (accumulation, short steps, resumes, schedules, se
 ranks) is not here again.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -16,14 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from tests.specs import error_of
 from tests.unit.test_loop import Context, Power, config, weights
-from trainers.errors import ConfigError
 from trainers.loop.fit import fit
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 from trainers.task import Task
 
-torch.set_num_threads(1)
 SAMPLES = 10
 SEED = 3
 RATE = 0.1
@@ -112,13 +109,7 @@ COSINE = {"name": "cosine"}
         ("order", {}, 1),  # of files, as a directory lists them
     ],
 )
-def test_what_a_run_that_goes_on_is_told(
-    what,
-    changes,
-    warnings,
-    tmp_path,
-    caplog,
-):
+def test_what_a_run_that_goes_on_is_told(what, changes, warnings, tmp_path, caplog):
     keys = {key: value for key, value in changes.items() if key != "epochs"}
     with contextlib.suppress(Power):
         fit(Another(what), config(**BASE | keys), Context(tmp_path, cut_at_step=4))
@@ -145,9 +136,8 @@ def test_what_a_run_that_goes_on_is_told(
 def test_what_cannot_go_on_is_refused(what, changes, refused, tmp_path):
     with contextlib.suppress(Power):
         fit(Another(what), config(**BASE), Context(tmp_path, cut_at_step=4))
-    with pytest.raises(ConfigError) as raised:
+    with error_of(refused):
         fit(Another(what, start=1), config(**BASE | changes), Context(tmp_path))
-    assert raised.value.field == refused
 
 
 def test_steps_without_a_label_are_said(tmp_path, caplog):

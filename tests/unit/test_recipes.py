@@ -92,11 +92,8 @@ class Taught(nn.Module):
         return self.student(rows), taught
 
 
-class Distilled(Task):
-    """Hinton's loss: labels, and the teacher's softened answers."""
-
-    def model(self):
-        return Taught()
+class Labelled(Task):
+    """Rows of numbers, with one of three labels."""
 
     def dataset(self, split):
         rows = torch.randn(
@@ -106,6 +103,13 @@ class Distilled(Task):
             dtype=torch.float64,
         )
         return TensorDataset(rows, rows.argmax(1) % 3)
+
+
+class Distilled(Labelled):
+    """Hinton's loss: labels, and the teacher's softened answers."""
+
+    def model(self):
+        return Taught()
 
     def loss(self, outputs, batch):
         return distillation(*outputs, batch[1])
@@ -132,7 +136,7 @@ class Repeated(Sampler[int]):
         )
 
 
-class Reference(Task):
+class Reference(Labelled):
     """What torchvision's reference has: repeated augmentation, mixup, label smoothing,
     warm-up, EMA.
     """
@@ -141,15 +145,6 @@ class Reference(Task):
         return nn.Sequential(
             nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
         ).double()
-
-    def dataset(self, split):
-        rows = torch.randn(
-            33,
-            5,
-            generator=torch.Generator().manual_seed(len(split)),
-            dtype=torch.float64,
-        )
-        return TensorDataset(rows, rows.argmax(1) % 3)
 
     def sampler(self, dataset, config):
         return Repeated(len(dataset))

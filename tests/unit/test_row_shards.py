@@ -2,7 +2,6 @@
 of ranks; strangers' files.
 """
 
-import hashlib
 import io
 import json
 import resource
@@ -12,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_checkpoint import edit_manifest, flip_a_bit
+from tests.unit.test_checkpoint import flip_a_bit, replace
 from trainers.checkpoint._row_shards import FORMATS, cut_rows, write_tensors
 from trainers.checkpoint.manifest import Manifest, folder_name, rank_file, shard_file
 from trainers.checkpoint.store import Archive
@@ -155,19 +154,6 @@ def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(state, tmp_path):
         archive.verify(NAME, other, 3)
     with pytest.raises(CheckpointError):
         archive.verify(NAME, rank, 3)
-
-
-def replace(where, file, data):
-    """Give the file another content, with a manifest that fits."""
-    (where / file).write_bytes(data)
-    files = json.loads((where / "manifest.json").read_text())["files"]
-    edit_manifest(
-        where,
-        files={
-            **files,
-            file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
-        },
-    )
 
 
 def header(change):

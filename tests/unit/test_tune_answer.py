@@ -214,13 +214,8 @@ def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate, is_said):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "null"),
-        (True, "true"),
-        (1, "1"),
-        (1.0, "1.0"),
         (-3.00001, "-3.0"),
         (2e20, "2e+20"),
-        ("1", "'1'"),
         ("1e-3", "'1e-3'"),
         ("true", "'true'"),
         ("null", "'null'"),

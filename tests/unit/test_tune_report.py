@@ -46,18 +46,37 @@ def written(sweep, records, **changes):
     )
 
 
+def on_terminal(found, records, console_width, *width):
+    """The table as a terminal of a width shows it."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=console_width)
+    console.print(table(found, records, answer(found, records), *width))
+    return console.file.getvalue()
+
+
+def results(sweep):
+    return parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
+
+
+def best_run(sweep):
+    text = sweep.read("best.yaml").decode()
+    return build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml")
+
+
+def summary_of(sweep):
+    """In JSON's own grammar, without NaN."""
+    return json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
+
+
 @pytest.fixture
 def sweep(tmp_path):
     return Storage(f"{tmp_path}/results/digits-sweep")
 
 
 def test_the_terminals_table():
-    from rich.console import Console
-
     records = (done() + failed())[::-1]
-    console = Console(file=io.StringIO(), width=200)
-    console.print(table(config(), records, answer(config(), records)))
-    lines = console.file.getvalue().splitlines()
+    lines = on_terminal(config(), records, 200).splitlines()
     rows = [
         line.removeprefix("* ").split() for line in lines if re.match(r"(\* )?\d", line)
     ]
@@ -79,13 +98,9 @@ def test_the_terminals_table():
 
 
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_figures():
-    from rich.console import Console
-
     records = done() + failed()
     for width in (60, 80, 100):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(table(config(), records, answer(config(), records), width))
-        text = console.file.getvalue()
+        text = on_terminal(config(), records, width, width)
         assert max(map(len, text.splitlines())) <= width
         assert "out_of_memory" in text
         assert "3.12 s" in text
@@ -94,8 +109,6 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_figures():
 
 def test_a_figure_of_several_words_is_whole_or_left_out():
     """Also where other columns could still be narrower."""
-    from rich.console import Console
-
     met = [
         {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.99}
         for time_s in (0.0301, 0.0731)
@@ -103,9 +116,7 @@ def test_a_figure_of_several_words_is_whole_or_left_out():
     times = {"time_to_target_s": 0.0731, "spent": Spent(5.0, 1.25, 0.0987, 3.5)}
     records = [replace(record, curve=met, **times) for record in done()]
     for width in range(70, 140, 2):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(table(config(), records, answer(config(), records), width))
-        text = console.file.getvalue()
+        text = on_terminal(config(), records, width, width)
         left_out = text.partition("not shown")[2]
         assert text.count("0.0301 to 0.0731 s") == len(records)
         for header, figure in (("starting", "1.25 s"), ("training", "0.0987 s")):
@@ -120,7 +131,7 @@ def test_parquet_has_a_trials_key_that_is_also_the_name_of_a_figure(sweep, key):
         records.append(trial(number, "done", settings, epochs=0.5))
     again = {"id": "repeat", "purpose": "repeat", "seed": 7}
     written(sweep, [*records, replace(records[0], **again)], space={key: [1, 2]})
-    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pydict()
+    rows = results(sweep).to_pydict()
     if key == "seed":
         assert rows["seed"] == [1, 2, 7]
     else:
@@ -131,7 +142,7 @@ def test_parquet_has_a_trials_key_that_is_also_the_name_of_a_figure(sweep, key):
 def test_parquet_has_stable_types_and_comes_back(sweep):
     records = done() + failed()
     written(sweep, records)
-    found = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
+    found = results(sweep)
     expected = {
         "id": pa.string(),
         "status": pa.string(),
@@ -164,15 +175,13 @@ def test_parquet_has_stable_types_and_comes_back(sweep):
     )
     again = Storage(f"{sweep.uri}-less")
     written(again, records[8:9])
-    less = parquet.read_table(io.BytesIO(again.read("results.parquet"))).schema
+    less = results(again).schema
     assert all(
         less.field(name).type == found.schema.field(name).type for name in less.names
     )
 
 
-def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(
-    sweep,
-):
+def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(sweep):
     first, second, third = done()[:3]
     met = [
         {"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.9}
@@ -182,7 +191,7 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(
     written(
         sweep, [known, replace(second, curve=[{**met[1], "train_time_s": 4.02}]), third]
     )
-    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pylist()
+    rows = results(sweep).to_pylist()
     assert [row["time_to_target_low_s"] for row in rows] == [3.0, 0.0, None]
     assert [rows[0][name] for name in ("starting_s", "training_s", "on_lane_s")] == [
         1.0,
@@ -201,7 +210,7 @@ def test_best_yaml_is_a_run(sweep):
     text = sweep.read("best.yaml").decode()
     first = text.splitlines()[0]
     assert first == f"# The best trial of the sweep digits-sweep: {found.best.id}."
-    best = build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml")
+    best = best_run(sweep)
     assert (best.global_batch_size, best.batch_size_per_worker, best.precision) == (
         64,
         None,
@@ -220,7 +229,7 @@ def test_best_yaml_is_a_run(sweep):
 
 def test_summary_is_plain_data(sweep):
     found = written(sweep, done() + failed())
-    summary = json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
+    summary = summary_of(sweep)
     assert summary["best"]["config"] == {"global_batch_size": 64, "precision": "bf16"}
     assert summary["best"]["value"] == 3.12
     assert summary["answer"] == found.line
@@ -255,19 +264,11 @@ def test_files_stay_readable_whatever_they_hold(sweep):
     found = config(name, space=space, objective={"target": {"val_loss": 1e308}})
     for ended in (records, records[1:], records[2:]):
         write_report(sweep, found, TRAIN, ended, {"host": "\ud800"}, task_dir=None)
-        best = build(
-            TrainConfig,
-            parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"),
-            "best.yaml",
-        )
+        best = best_run(sweep)
         assert repr(best.task_args) == repr({"x": ended[0].config["task_args.x"]})
-        json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
+        summary_of(sweep)
         assert r"no file /data/\udcff" in page(sweep)
-        messages = (
-            parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
-            .column("message")
-            .to_pylist()
-        )
+        messages = results(sweep).column("message").to_pylist()
         assert messages == [r"no file /data/\udcff"] * len(ended)
 
 
@@ -336,8 +337,6 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep, 
     """Names and values of the configuration, metrics, messages, tracebacks, ids,
     versions: from anybody.
     """
-    from rich.console import Console
-
     key = f"task_args.{words}"
     found = config(
         words,
@@ -367,17 +366,11 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep, 
     assert page(sweep).count("<script") == 1, "ours, by its hash"
     for name in ("report.html", "summary.json", "best.yaml"):
         assert "\x1b" not in sweep.read(name).decode()
-    assert build(
-        TrainConfig,
-        parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"),
-        "best.yaml",
-    )
-    json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
-    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
+    assert best_run(sweep)
+    summary_of(sweep)
+    rows = results(sweep)
     assert rows.num_rows == 4
-    console = Console(file=io.StringIO(), width=300)
-    console.print(table(found, records, answer(found, records)))
-    text = console.file.getvalue()
+    text = on_terminal(found, records, 300)
     assert not set(text) & {"\x01", "\x1b", "\x07", "\u202e", "\ud800"}
 
 
