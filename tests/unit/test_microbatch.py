@@ -4,6 +4,7 @@ was, to the bit.
 
 import copy
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from torch.utils.data import TensorDataset
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
 from trainers.step.forward import ForwardPass
-from trainers.step.microbatch import Probe, choose_microbatch
+from trainers.step.microbatch import Probe, choose_microbatch, fewest_parts
 from trainers.task import Task
 
 CPU = torch.device("cpu")
@@ -217,6 +218,26 @@ def test_the_optimizers_own_memory_counts():
         [parameter for parameter in model.parameters() if parameter.requires_grad]
     )
     assert choose(task, "auto", 32, model, optimizer) == 8
+
+
+@pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])
+def test_auto_takes_as_few_parts_as_fit(share):
+    """The largest even part that fits, for every limit; no size is tried twice, and few
+    that do not fit.
+    """
+    for limit in range(1, share + 1):
+        tried = []
+
+        def fits(size, limit=limit, tried=tried):
+            tried.append(size)
+            return size <= limit
+
+        fewest = next(
+            parts for parts in range(1, share + 1) if -(-share // parts) <= limit
+        )
+        assert fewest_parts(share, fits) == -(-share // fewest)
+        assert len(set(tried)) == len(tried)
+        assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1
 
 
 def told(fits, wanted, bounds):

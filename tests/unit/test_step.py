@@ -2,6 +2,8 @@
 gradient is not finite.
 """
 
+from __future__ import annotations
+
 import copy
 import itertools
 
@@ -17,6 +19,7 @@ from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
+torch.set_num_threads(1)
 CPU = torch.device("cpu")
 Batch = tuple[Tensor, Tensor]
 SAMPLES = 12
@@ -62,7 +65,13 @@ def small_model(dtype=torch.float64):
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
 
 
-def make_step(model, task, optimizer, precision="fp32", clip=None):
+def make_step(
+    model,
+    task,
+    optimizer,
+    precision="fp32",
+    clip=None,
+):
     forward = ForwardPass(model, task, resolve_precision(precision, CPU), CPU)
     return TrainStep(forward, optimizer, Group(0, 1, CPU), clip)
 
@@ -78,6 +87,40 @@ def gradients(model):
         for parameter in model.parameters()
         if parameter.grad is not None
     ]
+
+
+FACTORINGS = [
+    [12],
+    [6, 6],
+    [4, 4, 4],
+    [3, 3, 3, 3],
+    [2] * 6,
+    [1] * 12,
+    [5, 4, 3],
+    [1, 11],
+    [7, 5],
+]
+
+
+@pytest.mark.parametrize("sizes", FACTORINGS, ids=str)
+@pytest.mark.parametrize(
+    ("task", "data"), [(Regression(), regression_data()), (Tokens(), token_data())]
+)
+def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task, data, sizes):
+    model = small_model()
+    task.loss(task.forward(model, data), data).backward()
+    expected = gradients(model)
+    expected_loss = float(task.loss(task.forward(model, data), data).detach())
+
+    split = small_model()
+    step = make_step(split, task, SGD(split.parameters(), lr=0.1))
+    run_step(step, data, sizes)
+    for ours, reference in zip(gradients(split), expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
+    assert step.take_losses(1)()["train_loss"][0] == pytest.approx(
+        expected_loss, abs=1e-12
+    )
+    assert not bool(step.bad)
 
 
 class Replayed(torch.autograd.Function):
