@@ -39,12 +39,7 @@ objective: {metric: val_loss}
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("trainers", "conf/train.yaml", "--launcher", "local"),
-        ("trainers", "conf/train.yaml"),
-        ("tune", "sweep.yaml"),
-    ],
+    "arguments", [("trainers", "conf/train.yaml"), ("tune", "sweep.yaml")]
 )
 def test_a_task_finds_its_data(arguments, tmp_path, command):
     import torch
