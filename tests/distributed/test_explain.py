@@ -53,11 +53,12 @@ class SlowPhases(SlowRank):
         return self.loss(model(batch[0]), batch)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [SlowRank, SlowWeighing, SlowBypassing, SlowPhases],
-    ids=lambda kind: kind.__name__,
-)
+@pytest.mark.parametrize("kind", [
+    SlowRank,
+    pytest.param(SlowWeighing, marks=pytest.mark.full),
+    pytest.param(SlowBypassing, marks=pytest.mark.full),
+    pytest.param(SlowPhases, marks=pytest.mark.full),
+], ids=lambda kind: kind.__name__)  # fmt: skip
 def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(tmp_path, kind):
     task = f"tests.distributed.test_explain:{kind.__name__}"
     spec = make(tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2})
