@@ -33,7 +33,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build, override
 from trainers.config.yaml import parse_mapping
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import load_task
+from trainers.launch.user_code import load_task
 from trainers.loop._checkpointing import AGREE_EVERY_STEPS
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS

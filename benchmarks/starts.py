@@ -22,7 +22,7 @@ from pyarrow import parquet
 from benchmarks.measure import failed, verdict
 from benchmarks.runs import Work, arguments, device_and_size, example, quiet_and_cold
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import load_task
+from trainers.launch.user_code import load_task
 from trainers.loop.fit import fit
 
 _FORKS = "PYTORCH_NVML_BASED_CUDA_CHECK"

@@ -358,3 +358,14 @@ class _Lease:
         with contextlib.suppress(StorageError):
             check_token(self._storage, self.token)
             self._storage.delete(LEASE)
+
+
+def delete_own(storage: Storage, mark: str) -> None:
+    """Delete a directory's content except its lease; ConfigError if it lacks `mark`."""
+    names = [name for name in storage.names() if name != LEASE]
+    if names and mark not in names:
+        rule = f"is not ours to delete: it holds files but no {mark}"
+        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
+    # The mark comes last: cut off, the rest is still ours to delete.
+    for name in sorted(names, key=lambda name: name == mark):
+        storage.delete(name)

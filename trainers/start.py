@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from trainers.errors import ConfigError
+from trainers.config.function import FUNCTION_IDENTITY
+from trainers.config.model import Tree
+from trainers.config.train import IDENTITY
+from trainers.config.yaml import dump_yaml
+from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.process import without_collection
 from trainers.launch.spec import (
@@ -25,17 +30,15 @@ from trainers.launch.spec import (
     RunSpec,
     Spec,
     TrainJob,
-    check_kept,
     check_precision,
-    find_result,
-    prepare_function,
-    prepare_storage,
+    read_mapping,
     run_with,
     torchrun_world_size,
 )
-from trainers.lease import held
+from trainers.lease import delete_own, held
 from trainers.measure.result import RunResult
 from trainers.output import Output, Take, sending
+from trainers.storage import Storage
 from trainers.tracking.delivery import followed
 from trainers.tracking.sinks import check_trackers
 
@@ -114,7 +117,7 @@ def run_training(
         if rank == 0:
             token = stack.enter_context(held(spec.storage, MARK))
             if not fresh:  # before a cluster starts for it
-                result = find_result(spec)
+                result = _find_result(spec)
         if result is None:
             device_type = check_cluster(spec) if launcher == "ray" else None
             check_precision(spec, device_type)
@@ -207,7 +210,7 @@ def train_function(
         stack.enter_context(leaving())
         check_cluster(spec)
         stack.enter_context(failing_as_run(0, is_command))
-        prepare_function(spec, fresh)
+        _prepare_function(spec, fresh)
         spec = _held(spec, token, output, is_command)
         return run_function(spec, stack.enter_context(_telling(spec, output, 0)))
 
@@ -243,3 +246,101 @@ def launch(
     with local.failing_as_run(rank, is_command):
         done: R = starts[launcher](job, take)
         return done
+
+
+def _finished(storage: Storage) -> RunResult | None:
+    """Return the result of a run that is done, else None."""
+    if not storage.exists("result.json"):
+        return None
+    try:
+        result = storage.read_json("result.json", RunResult, finite=False)
+        if result.status == "done":
+            check_kept(storage, result)
+            return result
+    except (StorageError, CheckpointError) as error:
+        logger.warning("%s; the run goes on from its newest checkpoint", error)
+    return None
+
+
+def check_kept(storage: Storage, result: RunResult) -> None:
+    """Raise an error if the checkpoint that a run ended with does not exist.
+
+    StorageError if it was deleted, CheckpointError if the result is damaged.
+    """
+    from trainers.checkpoint.manifest import Manifest
+
+    if result.checkpoint is None:
+        return
+    name = Storage(result.checkpoint).name  # its run may have been moved since
+    if not re.fullmatch("step-[0-9]{12}", name):
+        where = storage.locate("result.json")
+        raise CheckpointError(f"{where} is damaged: it names no checkpoint")
+    kept = storage.child("checkpoints", name)
+    files = ["manifest.json"]
+    if kept.exists("manifest.json"):
+        files += Manifest.from_json(kept.read("manifest.json")).files
+    for file in files:
+        if not kept.exists(file):
+            raise StorageError(
+                f"the run ended as `{result.status}`, but {kept.locate(file)} was deleted since"
+            )
+
+
+def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
+    """Prepare the run's directory; return the result if the run is already complete.
+
+    This process must hold the lease of the directory.
+
+    Raises ConfigError if it contains a run of this name that trained something else.
+    """
+    if fresh:
+        delete_own(spec.storage, MARK)
+    result = _find_result(spec)
+    if result is None:
+        # Of a shorter run: it must not be taken for this one's.
+        spec.storage.delete("result.json")
+        _keep(spec)
+    return result
+
+
+def _find_result(spec: RunSpec) -> RunResult | None:
+    """Return the result of the run if it is complete, and change nothing.
+
+    Raises ConfigError as `prepare_storage`.
+    """
+    if not spec.storage.exists(MARK):
+        return None
+    before = _check_same(spec, IDENTITY)
+    lengths = ("epochs", "max_steps", "early_stopping")
+    if any(before.get(key) != spec.tree.get(key) for key in lengths):
+        return None
+    return _finished(spec.storage)
+
+
+def _prepare_function(spec: FunctionSpec, fresh: bool) -> None:
+    """Prepare the directory of a function's run; ConfigError as in prepare_storage."""
+    if fresh:
+        delete_own(spec.storage, MARK)
+    if spec.storage.exists(MARK):
+        _check_same(spec, FUNCTION_IDENTITY)
+    _keep(spec)
+
+
+def _check_same(spec: Spec, keys: Sequence[str]) -> Tree:
+    """Return the run's earlier configuration; ConfigError if one of `keys` differs."""
+    before = read_mapping(spec.storage, MARK)
+    for key in keys:
+        was = before.get(key)
+        now = spec.tree.get(key)
+        if was != now:
+            rule = f"differs from {was} in {spec.storage.uri}"
+            fix = "train under another `--name`, or start anew with --fresh"
+            raise ConfigError(key, now, rule, fix, spec.source)
+    return before
+
+
+def _keep(spec: Spec) -> None:
+    """Write the configuration into the run's directory."""
+    # A command that opens the run later may start in another directory.
+    found = {"task_dir": spec.path[0]} if spec.path else {}
+    spec.storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())

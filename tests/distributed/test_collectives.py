@@ -19,8 +19,9 @@ from trainers.config.model import override
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import make_spec, prepare_storage
+from trainers.launch.spec import make_spec
 from trainers.loop.fit import fit
+from trainers.start import prepare_storage
 
 COLLECTIVES = ("gather", "reduce", "objects", "group", "broadcast")
 

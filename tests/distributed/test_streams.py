@@ -18,7 +18,7 @@ from tests.stream_tasks import Streamed
 from trainers.errors import ConfigError
 from trainers.inference import Inference, infer
 from trainers.launch.local import LocalContext, run_local
-from trainers.launch.spec import prepare_storage
+from trainers.start import prepare_storage
 
 pytestmark = pytest.mark.full
 

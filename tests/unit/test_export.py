@@ -17,7 +17,8 @@ from trainers.checkpoint.store import Checkpoints
 from trainers.devices.group import Group
 from trainers.inference import export
 from trainers.launch.local import run_local
-from trainers.launch.spec import load_task, prepare_storage
+from trainers.launch.user_code import load_task
+from trainers.start import prepare_storage
 from trainers.storage import Storage
 
 

@@ -24,7 +24,7 @@ from trainers.data.batch import map_tensors
 from trainers.data.sampler import check_dataset
 from trainers.devices.device import seed_all
 from trainers.errors import ConfigError
-from trainers.launch.spec import load_task
+from trainers.launch.user_code import load_task
 from trainers.loop.fit import fit
 from trainers.step.cuda_graphs import layout
 from trainers.task import Task, load_split

@@ -32,9 +32,9 @@ from trainers.command_line import Command, entries
 from trainers.config import TrainConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
-from trainers.launch.spec import prepare_storage
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
+from trainers.start import prepare_storage
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.sweeps.spec import read_sweep

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainers.errors import ConfigError
-from trainers.launch.spec import add_to_path, load_task, portable, task_path
+from trainers.launch.user_code import add_to_path, load_task, portable, task_path
 
 TASK = """
 from trainers.task import Task

@@ -15,7 +15,7 @@ from trainers.errors import ConfigError, RunFailedError
 from trainers.storage import Storage
 from tune.forks.assignment import Assignment
 from tune.lanes._mailbox import MAX_LOSSES, Mailbox
-from tune.lanes.messages import Event
+from tune.lanes.queue import Event
 from tune.trials.record import BY_HAND
 from tune.trials.steering import Steering
 

@@ -20,9 +20,9 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError, StorageError
 from trainers.inference import Inference, check_out, infer, predict, run_spec
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import prepare_storage
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
+from trainers.start import prepare_storage
 from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import task_feed

@@ -14,16 +14,10 @@ from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, StorageError
-from trainers.launch.spec import (
-    MARK,
-    check_kept,
-    check_precision,
-    prepare_storage,
-    read_file,
-    torchrun_world_size,
-)
+from trainers.launch.spec import MARK, check_precision, read_file, torchrun_world_size
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
+from trainers.start import check_kept, prepare_storage
 
 MODULE = "task_of_test_run"
 TASK = """

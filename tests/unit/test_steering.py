@@ -19,7 +19,7 @@ from tune import steer
 from tune.__main__ import main
 from tune.forks.assignment import Assignment
 from tune.lanes._mailbox import Mailbox
-from tune.lanes.messages import new_ticket
+from tune.lanes.queue import new_ticket
 from tune.report.answer import answer
 from tune.search.ray_search import reward
 from tune.search.space import grid

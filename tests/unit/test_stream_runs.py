@@ -13,7 +13,7 @@ from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.inference import Inference
 from trainers.launch.local import run_local
-from trainers.launch.spec import prepare_storage
+from trainers.start import prepare_storage
 
 
 def changes(kind, **more):

@@ -15,7 +15,7 @@ from trainers.storage import Storage
 from tune.config import Target
 from tune.forks.assignment import Assignment
 from tune.lanes._worker import Asked
-from tune.lanes.messages import Event
+from tune.lanes.queue import Event
 from tune.sweeps._trial import LaneTrial
 from tune.trials.journal import Journal
 

@@ -11,7 +11,7 @@ from tests.unit.report_records import config
 from trainers.errors import PacelineError, StorageError
 from trainers.output import Output
 from trainers.storage import Storage
-from tune.lanes.messages import Event
+from tune.lanes.queue import Event
 from tune.sweeps._progress import Progress
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, make_record, trial_id

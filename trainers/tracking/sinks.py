@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from trainers.config.model import Tree
 from trainers.config.sections import TrackerConfig
-from trainers.launch.spec import add_to_path, load_class
+from trainers.launch.user_code import add_to_path, load_class
 from trainers.measure.run_log import encode_events, events_name
 from trainers.storage import Storage
 from trainers.versions import require_package

@@ -20,8 +20,7 @@ from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Begun
-from tune.lanes._queue import Microbatches, Queue, Roll
-from tune.lanes.messages import Event, Report, Submission
+from tune.lanes.queue import Event, Microbatches, Queue, Report, Roll, Submission
 from tune.trials.record import BY_HAND
 from tune.trials.steering import Steering
 

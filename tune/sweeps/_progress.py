@@ -29,7 +29,7 @@ from trainers.output import Output
 from trainers.storage import Storage
 from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
-from tune.lanes.messages import Event
+from tune.lanes.queue import Event
 from tune.report.table import as_html
 from tune.report.words import duration, in_a_line, newest
 from tune.search.space import unwrap

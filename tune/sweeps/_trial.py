@@ -15,7 +15,7 @@ from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import Objective
 from tune.forks.assignment import Assignment
-from tune.lanes.messages import Event, new_ticket
+from tune.lanes.queue import Event, new_ticket
 from tune.search.ray_search import reward, so_far
 from tune.search.space import trial_tree, unwrap
 from tune.trials.journal import Journal

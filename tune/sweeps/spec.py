@@ -17,13 +17,12 @@ from trainers.errors import ConfigError
 from trainers.launch.spec import (
     FunctionSpec,
     RunSpec,
-    delete_own,
     make_function_spec,
     make_spec,
     read_file,
     read_mapping,
 )
-from trainers.lease import fenced
+from trainers.lease import delete_own, fenced
 from trainers.storage import Storage, inside_ray_job, storage_uri
 from tune.config import SweepConfig, sample_values
 from tune.forks.client import Zygote

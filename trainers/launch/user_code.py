@@ -1,0 +1,210 @@
+"""Find and import what a configuration names as `module:name`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.causes import raised_at
+from trainers.config.model import Tree
+from trainers.errors import ConfigError, did_you_mean
+from trainers.launch.process import without_collection
+from trainers.storage import inside_ray_job
+
+if TYPE_CHECKING:
+    from trainers.task import Task
+
+
+def task_path(
+    task: str,
+    task_dir: str | None,
+    yaml_dir: Path | None,
+    source: str,
+    key: str = "task",
+) -> list[str]:
+    """Return the directories that `sys.path` needs for the module that `key` names.
+
+    The module may be beside the YAML file, above it, in the working directory, or
+    installed. Looks for files, and imports nothing.
+
+    Raises ConfigError if there is neither such a file nor such an installed module.
+    """
+    module, _, class_name = task.partition(":")
+    own = []
+    starts = []
+    if task_dir:
+        starts.append(Path(task_dir))
+    if yaml_dir is not None:
+        own.append(yaml_dir)
+        starts += [yaml_dir, *yaml_dir.parents]
+    for start in [*starts, Path.cwd()]:
+        root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
+        base = root.joinpath(*module.split("."))
+        with contextlib.suppress(OSError):  # a name too long for a file
+            if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+                return [str(path) for path in dict.fromkeys([root, *own])]
+    if _is_installed(module):
+        return [str(path) for path in own]
+    where = str(Path.cwd())
+    beside: list[str] = []
+    if yaml_dir is not None:
+        where = f"{yaml_dir} or a directory above it, in {where}"
+        beside += sorted(path.stem for path in yaml_dir.glob("*.py"))
+    otherwise = "check the name, or set `task_dir`"
+    if task_dir:
+        where = f"{Path.cwd() / task_dir} (`task_dir`), in {where}"
+        otherwise = "check the name and `task_dir`"
+    leaf = module.rpartition(".")[2]
+    fix = did_you_mean(leaf, beside, otherwise, lambda near: f"{near}:{class_name}")
+    file = module.replace(".", "/") + ".py"
+    rule = f"cannot be found: no {file} in {where}, nor an installed module"
+    raise ConfigError(key, task, rule, fix, source)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether the import system finds a module, without importing its parents."""
+    top, *below = module.split(".")
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec(top)
+        for name in below:
+            if spec is None or not spec.submodule_search_locations or not name:
+                return False
+            places = spec.submodule_search_locations
+            spec = PathFinder.find_spec(f"{spec.name}.{name}", places)
+        return spec is not None
+    return False
+
+
+def portable(paths: list[str]) -> list[str]:
+    """Inside a Ray job, make paths below the working directory relative to it.
+
+    The job's package is in another place in the next job, and maybe on another node.
+
+    Outside of a job, return the paths as they are.
+    """
+    if not inside_ray_job():
+        return paths
+    here = Path.cwd()
+    found = []
+    for path in map(Path, paths):
+        is_below = path.is_relative_to(here)
+        found.append(str(path.relative_to(here) if is_below else path))
+    return found
+
+
+def add_to_path(paths: list[str]) -> None:
+    """Put directories first on `sys.path`; relative ones are found via its entries."""
+    for path in reversed(paths):
+        for base in [str(Path.cwd()), *sys.path]:
+            found = str(Path(base, path))
+            if Path(found).is_dir():
+                if found in sys.path:
+                    sys.path.remove(found)
+                sys.path.insert(0, found)
+                break
+
+
+def load_task(task: str, task_args: Tree, source: str) -> Task:
+    """Import and construct a task; its directories must be on `sys.path`.
+
+    Raises ConfigError, which says what is wrong.
+
+    Random numbers that this draws are the same in every process.
+    """
+    with without_collection():
+        from trainers.devices.device import drawn_alike
+        from trainers.task import Task
+
+        with drawn_alike():
+            cls = load_class("task", task, Task, source)
+    _check_call("task_args", task_args, cls, source, **task_args)
+    with drawn_alike():
+        made: Task = cls(**task_args)
+    return made
+
+
+def load_class(key: str, named: str, base: type, source: str) -> type:
+    """Import the class named `module:Class`, which must derive from `base`."""
+    found = load_named(key, named, "class", source)
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    rule = f"is not a {base.__module__}.{base.__name__}"
+    fix = f"derive the class from {base.__name__}"
+    raise ConfigError(key, named, rule, fix, source)
+
+
+def load_function(train_func: str, config: Tree, source: str) -> Callable[[], Any]:
+    """Import a training function; bind `config` if it takes a parameter."""
+    with without_collection():
+        function: Callable[..., Any] = load_named(
+            "train_func", train_func, "function", source
+        )
+    if not callable(function) or isinstance(function, type):
+        rule = "is no function"
+        raise ConfigError("train_func", train_func, rule, "name one", source)
+    if config or inspect.signature(function).parameters:
+        _check_call("train_loop_config", config, function, source, config)
+        return functools.partial(function, copy.deepcopy(config))
+    return function
+
+
+def load_named(key: str, named: str, kind: str, source: str) -> Any:
+    """Import the class or function named `module:name`."""
+    module_name, _, name = named.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        words = str(error)
+        where = raised_at(error, below=1)
+        if isinstance(error, SyntaxError) and error.filename:
+            words = error.msg
+            where = f"{Path(error.filename).name}:{error.lineno}"
+        rule = f"cannot be imported ({type(error).__name__}: {words}, at {where})"
+        fix = "fix that line or install what it needs"
+        raise ConfigError(key, named, rule, fix, source) from error
+    found = getattr(module, name, None)
+    if found is None:
+        rule = f"names no {kind} of {module.__file__}"
+        otherwise = f"name a {kind} that is there"
+        beside = dir(module)
+        fix = did_you_mean(
+            name, beside, otherwise, lambda near: f"{module_name}:{near}"
+        )
+        raise ConfigError(key, named, rule, fix, source)
+    return found
+
+
+def is_edited(name: str) -> bool:
+    """Whether an imported module's file has changed since this was first asked."""
+    module = sys.modules[name]
+    file = Path(module.__file__ or "")
+    if module.__spec__ is None or not file.is_file():
+        return False
+    now = file.stat().st_mtime_ns
+    # A module that is imported again has another spec.
+    before = vars(module.__spec__).setdefault("file_time_ns", now)
+    return bool(now != before)
+
+
+def _check_call(
+    key: str, value: Any, called: Any, source: str, *args: Any, **given: Any
+) -> None:
+    """Raise ConfigError if a class or function does not accept these arguments."""
+    signature = inspect.signature(called)
+    name = getattr(called, "__name__", "it")
+    try:
+        signature.bind(*args, **given)
+    except TypeError as error:
+        rule = f"does not fit {name} ({error})"
+        fix = f"its signature is {name}{signature}"
+        raise ConfigError(key, value, rule, fix, source) from error
