@@ -58,6 +58,16 @@ class CountsInGlobal(Points):
         return 1.0 if CALLS["all"] < 20 else 0.5
 
 
+class CountsOnHost(Points):
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(())
+
+    def scale(self):
+        self.count += 1
+        return 1.0 if self.count < 20 else 0.5
+
+
 class Draws(Points):
     def scale(self):
         return random.random()
@@ -141,6 +151,7 @@ PLANTED = {
     CountsItself: "`CountsItself.calls`",
     CountsInModule: "`model.1.calls`",
     CountsInGlobal: "CALLS.all`",
+    CountsOnHost: "`CountsOnHost.count`",
     Draws: "differs from",
     SetBetweenSteps: "after 1 replays `0.weight` differs",
     Rebinds: "`Rebinds.mean`",

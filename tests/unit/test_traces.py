@@ -239,15 +239,26 @@ def test_what_is_too_large_to_be_copied_is_named(caplog):
         assert bool(task.average.any()) is not kept
 
 
-def test_a_new_member_of_a_set_is_a_change_and_is_taken_out_again():
-    class Seen(Task):
-        def __init__(self):
-            self.seen = {1}
+def test_every_kind_of_change_is_named_and_taken_back():
+    class Kept(Task):
+        seen = {1}
+        array = np.zeros(3)
+        slotted = Slotted()
+        drawn = random.Random(1)
+        torchs = torch.Generator()
 
-    task = Seen()
+    task = Kept()
     forward = ForwardPass(nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU)
-    with throwaway(forward) as snapshot:
-        assert snapshot.changed() is None
-        task.seen.add(2)
-        assert snapshot.changed() == "Seen.seen.2"
-    assert task.seen == {1}
+    changes = {
+        "seen.2": lambda: task.seen.add(2),
+        "array": lambda: task.array.__iadd__(1),
+        "slotted.calls": lambda: setattr(task.slotted, "calls", 5),
+        "drawn": task.drawn.random,
+        "torchs": lambda: torch.rand((), generator=task.torchs),
+    }
+    for name, change in changes.items():
+        with throwaway(forward) as snapshot:
+            assert snapshot.changed() is None
+            change()
+            assert snapshot.changed() == f"Kept.{name}"
+    assert (task.seen, task.slotted.calls, task.array.any()) == ({1}, 0, False)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from trainers.data.batch import tensors_of
+from trainers.data.stream import digest
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import answered_locally
 from trainers.model.sharding import is_sharded, local
@@ -78,8 +79,13 @@ class Snapshot:
     """
 
     def __init__(
-        self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()
+        self,
+        task: Task,
+        others: Mapping[str, Any],
+        device: torch.device,
+        kept: Iterable[Tensor] = (),
     ) -> None:
+        self._device = device
         self._undo: list[Callable[[], None]] = []
         self._held: list[tuple[str, Callable[[], dict[Any, Any]], dict[Any, Any]]] = []
         self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
@@ -124,9 +130,9 @@ class Snapshot:
                 )
 
     def changed(self) -> str | None:
-        """Name an attribute or item that now refers to another object, or return None.
+        """Name what now refers to another object or has other numbers, or return None.
 
-        Tensors that were changed in place do not count.
+        Tensors of the device that were changed in place do not count.
         """
         for name, read, before in self._held:
             now = read()
@@ -135,7 +141,8 @@ class Snapshot:
                 new = now.get(key)
                 is_plain = isinstance(old, _PLAIN) and isinstance(new, _PLAIN)
                 if old is not new and not (is_plain and old == new):
-                    path = f"{name}.{key}" if isinstance(key, (str, int)) else name
+                    is_named = key != "" and isinstance(key, str | int)
+                    path = f"{name}.{key}" if is_named else name
                     return path.replace("._modules.", ".")
         return None
 
@@ -168,6 +175,7 @@ class Snapshot:
         is_plain = array.dtype != object and array.flags.writeable
         if is_plain and self._affordable(array.nbytes):
             self._undo.append(functools.partial(np.copyto, array, array.copy()))
+            self._hold(name, lambda: {"": array.tobytes()})
 
     def _take_container(self, container: Any, name: str) -> None:
         items = self._hold_items(container, name)
@@ -179,6 +187,7 @@ class Snapshot:
 
     def _take_generator(self, generator: Any, name: str) -> None:
         self._undo.append(_generator_undo(generator))
+        self._hold(name, lambda: {"": digest(_generator_state(generator))})
 
     def _take_partial(self, call: Any, name: str) -> None:
         self._descend(enumerate((call.func, call.args, call.keywords)), name)
@@ -204,6 +213,8 @@ class Snapshot:
             return
         overlaps = torch._debug_has_internal_overlap(tensor) == 1
         is_whole = type(tensor) in (Tensor, nn.Parameter) and not overlaps
+        if tensor.device.type != self._device.type:
+            self._hold(name, lambda: {"": tensor._version})
         if is_whole and self._affordable(tensor.nbytes):
             self.keep(tensor)
         else:
@@ -249,6 +260,7 @@ class Snapshot:
         for slot in [names] if isinstance(names, str) else names:
             if not slot.startswith("__") and hasattr(value, slot):
                 content = getattr(value, slot)
+                self._hold(name, functools.partial(_slot, value, slot))
                 put_back = functools.partial(object.__setattr__, value, slot, content)
                 self._undo.append(put_back)
                 self._descend([(slot, content)], name)
@@ -337,14 +349,25 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
             setattr(owner, name, value)
 
 
-def _generator_undo(generator: Any) -> Callable[[], None]:
+def _slot(value: Any, slot: str) -> dict[Any, Any]:
+    return {slot: getattr(value, slot, None)}
+
+
+def _generator_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
+        return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return functools.partial(
-            setattr, generator.bit_generator, "state", generator.bit_generator.state
-        )
-    return functools.partial(generator.set_state, generator.get_state())
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def _generator_undo(generator: Any) -> Callable[[], None]:
+    state = _generator_state(generator)
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, state)
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", state)
+    return functools.partial(generator.set_state, state)
 
 
 class CollectiveWatch(TorchDispatchMode):
@@ -388,7 +411,7 @@ def throwaway(
         kept += tensors_of(list(optimizer.state.values()))
     random_state = get_rng_state(device)
     others = {"dataset": dataset, "optimizer": optimizer, "model": model}
-    snapshot = Snapshot(task, others, kept)
+    snapshot = Snapshot(task, others, device, kept)
     live = task.state_dict()
     for tensor in tensors_of(live):
         snapshot.keep(tensor)
