@@ -4,6 +4,7 @@ given up where those differ.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -93,6 +94,24 @@ class SetLate(Points):
         self.factor = 0.5 if step >= 50 else 1.0
 
 
+class SetByTheData(Points):
+    def __init__(self):
+        super().__init__()
+        self.ticks = itertools.count()
+
+    def transform(self, batch, training):
+        if next(self.ticks) == 55:
+            self.factor = 0.5
+        return batch
+
+
+class Notes(Points):
+    steps = 0
+
+    def after_step(self, model, step):
+        self.steps = step
+
+
 class Reads(Points):
     def loss(self, outputs, batch):
         loss = super().loss(outputs, batch)
@@ -170,23 +189,25 @@ def test_python_that_a_replay_leaves_out_is_found_before_it_has_trained(
     assert PLANTED[kind] in result.cuda_graphs
 
 
+LATE = {
+    SetLate: "after 47 replays `0.weight` differs",
+    SetByTheData: "after 60 replays `0.weight` differs",
+    Notes: "`Notes.steps` changes between steps",
+}
+
+
 @pytest.mark.usefixtures("worthwhile")
-def test_what_changes_late_is_found_at_the_next_proof_and_steps_go_on(
-    caplog,
+@pytest.mark.parametrize("kind", LATE)
+def test_what_changes_between_steps_is_found_soon_and_steps_go_on(
+    kind, caplog, monkeypatch
 ):
-    result = train(CUDA, task=SetLate(), **OPTIONS | {"max_steps": 120})
-    assert result.status == "done"
-    assert result.cuda_graphs.startswith("not captured: after 100 replays `")
-    assert (
-        len(
-            [
-                record
-                for record in caplog.records
-                if "not replayed any more" in record.message
-            ]
-        )
-        == 1
-    )
+    """By after_step() before the next step, by anything else within twenty."""
+    result = train(CUDA, task=kind(), **OPTIONS | {"max_steps": 80})
+    assert LATE[kind] in result.cuda_graphs
+    assert caplog.text.count("not replayed any more") == (kind is not Notes)
+    if kind is not SetByTheData:
+        eager = as_they_are(kind(), monkeypatch, max_steps=80)
+        assert result.metrics == eager.metrics
 
 
 @pytest.mark.usefixtures("worthwhile")

@@ -16,7 +16,8 @@ steps that are captured or run normally: a schedule in forward(), a counter or a
 does not advance in replays. So a graph is verified by throw-away steps, when it is
 captured and before its 2nd, 11th, 101st and 1,001st replay: a few replays and the same
 steps run normally start from the same state, and must end in the same state. Any
-difference ends capturing for good.
+difference ends capturing for good. It is verified again where an attribute of the task,
+the model or their modules has changed since, as by a schedule in after_step().
 """
 
 import contextlib
@@ -42,8 +43,9 @@ from trainers.errors import ConfigError, chain, first_line
 from trainers.model.schedule import Schedule
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
-from trainers.step.snapshot import throwaway
+from trainers.step.snapshot import Snapshot, throwaway
 from trainers.step.train_step import TrainStep
+from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,11 @@ CAPTURE_AFTER_STEPS = 3
 """
 PROVED_BEFORE = (1, 10, 100, 1000)
 """Numbers of replays after which a graph is verified again, besides at its start."""
+LOOK_EVERY = 20
+"""Number of replays between looks at what Python holds, where no after_step() runs."""
+_SELDOM = 100
+"""Replays between changes of what Python holds, for which the graph is verified again.
+"""
 LEAST_GAIN = 1.03
 """Factor by which captured steps must be faster."""
 _HOST_SHARE = 0.5
@@ -76,6 +83,8 @@ class Pass:
     changed: str | None
     """An attribute of the task, the model or the optimizer that the steps changed."""
     step_s: float
+    before: Snapshot
+    """What Python held before them, and holds again."""
 
 
 def take_pass(
@@ -118,7 +127,9 @@ def take_pass(
         state["random state"] = torch.frombuffer(
             bytearray(random_state), dtype=torch.uint8
         )
-        return Pass(state, snapshot.changed(), step_s)
+        found = Pass(state, snapshot.changed(), step_s, snapshot)
+    snapshot.forget_copies()
+    return found
 
 
 def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
@@ -201,6 +212,10 @@ class _Graph:
     replay: Callable[[], None]
     replays: int = 0
     """Number of replays that have trained."""
+    held: Snapshot | None = None
+    """What Python held when the graph was last verified."""
+    changed_at: int = -_SELDOM
+    """The replay before which that had last changed."""
 
 
 class GraphedStep(TrainStep):
@@ -287,7 +302,7 @@ class GraphedStep(TrainStep):
         if self._graph is not None and self._graph.shape == shape:
             for mine, tensor in zip(self._graph.inputs, tensors_of(held), strict=True):
                 mine.copy_(tensor, non_blocking=True)
-            if self._graph.replays in PROVED_BEFORE:
+            if self._graph.replays in PROVED_BEFORE or self._holds_other(self._graph):
                 self._prove(self._graph, issue)
         if self._graph is not None and self._graph.shape == shape:
             self._replay(self._graph)
@@ -298,6 +313,26 @@ class GraphedStep(TrainStep):
             issue()
         elif not self._waits_for_host(issue):
             self._give_up("the device is busy for most of a step")
+
+    def _holds_other(self, graph: _Graph) -> bool:
+        """Whether Python holds something else since the graph was verified.
+
+        Gives the graph up if that changes again and again.
+        """
+        task = self.forward.task
+        acts = type(task).after_step is not Task.after_step
+        if graph.held is None or (graph.replays % LOOK_EVERY and not acts):
+            return False
+        name = graph.held.changed_for_step()
+        if name is None:
+            return False
+        is_seldom = graph.replays - graph.changed_at >= _SELDOM
+        graph.changed_at = graph.replays
+        if not is_seldom and not self.asked:
+            self._give_up(
+                f"`{name}` changes between steps, and a replay does not see it"
+            )
+        return is_seldom
 
     def _replay(self, graph: _Graph) -> None:
         graph.replay()
@@ -347,6 +382,7 @@ class GraphedStep(TrainStep):
         """
         self.strayed = True
         eager = self._pass(issue)
+        graph.held = eager.before
         captured = self._pass(graph.replay)
         found = difference(captured, eager)
         if found is not None and not torch.are_deterministic_algorithms_enabled():

@@ -65,6 +65,10 @@ _GENERATORS = (
 )
 
 
+_Held = tuple[str, Callable[[], dict[Any, Any]], dict[Any, Any]]
+"""A name, what reads its items now, and what they were."""
+
+
 class Snapshot:
     """Records the state of all objects reachable from some roots, to restore it later.
 
@@ -87,7 +91,8 @@ class Snapshot:
     ) -> None:
         self._device = device
         self._undo: list[Callable[[], None]] = []
-        self._held: list[tuple[str, Callable[[], dict[Any, Any]], dict[Any, Any]]] = []
+        self._held: list[_Held] = []
+        self._held_beside: list[_Held] = []  # data, generators and schedulers
         self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
         self._watched: dict[int, tuple[Tensor, int, str]] = {}
         self._copied_bytes = 0
@@ -134,27 +139,33 @@ class Snapshot:
 
         Tensors of the device that were changed in place do not count.
         """
-        for name, read, before in self._held:
-            now = read()
-            for key in before.keys() | now.keys():
-                old = before.get(key)
-                new = now.get(key)
-                is_plain = isinstance(old, _PLAIN) and isinstance(new, _PLAIN)
-                if old is not new and not (is_plain and old == new):
-                    is_named = key != "" and isinstance(key, str | int)
-                    path = f"{name}.{key}" if is_named else name
-                    return path.replace("._modules.", ".")
-        return None
+        return _first_change([*self._held, *self._held_beside])
 
-    def _hold(self, name: str, read: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
+    def changed_for_step(self) -> str | None:
+        """As `changed`, but leave out random generators, data and schedulers.
+
+        They change between steps, which read batches and learning rates alone.
+        """
+        return _first_change(self._held)
+
+    def forget_copies(self) -> None:
+        """Free what `restore` needs, and keep what `changed` needs."""
+        self._undo.clear()
+        self._watched.clear()
+
+    def _hold(
+        self, name: str, read: Callable[[], dict[Any, Any]], beside: bool = False
+    ) -> dict[Any, Any]:
         """Return what `read` gives now, and remember it for `changed`."""
         before = read()
-        self._held.append((name, read, before))
+        (self._held_beside if beside else self._held).append((name, read, before))
         return before
 
-    def _hold_items(self, container: Any, name: str) -> dict[Any, Any]:
+    def _hold_items(
+        self, container: Any, name: str, beside: bool = False
+    ) -> dict[Any, Any]:
         """Register a container's items to be put back if they change; return them."""
-        before = self._hold(name, functools.partial(_items, container))
+        before = self._hold(name, functools.partial(_items, container), beside)
         self._undo.append(functools.partial(_refill, container, before))
         return before
 
@@ -178,8 +189,9 @@ class Snapshot:
             self._hold(name, lambda: {"": array.tobytes()})
 
     def _take_container(self, container: Any, name: str) -> None:
-        items = self._hold_items(container, name)
-        if len(container) <= _MANY:
+        is_data = len(container) > _MANY
+        items = self._hold_items(container, name, beside=is_data)
+        if not is_data:
             self._descend(items.items(), name)
 
     def _take_items(self, items: Any, name: str) -> None:
@@ -187,7 +199,8 @@ class Snapshot:
 
     def _take_generator(self, generator: Any, name: str) -> None:
         self._undo.append(_generator_undo(generator))
-        self._hold(name, lambda: {"": digest(_generator_state(generator))})
+        read = functools.partial(_digest, generator)
+        self._hold(name, read, beside=True)
 
     def _take_partial(self, call: Any, name: str) -> None:
         self._descend(enumerate((call.func, call.args, call.keywords)), name)
@@ -247,7 +260,8 @@ class Snapshot:
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
-            self._descend(self._hold_items(vars(value), name).items(), name)
+            beside = isinstance(value, (Dataset, LRScheduler))
+            self._descend(self._hold_items(vars(value), name, beside).items(), name)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
         for owner in type(value).__mro__:
@@ -309,7 +323,7 @@ _KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
 def _items(container: Any) -> dict[Any, Any]:
     """Return the items of a dict, list, set or deque without a subclass's methods."""
     if isinstance(container, dict):
-        return dict(zip(dict.keys(container), dict.values(container), strict=True))
+        return dict.copy(container)
     if isinstance(container, set):
         return {member: member for member in container}
     return dict(enumerate(container))
@@ -349,6 +363,30 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
             setattr(owner, name, value)
 
 
+def _first_change(held: Iterable[_Held]) -> str | None:
+    for name, read, before in held:
+        now = read()
+        if _is_equal(now, before):
+            continue
+        for key in before.keys() | now.keys():
+            old = before.get(key)
+            new = now.get(key)
+            is_plain = isinstance(old, _PLAIN) and isinstance(new, _PLAIN)
+            if old is not new and not (is_plain and old == new):
+                is_named = key != "" and isinstance(key, str | int)
+                path = f"{name}.{key}" if is_named else name
+                return path.replace("._modules.", ".")
+    return None
+
+
+def _is_equal(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Compare in one call what mostly is equal; False if it cannot be compared."""
+    try:
+        return now == before
+    except Exception:  # tensors and arrays are no truth values
+        return False
+
+
 def _slot(value: Any, slot: str) -> dict[Any, Any]:
     return {slot: getattr(value, slot, None)}
 
@@ -359,6 +397,10 @@ def _generator_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.get_state()
+
+
+def _digest(generator: Any) -> dict[Any, Any]:
+    return {"": digest(_generator_state(generator))}
 
 
 def _generator_undo(generator: Any) -> Callable[[], None]:
