@@ -331,9 +331,7 @@ def _items(container: Any) -> dict[Any, Any]:
 
 def _refill(container: Any, before: dict[Any, Any]) -> None:
     """Restore the items of a dict, list, set or deque without a subclass's methods."""
-    now = _items(container)
-    are_there = map(operator.is_, now.values(), before.values())
-    if list(now) == list(before) and all(are_there):
+    if _is_same(_items(container), before):
         return
     kinds = (OrderedDict, dict, set, list, deque)
     base: Any = next(kind for kind in kinds if isinstance(container, kind))
@@ -366,7 +364,7 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
 def _first_change(held: Iterable[_Held]) -> str | None:
     for name, read, before in held:
         now = read()
-        if _is_equal(now, before):
+        if _is_same(now, before):
             continue
         for key in before.keys() | now.keys():
             old = before.get(key)
@@ -379,12 +377,12 @@ def _first_change(held: Iterable[_Held]) -> str | None:
     return None
 
 
-def _is_equal(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Compare in one call what mostly is equal; False if it cannot be compared."""
-    try:
-        return now == before
-    except Exception:  # tensors and arrays are no truth values
-        return False
+def _is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether the same items are there in the same order, as they mostly are."""
+    if not now and not before:  # as most dicts of a module's hooks
+        return True
+    is_alike = list(now) == list(before)
+    return is_alike and all(map(operator.is_, now.values(), before.values()))
 
 
 def _slot(value: Any, slot: str) -> dict[Any, Any]:
