@@ -241,11 +241,12 @@ def test_what_is_too_large_to_be_copied_is_named(caplog):
 
 def test_every_kind_of_change_is_named_and_taken_back():
     class Kept(Task):
-        seen = {1}
-        array = np.zeros(3)
-        slotted = Slotted()
-        drawn = random.Random(1)
-        torchs = torch.Generator()
+        def __init__(self):
+            self.seen = {1}
+            self.array = np.zeros(3)
+            self.slotted = Slotted()
+            self.drawn = random.Random(1)
+            self.torchs = torch.Generator()
 
     task = Kept()
     forward = ForwardPass(nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU)

@@ -380,11 +380,11 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
     return f'at least {common} samples of dataset("val") are training samples, too: val figures say nothing of others'
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(dataset: Any, other: Any) -> bool:
     """Whether two datasets have the same samples, judged by the first ones."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    return len(one) == len(other) and _first(one) == _first(other)
+    if dataset is other or type(dataset) is not type(other):
+        return dataset is other
+    return len(dataset) == len(other) and _first(dataset) == _first(other)
 
 
 def _first(dataset: Any) -> list[str]:

@@ -125,7 +125,7 @@ class _Recomputed:
         """
         if not self._compiled or torch.compiler.is_compiling():
             return {}
-        return {name: one._version for name, one in _buffers(self._block).items()}
+        return {name: buffer._version for name, buffer in _buffers(self._block).items()}
 
 
 def _buffers(block: nn.Module) -> dict[str, Tensor]:
@@ -139,7 +139,11 @@ def _buffers(block: nn.Module) -> dict[str, Tensor]:
 
 
 def _norms(block: nn.Module) -> list[Any]:
-    return [one for one in block.modules() if type(one) in BATCHNORMS and one.training]
+    return [
+        module
+        for module in block.modules()
+        if type(module) in BATCHNORMS and module.training
+    ]
 
 
 def _contexts(block: nn.Module, mode: str) -> tuple[Any, Any]:
@@ -163,7 +167,7 @@ def _second_pass(block: nn.Module, inner: Any) -> Any:
     Within it, buffers have the values from before the first pass; afterwards, they
     again have those that it left.
     """
-    buffers = [one.detach() for one in _buffers(block).values()]
+    buffers = [buffer.detach() for buffer in _buffers(block).values()]
     before = [buffer.clone() for buffer in buffers]
     return _as_before(_norms(block), buffers, before, inner)
 

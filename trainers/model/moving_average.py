@@ -71,7 +71,13 @@ class MovingAverage:
 
     def take_unfrozen(self) -> None:
         """Start averaging newly unfrozen parameters from their present values."""
-        self._add([name for name, one in self._frozen.items() if one.requires_grad])
+        self._add(
+            [
+                name
+                for name, parameter in self._frozen.items()
+                if parameter.requires_grad
+            ]
+        )
 
     def _add(self, names: Iterable[str]) -> None:
         for name in names:

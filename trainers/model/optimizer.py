@@ -146,7 +146,7 @@ def join(
     """
     field = f"{task}.optimizer()"
     parts = given if isinstance(given, Mapping) else {ONLY: given}
-    if not parts or not all(hasattr(one, "param_groups") for one in parts.values()):
+    if not parts or not all(hasattr(part, "param_groups") for part in parts.values()):
         raise ConfigError(
             field,
             type(given).__name__,
@@ -425,7 +425,9 @@ class _PlainState:
         whole: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         state = {}
         for number, entries in whole["state"].items():
-            state[number] = {name: _taken_apart(one) for name, one in entries.items()}
+            state[number] = {
+                name: _taken_apart(entry) for name, entry in entries.items()
+            }
         return {**whole, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

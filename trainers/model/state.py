@@ -195,8 +195,8 @@ def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     """Load saved tensors in place; CheckpointError if names or shapes differ."""
-    shapes = {name: one.shape for name, one in tensors.items()}
-    if {name: one.shape for name, one in saved.items()} != shapes:
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if {name: tensor.shape for name, tensor in saved.items()} != shapes:
         raise CheckpointError(
             "it does not fit this task: what is trained beside the model has other names or shapes"
         )

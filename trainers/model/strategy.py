@@ -216,7 +216,7 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp") -> nn.Modu
     if strategy != "ddp" or group.world_size == 1 or not is_trained:
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
-    apart = [name for name, one in model.named_buffers() if not _is_sent(one)]
+    apart = [name for name, buffer in model.named_buffers() if not _is_sent(buffer)]
     if apart:
         Replicated._set_params_and_buffers_to_ignore_for_model(model, apart)  # type: ignore[no-untyped-call]
     wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
@@ -379,8 +379,8 @@ def unused_parameters(model: nn.Module) -> list[str]:
     """Name the parameters that require a gradient but got none in backward."""
     return [
         name
-        for name, one in model.named_parameters()
-        if one.requires_grad and one.grad is None
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
     ]
 
 
@@ -396,7 +396,7 @@ def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
     told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     if told:
         every = model.module.named_parameters()
-        trained = [name for name, one in every if one.requires_grad]
+        trained = [name for name, parameter in every if parameter.requires_grad]
         names = [trained[int(number)] for number in told[1].split()]
     raise ConfigError(
         "strategy",

@@ -143,7 +143,7 @@ def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str
         if torch.equal(_bytes(ours), _bytes(theirs)):
             continue
         spread = max(
-            (_distance(one.state[name], theirs) for one in repeats), default=0.0
+            (_distance(repeat.state[name], theirs) for repeat in repeats), default=0.0
         )
         if not _distance(ours, theirs) <= _SPREADS * spread:
             return name
@@ -154,8 +154,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).abs().max())
 
 
 class CudaCapture:

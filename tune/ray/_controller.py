@@ -112,7 +112,10 @@ class LaneWorker(RayTrainWorker):
         # Where a function calls Ray, its process joins this cluster.
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         ray_context = get_train_context()
-        own = {one.name: getattr(ray_context, one.name) for one in fields(TrainContext)}
+        own = {
+            taken.name: getattr(ray_context, taken.name)
+            for taken in fields(TrainContext)
+        }
         own["report_order_condition"] = (
             threading.Condition()
         )  # Ray's are of the process, and end with the first trial
@@ -206,7 +209,7 @@ def shape_of(
         int(num_workers),
         tuple(sorted(scaling._resources_per_worker_not_none.items())),
         scaling.placement_strategy,
-        tuple(tuple(sorted(one.items())) for one in labels or []),
+        tuple(tuple(sorted(label.items())) for label in labels or []),
         json.dumps(
             dict(WorkerGroup._get_worker_runtime_env(runtime_env or {})), sort_keys=True
         ),
@@ -332,7 +335,7 @@ class LaneGroup(WorkerGroup):
     def _clear_state(self) -> None:
         status = self._latest_poll_status
         runs = status is None or any(
-            one.running for one in status.worker_statuses.values()
+            worker.running for worker in status.worker_statuses.values()
         )
         super()._clear_state()  # type: ignore[no-untyped-call]
         self._give_back(stop=runs)
