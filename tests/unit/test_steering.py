@@ -21,6 +21,7 @@ from tune.forks.assignment import Assignment
 from tune.lanes._mailbox import Mailbox
 from tune.lanes.queue import new_ticket
 from tune.report.answer import answer
+from tune.report.table import columns
 from tune.search.ray_search import reward
 from tune.search.space import grid
 from tune.sweeps.spec import is_complete
@@ -201,6 +202,10 @@ def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
     assert "is open" not in answer(config, [*runs, clone, again]).text, (
         "its clone tells"
     )
+    wider = record(runs[2].config | {"ema.decay": 0.9}, [0.5], purpose="clone")
+    cells = columns(config, [*runs, wider])[2].cells.values()
+    assert [*cells] == ["", "", "", "", "0.9"]
+    assert "null" not in answer(config, [*runs, wider]).text
     assert math.isnan(reward(config.objective, runs[1]))
     assert reward(config.objective, again) == 0.9
 

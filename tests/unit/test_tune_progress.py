@@ -33,6 +33,7 @@ class Parts:
             orphan=SimpleNamespace(remote=self.orphans.append),
             forget=SimpleNamespace(remote=self.forgotten.append),
             submit=SimpleNamespace(remote=lambda assignment: assignment.ticket),
+            submit_ahead=SimpleNamespace(remote=lambda assignment: None),
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
@@ -121,6 +122,23 @@ def test_a_clone_or_repeat_is_recorded_once_it_has_ended(
     assert parts.forgotten == [name, ticket]
     assert progress.extras == {}
     assert [line for line in caplog.messages if line.startswith(said)]
+
+
+def test_a_hurried_trial_is_recorded_and_told_before_tune_starts_it(parts, caplog):
+    config = {"precision": "bf16"}
+    parts.progress.hurry(config)
+    [name] = parts.progress.extras
+    running = {"running": {0: {"trial": name, "started": 1.0, "metrics": {}}}}
+    [live] = parts.progress._live({"lanes": [0], **running}).running
+    assert live.config == config
+    parts.heard = [Event(outcome={"status": "done"})]
+    parts.trial.config = config
+    with caplog.at_level("INFO"):
+        assert parts.progress.has_ended(name)
+        parts.complete()
+    [record] = parts.journal.records()
+    assert record.config == config
+    assert len(caplog.messages) == 1
 
 
 def test_what_cannot_be_written_ends_the_sweep(parts, monkeypatch):

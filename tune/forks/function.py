@@ -202,6 +202,10 @@ def run_function(
         return {"status": "stopped"}
     except (Exception, SystemExit) as error:
         return _raised(error, place.rank)
+    except BaseException as error:  # a launcher would take it for a SIGINT
+        words = f"the function raised {type(error).__name__}"
+        raised = RuntimeError(words).with_traceback(error.__traceback__)
+        return _raised(raised, place.rank)
     finally:
         _leave_group()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
