@@ -2,6 +2,7 @@
 nothing.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,10 @@ from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.queue import Event
 from tune.sweeps._progress import Progress
+from tune.sweeps._run import Steered
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, make_record, trial_id
+from tune.trials.steering import Action
 
 TRIAL = {"global_batch_size": 32, "precision": "fp32"}
 NAME = trial_id(TRIAL)
@@ -139,6 +142,17 @@ def test_a_hurried_trial_is_recorded_and_told_before_tune_starts_it(parts, caplo
     [record] = parts.journal.records()
     assert record.config == config
     assert len(caplog.messages) == 1
+
+
+def test_a_clone_of_an_earlier_start_counts(parts, caplog):
+    clone = TrialRecord(trial_id(TRIAL, "clone"), TRIAL, "done", 0.5, 1.0)
+    parts.journal.append(replace(clone, purpose="clone"))
+    steered = Steered(SimpleNamespace(storage=parts.storage), None, parts.progress)
+    steered._begin(clone.id, Action("clone", NAME, TRIAL))
+    parts.heard = [Event(ROW)]
+    with caplog.at_level("INFO"):
+        parts.complete()
+    assert caplog.messages[0].startswith("trial 2/2")
 
 
 def test_what_cannot_be_written_ends_the_sweep(parts, monkeypatch):

@@ -444,6 +444,11 @@ class Progress(tune.Callback):
         if not was_known:
             self.say_end(record)
 
+    def count_clone(self, record: TrialRecord) -> None:
+        """Count a clone of an earlier start."""
+        self._num_clones += 1
+        self._count(record)
+
     def _count(self, record: TrialRecord) -> None:
         """Count an ended trial by its status, and update the best one."""
         self._statuses[record.status] += 1

@@ -125,7 +125,9 @@ class Steered:
     def _begin(self, name: str, clone: Action) -> None:
         """Submit a clone, unless it has a record already."""
         self._begun.add(name)
-        if self._journal.find(name) is not None:
+        known = self._journal.find(name)
+        if known is not None:
+            self._progress.count_clone(known)
             return
         source = None
         states = self._spec.storage.child("states", clone.trial)
