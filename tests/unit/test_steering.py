@@ -261,13 +261,16 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, c
         (["clone", "ENDED", "optimizer.lr=-1"], "greater than 0"),
         (["clone", "ENDED", "scaling.num_workers=2"], "cannot vary inside a sweep"),
         (["clone", "ENDED", "optimiser.lr=1"], "did you mean `optimizer`"),
+        (["clone", "CLONE", "seed=3"], "has this clone already"),
     ],
 )
 def test_what_cannot_be_done_is_said_and_not_written(tmp_path, capsys, words, said):
     spec = begin(tmp_path)
     done, waits = grid(spec.config)
     Journal(spec.storage).append(record(done, NEVER))
-    ids = {"ENDED": trial_id(done), "WAITING": trial_id(waits)}
+    clone = record(done | {"seed": 3}, NEVER, purpose="clone")
+    Journal(spec.storage).append(clone)
+    ids = {"ENDED": trial_id(done), "WAITING": trial_id(waits), "CLONE": clone.id}
     assert main(["steer", spec.uri, *(ids.get(word, word) for word in words)]) == 2
     assert said in capsys.readouterr().err
     assert spec.storage.names("steering") == []
