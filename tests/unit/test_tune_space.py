@@ -44,7 +44,7 @@ def run_of(trial):
 
 
 def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allows():
-    space = {"seed": [0, 1], "precision": ["fp32", "bf16"]}
+    space = {"seed": [0, 1, 0], "precision": ["fp32", "bf16"]}
     trials = [
         {"seed": seed, "precision": precision}
         for seed in (0, 1)
