@@ -194,6 +194,13 @@ def test_only_a_budget_may_leave_trials_without_an_end(parts):
     assert (record.status, record.message) == ("stopped", "stopped by the budget")
 
 
+def test_a_clone_that_ended_in_the_budgets_last_second_is_recorded(parts):
+    name = parts.progress.add(TRIAL, "clone")
+    parts.heard = [Event(outcome={"status": "done"})]
+    parts.progress.record_rest(is_over_budget=True)
+    assert name in parts.progress.records
+
+
 def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target():
     whole = config(
         "val_accuracy", objective={"target": {"val_accuracy": 0.97}}

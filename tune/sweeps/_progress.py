@@ -592,6 +592,8 @@ class Progress(tune.Callback):
 
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that the budget cut off; raise if any other is missing."""
+        for name in list(self.extras):
+            self.has_ended(name)  # since the last look
         if self.failure is not None:
             raise self.failure
         known = {*self.records, *self.extras}
