@@ -68,6 +68,7 @@ POISON = {
     "start method": lambda: torch.multiprocessing.set_start_method("spawn", force=True),
     "exit": lambda: os._exit(0),
     "system exit": lambda: sys.exit(3),
+    "interrupt": lambda: signal.default_int_handler(signal.SIGINT, None),
     "abort": os.abort,
     "crash": lambda: ctypes.string_at(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.ray
 ENDED = {
     "exit": ("error", "exit code 0"),
     "system exit": ("error", "exit code 3"),
+    "interrupt": ("error", "KeyboardInterrupt was raised"),
     "abort": ("error", "SIGABRT"),
     "crash": ("error", "SIGSEGV"),
     "kill": ("error", "SIGKILL"),

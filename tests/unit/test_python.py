@@ -119,6 +119,10 @@ def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys):
             "train(): `task_args.x` holds a Tensor, which no file can",
         ),
         (
+            {**RUN, "task_args": {"x": 10**40}},
+            "train(): `task_args.x` holds a whole number of more than 40 digits, which",
+        ),
+        (
             {**RUN, "task": Path},
             'train(): `task` is "pathlib:Path", but is not a trainers.task.Task',
         ),

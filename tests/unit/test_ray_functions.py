@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import socket
 import sys
 import threading
 import types
@@ -20,6 +21,7 @@ from ray.tune.schedulers import (
 )
 
 import tests.unit.test_ray_functions
+from tune.forks.assignment import Place
 from tune.forks.client import Zygote
 from tune.forks.function import picklable
 from tune.forks.zygote import Preload
@@ -178,6 +180,19 @@ def test_a_driver_ends_with_what_it_raised_or_returned(driver, config, outcome):
         has_failed, found = parent.fork(target, packed, config).serve(None)
     assert has_failed is (outcome is not None)
     assert type(found) is outcome if has_failed else found == 4.5
+
+
+def test_an_interrupt_that_a_function_raises_fails_its_trial():
+    server = socket.create_server(("127.0.0.1", 0))
+    call = functools.partial(leaves, {"error": KeyboardInterrupt()})
+    place = Place(0, 1, 0, 1, 0, 0).meeting_at(*server.getsockname())
+    given = cloudpickle.dumps(call), place, [], "trial", None
+    with contextlib.closing(Zygote(uuid.uuid4().hex[:12], Preload())) as parent:
+        target = "tune.forks.function:run_function"
+        fork = parent.fork(target, *given, files=[server.fileno()])
+        found = fork.serve(types.SimpleNamespace(begins=lambda: None))
+    assert found["status"] == "error"
+    assert "KeyboardInterrupt was raised" in found["message"]
 
 
 class OfTwoWordsError(Exception):

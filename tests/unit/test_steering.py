@@ -21,6 +21,7 @@ from tune.forks.assignment import Assignment
 from tune.lanes._mailbox import Mailbox
 from tune.lanes.queue import new_ticket
 from tune.report.answer import answer
+from tune.report.table import columns
 from tune.search.ray_search import reward
 from tune.search.space import grid
 from tune.sweeps.spec import is_complete
@@ -201,6 +202,10 @@ def test_what_was_stopped_by_hand_is_unknown_and_a_clone_is_no_second_sample(
     assert "is open" not in answer(config, [*runs, clone, again]).text, (
         "its clone tells"
     )
+    wider = record(runs[2].config | {"ema.decay": 0.9}, [0.5], purpose="clone")
+    cells = columns(config, [*runs, wider])[2].cells.values()
+    assert [*cells] == ["", "", "", "", "0.9"]
+    assert "null" not in answer(config, [*runs, wider]).text
     assert math.isnan(reward(config.objective, runs[1]))
     assert reward(config.objective, again) == 0.9
 
@@ -256,13 +261,16 @@ def test_the_command_lists_trials_and_names_them_by_their_beginnings(tmp_path, c
         (["clone", "ENDED", "optimizer.lr=-1"], "greater than 0"),
         (["clone", "ENDED", "scaling.num_workers=2"], "cannot vary inside a sweep"),
         (["clone", "ENDED", "optimiser.lr=1"], "did you mean `optimizer`"),
+        (["clone", "CLONE", "seed=3"], "has this clone already"),
     ],
 )
 def test_what_cannot_be_done_is_said_and_not_written(tmp_path, capsys, words, said):
     spec = begin(tmp_path)
     done, waits = grid(spec.config)
     Journal(spec.storage).append(record(done, NEVER))
-    ids = {"ENDED": trial_id(done), "WAITING": trial_id(waits)}
+    clone = record(done | {"seed": 3}, NEVER, purpose="clone")
+    Journal(spec.storage).append(clone)
+    ids = {"ENDED": trial_id(done), "WAITING": trial_id(waits), "CLONE": clone.id}
     assert main(["steer", spec.uri, *(ids.get(word, word) for word in words)]) == 2
     assert said in capsys.readouterr().err
     assert spec.storage.names("steering") == []

@@ -264,6 +264,7 @@ def test_a_busy_machine_is_said():
     assert pressure(done()) is None
     assert pressure(busy) == pytest.approx(0.4)
     assert "waited for a processor (trials 40%" in answer(config(), busy).text
+    assert "`lanes: 1`" not in answer(config(lanes=1), busy).text
     failed = [replace(record, status="error") for record in busy]
     assert pressure(failed) is None
     assert not answer(config(), failed).doubts

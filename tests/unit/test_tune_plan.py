@@ -15,7 +15,7 @@ from tune.__main__ import main
 from tune.sweeps.plan import SweepPlan, lanes_for, make_plan, starts_at_once
 from tune.sweeps.spec import prepare, read_sweep
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord, trial_id
+from tune.trials.record import Spent, TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_plan"
 TRAIN = {
@@ -77,14 +77,16 @@ def plan(user, minutes=None, node=None, **sweep):
     )
 
 
-def finish(user, seconds, status="done"):
+def finish(user, seconds, status="done", purpose="trial", spent=None):
     """Trials of the sweep that have ended, after so many seconds each."""
     spec = read_sweep(str(user / "sweep.yaml"), {}, own_workers=False)
     prepare(spec, fresh=False)
     for number, time_s in enumerate(seconds):
         config = {"number": number, "status": status}
+        name = trial_id(config, purpose)
+        given = {"purpose": purpose, "spent": spent}
         Journal(spec.storage).append(
-            TrialRecord(trial_id(config), config, status, 1000.0, 1000.0 + time_s)
+            TrialRecord(name, config, status, 1000.0, 1000.0 + time_s, **given)
         )
 
 
@@ -167,10 +169,12 @@ def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_agai
     write(user, {}, {})
     finish(user, [100.0, 200.0, 300.0])
     finish(user, [5.0], "out_of_memory")  # ended early: no measure of a trial
+    waited = Spent(began=3700.0, starting_s=0.0, training_s=200.0, total_s=200.0)
+    finish(user, [3900.0], purpose="clone", spent=waited)
     found = plan(user)
     assert (found.trials, found.ended, found.trial_s) == (6, 4, 200.0)
     assert found.time_s == 2 * 200.0
-    assert "mean of 3 that ended" in "\n".join(found.lines)
+    assert "mean of 4 that ended" in "\n".join(found.lines)
     assert plan(user, minutes=10).trial_s == 600
 
 

@@ -2,6 +2,7 @@
 nothing.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,10 @@ from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.queue import Event
 from tune.sweeps._progress import Progress
+from tune.sweeps._run import Steered
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord, make_record, trial_id
+from tune.trials.steering import Action
 
 TRIAL = {"global_batch_size": 32, "precision": "fp32"}
 NAME = trial_id(TRIAL)
@@ -33,6 +36,7 @@ class Parts:
             orphan=SimpleNamespace(remote=self.orphans.append),
             forget=SimpleNamespace(remote=self.forgotten.append),
             submit=SimpleNamespace(remote=lambda assignment: assignment.ticket),
+            submit_ahead=SimpleNamespace(remote=lambda assignment: None),
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
@@ -123,6 +127,34 @@ def test_a_clone_or_repeat_is_recorded_once_it_has_ended(
     assert [line for line in caplog.messages if line.startswith(said)]
 
 
+def test_a_hurried_trial_is_recorded_and_told_before_tune_starts_it(parts, caplog):
+    config = {"precision": "bf16"}
+    parts.progress.hurry(config)
+    [name] = parts.progress.extras
+    running = {"running": {0: {"trial": name, "started": 1.0, "metrics": {}}}}
+    [live] = parts.progress._live({"lanes": [0], **running}).running
+    assert live.config == config
+    parts.heard = [Event(outcome={"status": "done"})]
+    parts.trial.config = config
+    with caplog.at_level("INFO"):
+        assert parts.progress.has_ended(name)
+        parts.complete()
+    [record] = parts.journal.records()
+    assert record.config == config
+    assert len(caplog.messages) == 1
+
+
+def test_a_clone_of_an_earlier_start_counts(parts, caplog):
+    clone = TrialRecord(trial_id(TRIAL, "clone"), TRIAL, "done", 0.5, 1.0)
+    parts.journal.append(replace(clone, purpose="clone"))
+    steered = Steered(SimpleNamespace(storage=parts.storage), None, parts.progress)
+    steered._begin(clone.id, Action("clone", NAME, TRIAL))
+    parts.heard = [Event(ROW)]
+    with caplog.at_level("INFO"):
+        parts.complete()
+    assert caplog.messages[0].startswith("trial 2/2")
+
+
 def test_what_cannot_be_written_ends_the_sweep(parts, monkeypatch):
     def full(*args):
         raise StorageError("could not write a.json: No space left on device")
@@ -160,6 +192,13 @@ def test_only_a_budget_may_leave_trials_without_an_end(parts):
     parts.progress.record_rest(is_over_budget=True)
     [record] = parts.journal.records()
     assert (record.status, record.message) == ("stopped", "stopped by the budget")
+
+
+def test_a_clone_that_ended_in_the_budgets_last_second_is_recorded(parts):
+    name = parts.progress.add(TRIAL, "clone")
+    parts.heard = [Event(outcome={"status": "done"})]
+    parts.progress.record_rest(is_over_budget=True)
+    assert name in parts.progress.records
 
 
 def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target():

@@ -199,6 +199,7 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(swe
         3.5,
     ]
     assert rows[1]["starting_s"] is None
+    assert summary_of(sweep)["trial_time_s"] == 3.5 + 2 * 10.5
     text = page(sweep)
     assert "3 to 4.31 s" in text
     assert "up to 4.02 s" in text

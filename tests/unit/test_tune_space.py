@@ -44,7 +44,7 @@ def run_of(trial):
 
 
 def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allows():
-    space = {"seed": [0, 1], "precision": ["fp32", "bf16"]}
+    space = {"seed": [0, 1, 0], "precision": ["fp32", "bf16"]}
     trials = [
         {"seed": seed, "precision": precision}
         for seed in (0, 1)
@@ -272,7 +272,7 @@ def test_asha_compares_evaluations_of_the_same_number_after_a_resume(losses, goe
     objective = sweep_config("val_loss").objective
     rows = [{"val_loss": 1.0}, {"val_loss": 0.1}]
     known = TrialRecord("known", {}, "done", 0.0, 1.0, curve=rows)
-    scheduler = AshaScheduler(objective, [known], None)
+    scheduler = AshaScheduler(objective, {"known": known}, None)
     ended, running = (types.SimpleNamespace(trial_id=name) for name in "ab")
     scheduler.on_trial_add(None, ended)
     scheduler.on_trial_add(None, running)

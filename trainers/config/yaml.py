@@ -25,7 +25,7 @@ of a scalar are one more.
 """
 DEEPEST = 64
 """Levels of mappings and lists in each other, through aliases as well."""
-_MOST_DIGITS = 40
+MOST_DIGITS = 40
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _YAML = "tag:yaml.org,2002:"
 
@@ -109,10 +109,10 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
     def construct_whole(self, node: yaml.ScalarNode) -> int:
         """An integer that any consumer can write out again."""
         value = math.inf
-        if len(node.value) <= 4 * _MOST_DIGITS:
+        if len(node.value) <= 4 * MOST_DIGITS:
             value = self.construct_yaml_int(node)
-        if not abs(value) < 10**_MOST_DIGITS:
-            rule = f"is a whole number of more than {_MOST_DIGITS} digits"
+        if not abs(value) < 10**MOST_DIGITS:
+            rule = f"is a whole number of more than {MOST_DIGITS} digits"
             _refuse(node, rule, "write a smaller number, or text")
         return int(value)
 

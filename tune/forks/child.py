@@ -95,6 +95,14 @@ def imported_libraries(before: set[str]) -> list[str]:
     return found
 
 
+def as_error(raised: BaseException) -> BaseException:
+    """Return what a trial raised; KeyboardInterrupt, which is no SIGINT here, by name."""
+    if isinstance(raised, Exception | SystemExit):
+        return raised
+    words = f"{type(raised).__name__} was raised"
+    return RuntimeError(words).with_traceback(raised.__traceback__)
+
+
 def become(files: Sequence[int]) -> None:
     """Run the work that is received over the channel, and exit; never return.
 

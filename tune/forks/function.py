@@ -29,7 +29,7 @@ from trainers.errors import first_line
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.internals import read_token_again
 from tune.forks.assignment import Place
-from tune.forks.child import Channel, TrialStopped, imported_libraries
+from tune.forks.child import Channel, TrialStopped, as_error, imported_libraries
 from tune.ray_internals import (
     PublicContext,
     TrainFnUtils,
@@ -200,8 +200,8 @@ def run_function(
         check_sendable(returned)
     except TrialStopped:
         return {"status": "stopped"}
-    except (Exception, SystemExit) as error:
-        return _raised(error, place.rank)
+    except BaseException as error:
+        return _raised(as_error(error), place.rank)
     finally:
         _leave_group()
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")

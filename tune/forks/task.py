@@ -32,7 +32,7 @@ from trainers.launch.spec import FunctionSpec, RunSpec, TrainJob, check_precisio
 from trainers.step.ceiling import next_smaller
 from tune.config import check_reported
 from tune.forks.assignment import Assignment, Place
-from tune.forks.child import Channel, imported_libraries
+from tune.forks.child import Channel, as_error, imported_libraries
 
 _NAMES = (
     "objective.metric",
@@ -148,8 +148,10 @@ def run_trial(
         if place.address:
             place.form_group(channel.files)
         result = job.execute(context)
-    except Exception as error:
-        return _failed(error, context)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        return _failed(as_error(error), context)
     total_s = time.monotonic() - clock
     if place.address:
         from trainers.devices.group import leave_group
@@ -173,7 +175,7 @@ def run_trial(
     }
 
 
-def _failed(error: Exception, context: RunContext) -> Tree:
+def _failed(error: BaseException, context: RunContext) -> Tree:
     """Return the outcome of a trial that was ended by an error."""
     if isinstance(error, PreemptedError):
         return {"status": error.status, "message": str(error)}

@@ -95,7 +95,7 @@ class FunctionContext(TrainContext):
             if isinstance(value, np.ndarray) and value.ndim == 0:
                 value = value[()]
             if isinstance(value, int | float | np.integer | np.floating | np.bool):
-                row[str(key)] = float(value)
+                row[str(key)] = _as_float(str(key), value)
         self.row = placed(row | {"train_time_s": time_s})
         if checkpoint is not None:
             self.storage_context._create_validation_file()
@@ -140,6 +140,14 @@ class FunctionContext(TrainContext):
         named = self.assignment.tree["train_func"]
         rule = f"calls `{call}`, which a sweep from a file does not have"
         return ConfigError("train_func", named, rule, fix)
+
+
+def _as_float(name: str, value: Any) -> float:
+    """Convert a reported number; raise ValueError if it is too large."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for a float") from None
 
 
 class FunctionTrial:

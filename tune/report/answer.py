@@ -268,7 +268,10 @@ def _busy(trials: Trials) -> Doubt | None:
         return None
     time = f"{', '.join(shares)} of their time"
     what = f"Work on the nodes waited for a processor ({time}): times are those of a busy machine"
-    return Doubt(what, "`lanes: 1`, or a machine without other work")
+    settled_by = "a machine without other work"
+    if trials.config.lanes != 1:
+        settled_by = f"`lanes: 1`, or {settled_by}"
+    return Doubt(what, settled_by)
 
 
 @dataclass(frozen=True)

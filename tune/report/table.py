@@ -200,7 +200,10 @@ def _settings(config: SweepConfig, records: Records) -> list[Column]:
     """Return the columns for a trial's keys, its purpose and its status."""
     found = []
     for key, label in Trials(config, records).labels.items():
-        cells = {record.id: shown(record.config.get(key)) for record in records}
+        cells = {}
+        for record in records:
+            is_set = key in record.config
+            cells[record.id] = shown(record.config[key]) if is_set else ""
         found.append(Column(label, False, cells))
     runs = {}
     statuses = {}

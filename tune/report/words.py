@@ -70,7 +70,9 @@ def in_words(labels: Mapping[str, str], record: TrialRecord) -> str:
     precision = ""
     rest = []
     for key, label in labels.items():
-        value = shown(record.config.get(key))
+        if key not in record.config:  # a clone has a key that this trial has not
+            continue
+        value = shown(record.config[key])
         if key in BATCH_KEYS:
             batch = f"batch {value}" + " a worker" * (key != "global_batch_size")
         elif key == "precision":

@@ -145,7 +145,7 @@ def summary(
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(wall_s, 3),
-        "trial_time_s": round(sum(ends) - sum(starts), 3),
+        "trial_time_s": round(sum(record.on_lane_s for record in records), 3),
         **totals,
         "environment": dict(environment),
     }

@@ -255,19 +255,12 @@ def _time_for_repeats_s(records: Records) -> float:
     """Return how long repeats may take, s: half of the search's time on its lanes."""
     search = [record for record in records if record.purpose != "repeat"]
     lanes = {record.lane for record in search}
-    search_s = sum(map(_cost_s, search)) / max(1, len(lanes))
+    search_s = sum(record.on_lane_s for record in search) / max(1, len(lanes))
     return max(_FREE_S, _SHARE * search_s)
 
 
-def _cost_s(record: TrialRecord) -> float:
-    """Return how long a trial held its lane, s."""
-    if record.spent is not None:
-        return record.spent.total_s
-    return max(0.0, record.end_time - record.start_time)
-
-
 def _mean_cost_s(records: Records) -> float:
-    return statistics.fmean(map(_cost_s, records))
+    return statistics.fmean(record.on_lane_s for record in records)
 
 
 def rivals(config: SweepConfig, records: Records) -> list[TrialRecord]:
@@ -331,7 +324,7 @@ def _standing(
     if not stands.runs_next:
         return stands
     num_racing = len({entrant for entrant, _ in stands.runs_next})
-    left_s = _time_for_repeats_s(records) - sum(map(_cost_s, ended))
+    left_s = _time_for_repeats_s(records) - sum(record.on_lane_s for record in ended)
     round_s = max(1e-9, num_racing * _mean_cost_s(ended or found))
     num_more = max(0, int(left_s / round_s))
     _, next_round = stands.runs_next[0]

@@ -180,22 +180,20 @@ def so_far(
 
 
 class AshaScheduler(AsyncHyperBandScheduler):
-    """ASHA by the evaluations of all trials, also of those of an earlier start."""
+    """ASHA by the evaluations of all trials, also of those that Tune did not see run."""
 
     def __init__(
         self,
         objective: Objective,
-        before: Sequence[TrialRecord],
+        records: Mapping[str, TrialRecord],
         usd_per_hour: float | None,
     ) -> None:
-        """`before` are the trials of an earlier start."""
+        """Take the records of all trials that have ended."""
         super().__init__(
             metric="objective", mode=objective.direction, max_t=_MOST_EVALUATIONS
         )
         self._objective = objective
-        self._before = {
-            record.id: record for record in before if not record.is_censored
-        }
+        self._records = records
         self._usd_per_hour = usd_per_hour
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -211,11 +209,11 @@ class AshaScheduler(AsyncHyperBandScheduler):
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: Tree) -> None:
         """Note a trial's end; called by Tune.
 
-        Of a trial that has ended earlier, Tune hears the end alone, as if it were the
-        first evaluation. Its evaluations are noted instead.
+        Of a trial that has ended before Tune starts it, Tune hears the end alone, as if
+        it were the first evaluation. Its evaluations are noted instead.
         """
-        record = self._before.get(result.get("trial", ""))
-        if record is None:
+        record = self._records.get(result.get("trial", ""))
+        if record is None or record.is_censored:
             super().on_trial_complete(tune_controller, trial, result)
             return
         for count in range(1, len(record.curve) + 1):

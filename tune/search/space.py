@@ -103,10 +103,15 @@ def next_trials(config: SweepConfig, scores: Mapping[str, Score]) -> list[Tree]:
 def _combinations(
     space: Space,
 ) -> Iterator[Tree]:
-    """Yield all combinations of a space's values, in order."""
+    """Yield all combinations of a space's values, in order, each once."""
     lists = map(sample_values, space.values())
+    known = set()
     for values in itertools.product(*lists):
-        yield dict(zip(space, values, strict=True))
+        trial = dict(zip(space, values, strict=True))
+        name = trial_id(trial)
+        if name not in known:
+            known.add(name)
+            yield trial
 
 
 def _next_steps(scores: Mapping[int, Score]) -> list[int]:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -232,12 +232,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Extra:
-    """A trial that the driver starts in addition to Tune's: a clone or a repeat."""
+    """A trial that the driver submits: a clone, a repeat, or one of Tune's, early."""
 
     config: Tree
     purpose: Purpose = "trial"
     seed: int | None = None
     ticket: str = ""
+    started: float = field(default_factory=time.time)
 
     @property
     def shown(self) -> Tree:
@@ -280,7 +281,9 @@ class Progress(tune.Callback):
         self.seen: dict[str, Tree] = {}
         """Configurations of the trials that have started, by ID."""
         self.extras: dict[str, Extra] = {}
-        """Clones and repeats that have not ended, by id."""
+        """What the driver has submitted and that has not ended, by ID; trials of Tune's
+        until Tune starts them.
+        """
         self.records: dict[str, TrialRecord] = {}
         """Records of all trials that have ended, as they were stored then."""
         self.steer: Callable[[], None] | None = None
@@ -288,10 +291,11 @@ class Progress(tune.Callback):
         self.reasons: dict[str, str] = {}
         """Why a scheduler has stopped trials, by Tune's IDs."""
         self._started: dict[str, float] = {}
+        # Trials of Tune's whose end was told before Tune heard of it.
+        self._told: set[str] = set()
+        self._num_clones = 0
         self._train = spec.train
         self._source = spec.source
-        self._ahead: set[str] = set()
-        """Trials that were submitted to the mailbox before Tune started them."""
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
         self._num_notes = 0
@@ -327,13 +331,19 @@ class Progress(tune.Callback):
         if self._started:
             return
         for trial in trials:
-            name = _name(trial)
-            if name not in self._ahead and self._journal.find(name) is None:
-                self._ahead.add(name)
-                config = unwrap(trial.config)
-                objective = self._config.objective
-                assignment = assignment_of(config, self._train, objective)
-                self._mailbox.submit_ahead.remote(assignment)
+            if self._journal.find(_name(trial)) is None:
+                self.hurry(unwrap(trial.config))
+
+    def hurry(self, config: Tree) -> None:
+        """Submit a trial of Tune's, unless it is submitted already.
+
+        Tune may start it much later, so the driver records its end.
+        """
+        assignment = assignment_of(config, self._train, self._config.objective)
+        name = assignment.trial
+        if name not in self._started and name not in self.extras:
+            self.extras[name] = Extra(config)
+            self._mailbox.submit_ahead.remote(assignment)
 
     def tick(self) -> None:
         """Do all regular work that is due by now.
@@ -402,7 +412,7 @@ class Progress(tune.Callback):
     @property
     def _total(self) -> int:
         """The number of trials known so far; an `around` search adds more."""
-        return max(self._plan.num_trials, len(self.seen))
+        return max(self._plan.num_trials, len(self.seen)) + self._num_clones
 
     def on_trial_start(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
@@ -412,12 +422,16 @@ class Progress(tune.Callback):
         name = _name(trial)
         self.seen[name] = unwrap(trial.config)
         self._started.setdefault(name, time.time())
+        self.extras.pop(name, None)
 
     def on_trial_complete(
         self, iteration: int, trials: list[Any], trial: Any, **info: Any
     ) -> None:
         """Record and report a trial that ended or was stopped; called by Tune."""
         name = _name(trial)
+        if name in self._told:
+            self._pace.trial_ended(was_known=False)
+            return
         with self._noting_failure():
             why = self.reasons.get(trial.trial_id, "stopped by the search")
             self._record(name, why)
@@ -429,6 +443,11 @@ class Progress(tune.Callback):
         self._count(record)
         if not was_known:
             self.say_end(record)
+
+    def count_clone(self, record: TrialRecord) -> None:
+        """Count a clone of an earlier start."""
+        self._num_clones += 1
+        self._count(record)
 
     def _count(self, record: TrialRecord) -> None:
         """Count an ended trial by its status, and update the best one."""
@@ -508,16 +527,14 @@ class Progress(tune.Callback):
         objective = self._config.objective
         assignment = assignment_of(config, self._train, objective, purpose, seed)
         name = assignment.trial
-        if purpose == "clone":
-            self.seen[name] = config
-        self._started[name] = time.time()
+        self._num_clones += purpose == "clone"
         assignment = replace(assignment, source=source)
         ticket = ray.get(self._mailbox.submit.remote(assignment))
         self.extras[name] = Extra(config, purpose, seed, ticket)
         return name
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a clone or repeat has ended; if so, record and report it."""
+        """Return whether one of `extras` has ended; if so, record and report it."""
         extra = self.extras.get(name)
         if extra is None:
             return True
@@ -530,7 +547,8 @@ class Progress(tune.Callback):
         self._mailbox.forget.remote(extra.ticket)
         record = self.records.get(name)
         if record is not None:
-            if extra.purpose == "clone":
+            if extra.purpose != "repeat":
+                self._told.add(name)
                 self._count(record)
             self.say_end(record)
         return True
@@ -560,11 +578,11 @@ class Progress(tune.Callback):
             return None
         extra = self.extras.get(name)
         if extra is None:
-            extra = Extra(self.seen[name])
+            extra = Extra(self.seen[name], started=self._started[name])
         return make_record(
             extra.config,
             self._config.objective,
-            self._started[name],
+            extra.started,
             reports,
             outcome or {"status": "stopped", "message": why_stopped},
             self._plan.lane_usd_per_hour,
@@ -574,6 +592,8 @@ class Progress(tune.Callback):
 
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that the budget cut off; raise if any other is missing."""
+        for name in list(self.extras):
+            self.has_ended(name)  # since the last look
         if self.failure is not None:
             raise self.failure
         known = {*self.records, *self.extras}

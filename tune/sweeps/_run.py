@@ -40,7 +40,7 @@ from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.search.space import open_trials
 from tune.sweeps._progress import Pace, Progress
-from tune.sweeps._trial import LaneTrial, assignment_of
+from tune.sweeps._trial import LaneTrial
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import Interrupted, SweepSpec, num_missing, save
 from tune.trials.journal import Journal
@@ -116,18 +116,18 @@ class Steered:
         before = self._steering
         self._steering = steering
         ray.get(self._mailbox.steer.remote(steering))
-        config = self._spec.config
-        for trial in open_trials(config, self._journal.records()):
+        for trial in open_trials(self._spec.config, self._journal.records()):
             name = trial_id(trial)
             if name in steering.first and name not in before.first:
-                assignment = assignment_of(trial, self._spec.train, config.objective)
-                ray.get(self._mailbox.submit_ahead.remote(assignment))
+                self._progress.hurry(trial)
         self.is_extended = self.is_extended or steering.extension != before.extension
 
     def _begin(self, name: str, clone: Action) -> None:
         """Submit a clone, unless it has a record already."""
         self._begun.add(name)
-        if self._journal.find(name) is not None:
+        known = self._journal.find(name)
+        if known is not None:
+            self._progress.count_clone(known)
             return
         source = None
         states = self._spec.storage.child("states", clone.trial)
@@ -351,8 +351,9 @@ class _Run:
         config = self._spec.config
         if config.scheduler == "asha":
             price = self._plan.lane_usd_per_hour
-            known = list(self._progress.records.values())
-            return ray_search.AshaScheduler(config.objective, known, price)
+            return ray_search.AshaScheduler(
+                config.objective, self._progress.records, price
+            )
         if config.ends_beaten:
             return ray_search.BeatenScheduler(
                 config.objective, self._progress.records, self._progress.reasons

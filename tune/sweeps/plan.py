@@ -359,16 +359,16 @@ def _trial_s(spec: SweepSpec, minutes: float | None) -> tuple[int, float | None,
         records = Journal(spec.storage).records()
     except StorageError as error:
         note = f"; {spec.uri} cannot be read: {first_line(error)}"
+    num_ended = sum(record.purpose == "trial" for record in records)
     if minutes is not None:
-        return len(records), minutes * 60, f"{duration(minutes * 60)} (given)"
-    finished = [record for record in records if record.finished]
-    times = [record.end_time - record.start_time for record in finished]
+        return num_ended, minutes * 60, f"{duration(minutes * 60)} (given)"
+    times = [record.on_lane_s for record in records if record.finished]
     if not times:
         why = "give --minutes_per_trial M: no trial of this sweep has ended yet"
-        return len(records), None, f"unknown ({why}{note})"
+        return num_ended, None, f"unknown ({why}{note})"
     mean_s = statistics.fmean(times)
     spread = ""
     if len(times) > 1:
         spread = f", {duration(min(times))} to {duration(max(times))}"
     words = f"{duration(mean_s)} (mean of {len(times)} that ended{spread})"
-    return len(records), mean_s, words
+    return num_ended, mean_s, words

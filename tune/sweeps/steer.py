@@ -260,9 +260,13 @@ def steer(
         return name
     changed = trials[name].config | plain(keys, "steer()", [])
     check_trial(spec.train, changed, spec.source)
+    clone = trial_id(changed, "clone")
+    if clone in trials:
+        rule = f"has this clone already: {clone}, {trials[clone].status}"
+        raise ConfigError("TRIAL", name, rule, "change a key, such as seed=1")
     goes_on = keys.keys() <= set(_LENGTHS)
     actions.add(Action("clone", name, changed, goes_on=goes_on))
-    return trial_id(changed, "clone")
+    return clone
 
 
 def steer_in_words(

@@ -100,7 +100,7 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
         rows[step] = Row(step, time_s, _without_position(point))
     last = int(max([record.metrics.get("step", 0.0), *rows]))
     values = dict(rows[last].values) if last in rows else {}
-    values["trial_time_s"] = record.end_time - record.start_time
+    values["trial_time_s"] = record.on_lane_s
     for name in _FIGURES:  # one that failed has none of them
         value = getattr(record, name)
         if value is not None:

@@ -190,6 +190,13 @@ class TrialRecord:
         return self.config.get("seed")
 
     @property
+    def on_lane_s(self) -> float:
+        """How long it held its lane, s; where that is unknown, also how long it waited."""
+        if self.spent is not None:
+            return self.spent.total_s
+        return max(0.0, self.end_time - self.start_time)
+
+    @property
     def missed_target_s(self) -> float | None:
         """Training time at the last evaluation before the one that met the target.
 
