@@ -256,6 +256,8 @@ class Shaped(Table):
         ({"loss": lambda error: error}, "Shaped.loss()"),
         ({"loss": lambda error: float(error.mean())}, "Shaped.loss()"),
         ({"loss": lambda error: None}, "Shaped.loss()"),
+        ({"loss": lambda error: error.mean() * 1j}, "Shaped.loss()"),
+        ({"metrics": lambda error: {"error": error[:, 0] * 1j}}, "metric error"),
         ({"loss": lambda error: error.mean().reshape(1)}, None),
         ({"weight": lambda rows: torch.ones(len(rows))}, "Shaped.weight()"),
         ({"weight": lambda rows: torch.ones(1) * len(rows)}, None),
