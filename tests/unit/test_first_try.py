@@ -260,6 +260,8 @@ class Shaped(Table):
         ({"metrics": lambda error: {"error": error[:, 0] * 1j}}, "metric error"),
         ({"loss": lambda error: error.mean().reshape(1)}, None),
         ({"weight": lambda rows: torch.ones(len(rows))}, "Shaped.weight()"),
+        ({"weight": lambda rows: None}, "Shaped.weight()"),
+        ({"weight": lambda rows: -1}, "Shaped.weight()"),
         ({"weight": lambda rows: torch.ones(1) * len(rows)}, None),
         ({"metrics": lambda error: {"mae": error.mean()}}, "metric mae"),
         ({"metrics": lambda error: {"mae": float(error.mean())}}, "metric mae"),
