@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -489,7 +489,12 @@ def predict(
         collections.deque(records(), maxlen=0)
 
 
-def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch:
+def _record(rows: Tensor, columns: Any, task: Task) -> pa.RecordBatch:
+    owner = f"{type(task).__name__}.predictions()"
+    if not isinstance(columns, Mapping):
+        rule = "must be a dict of tensors by column"
+        fix = 'return {"output": TENSOR}'
+        raise ConfigError(owner, type(columns).__name__, rule, fix)
     arrays = {_INDEX: pa.array(rows.numpy())}
     for name, value in columns.items():
         is_column = isinstance(value, Tensor) and value.shape[:1] == rows.shape
@@ -497,7 +502,7 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
             is_tensor = isinstance(value, Tensor)
             given = list(value.shape) if is_tensor else type(value).__name__
             wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
-            fix = f"choose what to write in {type(task).__name__}.predictions()"
+            fix = f"choose what to write in {owner}"
             rule = f"must be {wanted}, under another name than {_INDEX}"
             raise ConfigError(f"prediction {name}", given, rule, fix)
         values = value.detach()

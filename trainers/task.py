@@ -3,6 +3,7 @@
 It has a model, its data and its loss; everything else has a default.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, cast
 
@@ -228,12 +229,19 @@ def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
     """
     if type(task).weight is Task.weight:
         return torch.tensor(float(samples))
-    weight = torch.as_tensor(task.weight(batch))
-    if weight.numel() != 1:
-        rule = "must be one number, which the loss of the batch is a mean over"
+    given = task.weight(batch)
+    weight = torch.empty(0) if given is None else torch.as_tensor(given)
+    is_number = weight.numel() == 1 and not weight.is_complex()
+    # On a GPU it is not looked at, as the step would wait for it.
+    if is_number and weight.is_cpu:
+        is_number = 0 <= float(weight) < math.inf
+    if not is_number:
+        rule = (
+            "must be one number from 0 on, which the loss of the batch is a mean over"
+        )
         raise ConfigError(
             f"{type(task).__name__}.weight()",
-            list(weight.shape),
+            list(weight.shape) if weight.numel() > 1 else str(given),
             rule,
             "add them up: `.sum()`",
         )

@@ -6,10 +6,11 @@ import time
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
 from tests.distributed.processes import run_processes
 from trainers.devices import peers
-from trainers.devices.group import Group
+from trainers.devices.group import Group, join_group, leave_group
 from trainers.errors import ConfigError
 from trainers.storage import Storage
 
@@ -61,3 +62,18 @@ def test_what_ranks_must_have_in_common(tmp_path):
     assert len({words for words, *_ in other}) == 1
     assert "`torch of rank 1 on" in other[0][0]
     assert "must be 2.15.0 as on the other ranks" in other[0][0]
+
+
+def again(rank, world_size, place):
+    """Join a group twice in a store that stays; this rank's sum in the second."""
+    store = dist.FileStore(place, world_size)
+    for number in range(2):
+        leave_group(failed=False)
+        time.sleep(number * (1 - rank))
+        join_group("gloo", store, rank, world_size, 0)
+    return Group(rank, world_size, torch.device("cpu")).sum(torch.ones(())).item()
+
+
+def test_two_runs_of_one_torchrun(tmp_path):
+    place = str(tmp_path / "agent")
+    assert run_processes(2, again, tmp_path, place) == [2.0, 2.0]

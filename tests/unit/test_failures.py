@@ -2,10 +2,15 @@
 failure beyond it.
 """
 
+import sys
+
 import pytest
 
+from tests.specs import make
+from tests.tasks import Blobs
 from trainers.config.sections import FailureConfig
 from trainers.errors import RunFailedError
+from trainers.launch.local import run_local
 from trainers.on_ray.worker_group import FailurePolicy, as_failure
 from trainers.storage import Storage
 
@@ -108,3 +113,13 @@ def test_of_a_dead_worker_and_a_broken_collective_the_death_is_the_cause(tmp_pat
 
 def failure(status, smaller=False):
     return RunFailedError(status, "of rank 0", 1.0, smaller=smaller)
+
+
+class Leaves(Blobs):
+    def loss(self, outputs, batch):
+        sys.exit()
+
+
+def test_a_task_that_leaves_the_process_has_failed(tmp_path):
+    with pytest.raises(RuntimeError, match="left by SystemExit"):
+        run_local(make(tmp_path, task=f"{__name__}:Leaves"))

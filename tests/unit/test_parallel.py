@@ -2,13 +2,15 @@
 without a process group.
 """
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
 from trainers.devices.group import Group
+from trainers.errors import ConfigError
 from trainers.model.sharding import shard_units
-from trainers.model.strategy import wrap_model
+from trainers.model.strategy import place_model, wrap_model
 
 
 class Block(nn.Module):
@@ -84,3 +86,16 @@ def test_dp_takes_all_gpus_of_its_process(monkeypatch):
     assert isinstance(wrapped, DataParallel)
     assert wrapped.module is model
     assert seen["ids"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.ParameterList([torch.ones(())]),
+        nn.ParameterList([torch.ones(1, dtype=torch.complex64)]),
+        nn.Embedding(2, 2, sparse=True),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(model):
+    with pytest.raises(ConfigError, match="shards nothing"):
+        place_model(model, Group(0, 2, torch.device("cpu")), "fsdp")

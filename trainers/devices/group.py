@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import GroupMember
+from torch.distributed.distributed_c10d import GroupMember, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # of the largest value: ranks on unlike processors round otherwise, and drift by far
@@ -235,9 +236,15 @@ def join_group(
     """
     if "nccl" in backend:
         torch.cuda.set_device(device_index)
-    met = {"init_method" if isinstance(place, str) else "store": place}
+    store = place
+    if isinstance(place, str):
+        store, *_ = next(rendezvous(place, rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+    # A store that outlives a group, as torchrun's, holds its ranks' addresses.
+    number = store.add(f"joined/{rank}", 1)
+    store = PrefixStore(str(number), store)
     dist.init_process_group(
-        backend, rank=rank, world_size=world_size, timeout=timeout, **met
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 

@@ -176,7 +176,14 @@ class TrainJob(Job[RunResult]):
                 import torch._dynamo  # noqa: F401 (every optimizer imports it)
 
                 from trainers.loop.fit import fit
-            return fit(self.load_task(context), self.config, context)
+            try:
+                return fit(self.load_task(context), self.config, context)
+            except SystemExit as error:
+                if type(error) is not SystemExit:  # a lane's, which stops a trial
+                    raise
+                # The command would end with its code, which may be 0.
+                failure = RuntimeError(f"the task has left by {error!r}")
+                raise failure.with_traceback(error.__traceback__) from None
 
 
 def torchrun_world_size() -> int | None:

@@ -166,6 +166,7 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     """
     if strategy != "fsdp" or group.world_size == 1:
         return model.to(group.device)
+    _check_shardable(model)
     from torch.distributed.device_mesh import init_device_mesh  # 0.4 s, for fsdp alone
     from torch.distributed.fsdp import fully_shard
 
@@ -180,6 +181,19 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     # wants.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return model
+
+
+def _check_shardable(model: nn.Module) -> None:
+    """Raise ConfigError for a parameter that FSDP2 cannot shard."""
+    sparse = {m.weight for m in model.modules() if getattr(m, "sparse", False)}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0 or parameter.is_complex() or parameter in sparse:
+            raise ConfigError(
+                "strategy",
+                "fsdp",
+                f"shards nothing that is a scalar, complex or has sparse gradients, as `{name}`",
+                "set `strategy: ddp`, or make it a dense, real tensor of one dimension or more",
+            )
 
 
 def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:

@@ -409,11 +409,12 @@ class MetricStates:
         for name, value in values.items():
             if isinstance(value, Tensor):
                 tensors[name] = value
-                if value.shape[:1] != (samples,) or value.numel() != samples:
+                one_each = value.shape[:1] == (samples,) and value.numel() == samples
+                if value.is_complex() or not one_each:
                     raise ConfigError(
                         f"metric {name}",
                         list(value.shape),
-                        f"must be one value a sample, a tensor of shape [{samples}]",
+                        f"must be one real value a sample, a tensor of shape [{samples}]",
                         f"return them unreduced from {task}.metrics()",
                     )
                 continue

@@ -124,12 +124,12 @@ class ForwardPass:
 
         Raises ConfigError if it is not a tensor of one number.
         """
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
             return loss if loss.ndim == 0 else loss.reshape(())
         raise ConfigError(
             f"{type(self.task).__name__}.{self.said}",
             shape_of(loss),
-            "must be a tensor of one number, the mean over the batch's weight",
+            "must be a tensor of one real number, the mean over the batch's weight",
             "reduce it, as by `.mean()`",
         )
 
