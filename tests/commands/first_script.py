@@ -34,6 +34,7 @@ def train(config):
 
 
 def driver(config):
+    assert ray.get(ray.put(config)) == config
     TorchTrainer(
         train,
         train_loop_config=config,

@@ -71,6 +71,7 @@ class Reports:
 
 def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     """Call a pickled driver; return whether it failed, and its result or exception."""
+    from trainers.on_ray.internals import read_token_again
     from tune.forks.function import (
         as_new_process,
         check_sendable,
@@ -79,6 +80,7 @@ def run_driver(channel: Channel, driver: bytes, config: Tree) -> Any:
     )
 
     as_new_process([])
+    read_token_again()  # the process that this was forked from may be older than Ray's
     session = DriverSession(channel)
     set_session(session)
     try:
