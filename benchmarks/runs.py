@@ -34,7 +34,6 @@ from trainers.config.model import build, override
 from trainers.config.yaml import parse_mapping
 from trainers.launch.local import LocalContext
 from trainers.launch.user_code import load_task
-from trainers.loop._checkpointing import AGREE_EVERY_STEPS
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.result import RunResult
@@ -124,15 +123,6 @@ class Measured:
         """By the loop's own clock: steps after warm-up."""
         assert self.result.throughput is not None
         return self.result.throughput.samples_per_s
-
-    @property
-    def wall_samples_per_s(self) -> float:
-        """Samples/s by a clock on the wall, from the first look to the last.
-
-        Whatever the loop does between steps is in it.
-        """
-        steps = (len(self.looks) - 1) * AGREE_EVERY_STEPS
-        return steps * self.result.global_batch_size / (self.looks[-1] - self.looks[0])
 
 
 class Runs:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -141,6 +142,15 @@ def lab_of(num_hosts: int) -> Iterator[Lab]:
     assert lab.processes() == []
     assert not lab.directory.exists()
     assert outside() == before
+
+
+def logged_steps(run: Path) -> list[int]:
+    """The steps in a run's log, in the order of its files."""
+    files = sorted((run / "log").glob("*.jsonl"))
+    records = [
+        json.loads(line) for file in files for line in file.read_text().splitlines()
+    ]
+    return [record["step"] for record in records if "train_loss" in record]
 
 
 def address_of(name: str) -> str:

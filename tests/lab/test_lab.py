@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.lab.hosts import REPOSITORY, address_of, lab_of
+from tests.lab.hosts import REPOSITORY, address_of, lab_of, logged_steps
 from tests.lab.on_premises import DASHBOARD, HEAD, OnPremises
 from tests.waits import until
 
@@ -322,14 +322,7 @@ def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster, elastic):
     assert (
         run / "checkpoints" / f"step-{int(stopped[1]):012}" / "manifest.json"
     ).exists()
-    lines = [
-        line
-        for file in sorted((run / "log").glob("*.jsonl"))
-        for line in file.read_text().splitlines()
-    ]
-    steps = [
-        record["step"] for record in map(json.loads, lines) if "train_loss" in record
-    ]
+    steps = logged_steps(run)
     assert steps == sorted(set(steps)), "no step is in the log twice"
 
 

@@ -2,14 +2,13 @@
 requeued, and gone on with.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.lab.hosts import CONTROL, REPOSITORY, address_of, lab_of
+from tests.lab.hosts import CONTROL, REPOSITORY, address_of, lab_of, logged_steps
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -204,14 +203,7 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm):
     assert re.findall(r"resumed at step (\d+) ", log) == [str(kept)], log[-6000:]
     assert 0 < kept < 500
     run = slurm.lab.shared / "paceline" / "own"
-    lines = [
-        line
-        for file in sorted((run / "log").glob("*.jsonl"))
-        for line in file.read_text().splitlines()
-    ]
-    steps = [
-        record["step"] for record in map(json.loads, lines) if "train_loss" in record
-    ]
+    steps = logged_steps(run)
     assert steps == list(range(1, 501)), "each step once, in both tries together"
     assert {
         ip for ip, rank in re.findall(r"\(ip=([\d.]+), pid=\d+\) world_rank=(\d)", log)

@@ -44,6 +44,14 @@ def rows(curve):
     ]
 
 
+def named(trials, records):
+    """The record of each trial, by its name."""
+    return {
+        name: next(r for r in records if r.config["task_args"] == args)
+        for name, args in trials.items()
+    }
+
+
 @pytest.mark.full
 def test_what_goes_wrong_stays_in_its_trial(tmp_path, driver):
     trials = {
@@ -72,10 +80,7 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path, driver):
             {"failure": {"hang_timeout_s": 10.0}},
         )
     )
-    by_name = {
-        name: next(r for r in records if r.config["task_args"] == args)
-        for name, args in trials.items()
-    }
+    by_name = named(trials, records)
 
     assert {name: record.status for name, record in by_name.items()} == {
         "first": "done",
@@ -148,10 +153,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path, driver):
         4  # two groups, not four, until no microbatch is left that could fit
     )
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
-    by_name = {
-        name: next(r for r in records if r.config["task_args"] == args)
-        for name, args in trials.items()
-    }
+    by_name = named(trials, records)
     assert {name: record.status for name, record in by_name.items()} == {
         "healthy": "done",
         "killed always": "error",
