@@ -135,7 +135,7 @@ class _Tab:
     page.
     """
 
-    def __init__(self, socket: Any, page: Page, address: str) -> None:
+    def __init__(self, socket: Any, page: Page, address: str):
         self.page = page
         self._socket = socket
         self._address = address
@@ -163,7 +163,7 @@ class _Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    async def note(self, name: str, expressions: Sequence[str]) -> None:
+    async def note(self, name: str, expressions: Sequence[str]):
         """Take down the values of expressions, and a picture."""
         for expression in expressions:
             self.page.found[f"{name}: {expression}"] = await self.value(expression)
@@ -172,14 +172,14 @@ class _Tab:
         )
         self.page.pictures[name] = base64.b64decode(picture["data"])
 
-    async def open(self) -> None:
+    async def open(self):
         """Load the page, to its end."""
         self._loaded = False
         await self.call("Page.navigate", url=self._address)
         while not self._loaded:
             self._note(await self._socket.receive_json())
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _note(self, message: dict[str, Any]):
         params = message.get("params", {})
         match message.get("method"):
             case "Page.loadEventFired":
@@ -196,7 +196,7 @@ class _Tab:
                 self.page.said.append(str(params["entry"]))
 
 
-def main(report: str, directory: str) -> None:
+def main(report: str, directory: str):
     """Write the pictures, in few colours: small files."""
     from PIL import Image
 

@@ -133,6 +133,8 @@ to start, and no setting changes that.
 def command():
     """Run a command of the environment's Python; `ray_address` joins a cluster.
 
+    An argument that begins with a dash may be several, as in "-m tune --quiet".
+
     With `forked`, `-m module` runs in a process that has torch imported already:
     seconds less, all else is the same.
     """
@@ -147,6 +149,11 @@ def command():
         program=(sys.executable,),
         forked=False,
     ):
+        args = [
+            part
+            for argument in map(str, args)
+            for part in (argument.split() if argument[:1] == "-" else [argument])
+        ]
         # What this process has from its own imports and fixtures is not what a user
         # has.
         own = ("RAY_ADDRESS", "PACELINE_STORAGE", "RAY_AIR_NEW_OUTPUT", "TUNE_")

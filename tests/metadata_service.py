@@ -83,7 +83,7 @@ class Machine:
 
 
 class _Server(ThreadingHTTPServer):
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any):
         """Say nothing of clients that did not want to wait."""
 
 
@@ -95,7 +95,7 @@ def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine
     machine = Machine()
 
     class Handler(BaseHTTPRequestHandler):
-        def _serve(self) -> None:
+        def _serve(self):
             machine.asked.append(f"{self.command} {self.path}")
             if machine.faults:
                 machine.faults.pop(0)(self)
@@ -104,7 +104,7 @@ def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine
 
         do_GET = do_PUT = _serve  # noqa: N815 (the names are http.server's)
 
-        def log_message(self, *args: object) -> None:
+        def log_message(self, *args: object):
             """Write nothing."""
 
     server = _Server(("127.0.0.1", 0), Handler, bind_and_activate=listening is None)
@@ -122,7 +122,7 @@ def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine
         thread.join()
 
 
-def respond(handler: BaseHTTPRequestHandler, status: int, text: str) -> None:
+def respond(handler: BaseHTTPRequestHandler, status: int, text: str):
     """Send an answer."""
     handler.send_response(status)
     handler.send_header("Content-Length", str(len(text)))
@@ -130,11 +130,11 @@ def respond(handler: BaseHTTPRequestHandler, status: int, text: str) -> None:
     handler.wfile.write(text.encode())
 
 
-def hang(handler: BaseHTTPRequestHandler) -> None:
+def hang(handler: BaseHTTPRequestHandler):
     """Answer nothing until the client goes away."""
     handler.connection.recv(1)
 
 
-def hang_up(handler: BaseHTTPRequestHandler) -> None:
+def hang_up(handler: BaseHTTPRequestHandler):
     """Promise more than is sent."""
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{")

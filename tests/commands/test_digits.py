@@ -20,9 +20,7 @@ SWEEP = "examples/digits/sweep.yaml"
 def test_train_yaml_reaches_97_percent(tmp_path, command):
     # From another directory, by the local launcher.
     train = str(REPOSITORY / "examples/digits/train.yaml")
-    done = command(
-        "-m", "trainers", train, "--launcher", "local", cwd=tmp_path, forked=True
-    )
+    done = command("-m trainers", train, "--launcher local", cwd=tmp_path, forked=True)
     assert done.code == 0, done.err
     result = json.loads((tmp_path / "results/digits/result.json").read_text())
     assert result["metrics"]["val_accuracy"] >= 0.97
@@ -61,7 +59,7 @@ def test_interrupted_and_resumed_sweep(tmp_path, command):
         for path in (tmp_path / "digits-sweep/trials").iterdir()
     }
     assert 2 <= len(kept) < 8
-    done = command("-m", "tune", "resume", str(tmp_path / "digits-sweep"))
+    done = command("-m tune resume", str(tmp_path / "digits-sweep"))
     assert done.code == 0, done.err
     trials = {
         path.name: path.stat().st_mtime_ns
@@ -71,8 +69,7 @@ def test_interrupted_and_resumed_sweep(tmp_path, command):
     assert kept.items() <= trials.items(), "no finished trial was run again"
     check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
     again = command(
-        "-m",
-        "tune",
+        "-m tune",
         SWEEP,
         "--storage_path",
         str(tmp_path),
@@ -123,11 +120,9 @@ def check_answer(sweep, done, command, tmp_path):
         assert best["time_to_target_s"] == frame["time_to_target_s"].min()
 
     trained = command(
-        "-m",
-        "trainers",
+        "-m trainers",
         str(sweep / "best.yaml"),
-        "--launcher",
-        "local",
+        "--launcher local",
         cwd=tmp_path,
         forked=True,
     )

@@ -106,6 +106,6 @@ def test_what_torch_has_to_say(changes, words, tmp_path, command):
     file.write_text(
         dump_yaml({**BASE, "storage_path": str(tmp_path / "runs"), **changes})
     )
-    done = command("-m", "trainers", str(file), forked=True)
+    done = command("-m trainers", str(file), forked=True)
     check(done.code, done.out, done.err, [str(file), words])
     assert not (tmp_path / "runs").exists(), "nothing was written"

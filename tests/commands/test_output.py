@@ -165,7 +165,7 @@ def test_interrupted_it_leaves_the_terminal_in_order(tmp_path):
 
 def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path, command):
     done = command(
-        "-m", "trainers", write(tmp_path), forked=True, env={"FORCE_COLOR": "1"}
+        "-m trainers", write(tmp_path), forked=True, env={"FORCE_COLOR": "1"}
     )
     assert done.code == 0, done.err
     assert "\x1b" not in done.out + done.err
@@ -175,15 +175,13 @@ def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path, comman
 
 def test_quiet_says_the_result_in_a_line(tmp_path, command):
     file = write(tmp_path, task="tests.tasks:Blobs")
-    done = command("-m", "trainers", file, "--quiet", forked=True)
+    done = command("-m trainers", file, "--quiet", forked=True)
     assert done.code == 0, done.err
     (line,) = done.out.splitlines()
     assert line.startswith("done: 60 steps")
     assert "val_loss" in line
     assert done.err == ""
-    failed = command(
-        "-m", "trainers", file, "--quiet", "--fresh", "--seed", "-1", forked=True
-    )
+    failed = command("-m trainers", file, "--quiet --fresh --seed -1", forked=True)
     assert (failed.code, failed.out, len(failed.err.splitlines())) == (2, "", 1)
 
 
@@ -200,7 +198,7 @@ def records_of(done):
 
 def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
     file = write(tmp_path, launcher="spawn", scaling={"num_workers": 2})
-    done = command("-m", "trainers", file, "--json", forked=True)
+    done = command("-m trainers", file, "--json", forked=True)
     assert done.code == 0, done.err
     first, *between, last = records_of(done)
     assert (first["record"], first["total_steps"], first["step"]) == ("start", 60, 0)
@@ -227,9 +225,7 @@ def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
     assert "own words at step 20" in done.err
     assert "step 60/60" in done.err
     evaluated = command(
-        "-m",
-        "trainers",
-        "evaluate",
+        "-m trainers evaluate",
         str(tmp_path / "runs" / "run"),
         "--json",
         forked=True,
@@ -243,8 +239,7 @@ def test_json_is_all_that_comes_on_standard_output(tmp_path, command):
 
 def test_a_failure_is_a_record_too(tmp_path, command):
     done = command(
-        "-m",
-        "trainers",
+        "-m trainers",
         write(tmp_path, task_args={"fails": True}),
         "--json",
         forked=True,

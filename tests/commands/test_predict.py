@@ -20,8 +20,8 @@ def digits(tmp_path_factory, command):
     directory = tmp_path_factory.mktemp("digits")
     train = str(REPOSITORY / "examples/digits/train.yaml")
     # fmt: off
-    done = command("-m", "trainers", train, "--launcher", "local", "--epochs", "2", "--storage_path", str(directory),
-                   "--evaluate.microbatch_size", "20", forked=True)
+    done = command("-m trainers", train, "--launcher local --epochs 2 --storage_path", str(directory),
+                   "--evaluate.microbatch_size 20", forked=True)
     # fmt: on
     assert done.code == 0, done.err
     return directory / "digits"
@@ -29,7 +29,7 @@ def digits(tmp_path_factory, command):
 
 def said(command, *args):
     """What `python -m trainers ARGS` prints."""
-    done = command("-m", "trainers", *args, forked=True)
+    done = command("-m trainers", *args, forked=True)
     assert done.code == 0, done.err
     return done.out
 

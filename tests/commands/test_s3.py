@@ -199,7 +199,7 @@ def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place, tmp_path, command
     with killed("-m", "tune", str(file), once=lambda: len(sweep.names("trials")) >= 2):
         finished = texts()
         before = ran.read_text().split()
-    done = command("-m", "tune", "resume", noisy.uri)
+    done = command("-m tune resume", noisy.uri)
     assert done.code == 0, done.out + done.err
     records = Journal(sweep).records()
     assert {record.config["seed"] for record in records} == set(range(TRIALS)), (

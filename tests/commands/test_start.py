@@ -20,8 +20,7 @@ raise SystemExit(code)
 def test_a_local_run_imports_nothing_heavy_but_torch(tmp_path, command):
     # fmt: off
     done = command(
-        "-c", SAY, str(tmp_path / "modules"), "examples/your_model/train.yaml", "--max_steps", "1", "--device", "cpu",
-        "--storage_path", str(tmp_path / "runs"), "--launcher", "local",
+        "-c", SAY, str(tmp_path / "modules"), "examples/your_model/train.yaml", "--max_steps 1 --device cpu --storage_path", str(tmp_path / "runs"), "--launcher local",
     )
     # fmt: on
     assert done.code == 0, done.err

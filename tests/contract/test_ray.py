@@ -124,7 +124,7 @@ def test_a_sweep(tmp_path, command):
         "--storage_path",
         str(tmp_path),
     ]
-    done = command("-m", "tune", "examples/digits/sweep.yaml", *options)
+    done = command("-m tune examples/digits/sweep.yaml", *options)
     assert done.code == 0, done.err[-3000:]
     rows = pq.read_table(tmp_path / "digits-sweep" / "results.parquet").to_pylist()
     trials = [row for row in rows if row["purpose"] == "trial"]
@@ -144,7 +144,7 @@ def test_a_training_on_ray(tmp_path, command):
         "--storage_path",
         str(tmp_path),
     ]
-    done = command("-m", "trainers", "examples/digits/train.yaml", *options)
+    done = command("-m trainers examples/digits/train.yaml", *options)
     assert done.code == 0, done.err[-3000:]
     assert (
         json.loads((tmp_path / "digits" / "result.json").read_text())["status"]
@@ -155,5 +155,5 @@ def test_a_training_on_ray(tmp_path, command):
 @pytest.mark.campaign
 @pytest.mark.parametrize("how", ["ours-first", "no-init"])
 def test_a_sweep_by_the_drop_in(how, command):
-    done = command("-m", "tests.commands.first_script", how)
+    done = command("-m tests.commands.first_script", how)
     assert "DOUBLES [2, 4] []" in done.out, done.err[-3000:]

@@ -75,7 +75,7 @@ class Found:
         return False
 
 
-def install() -> None:
+def install():
     """Read the plan, if there is one, and see to it that modules are patched as they
     are imported.
     """
@@ -118,7 +118,7 @@ def event(name: str, number: int | None = None) -> str:
     return ""
 
 
-def record(step: int, rank: int, indices: list[int]) -> None:
+def record(step: int, rank: int, indices: list[int]):
     """Write down which samples a rank trains in a step."""
     if _directory is not None:
         line = {
@@ -132,7 +132,7 @@ def record(step: int, rank: int, indices: list[int]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def note_rank(rank: int) -> None:
+def note_rank(rank: int):
     """Note that this process trains as that rank."""
     if _directory is not None:
         (_directory / f"rank-{rank}").write_text(str(os.getpid()))
@@ -242,7 +242,7 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def _wait_for_second_start() -> None:
+def _wait_for_second_start():
     """A run that is started a second time is under way as long as that takes; the
     second one does not wait.
     """
@@ -302,7 +302,7 @@ def _fire(index: int, fault: dict[str, Any]) -> str | None:
     return str(act)
 
 
-def _send(index: int, fault: dict[str, Any]) -> None:
+def _send(index: int, fault: dict[str, Any]):
     """Send a signal to a live process of the role; without one nothing has landed."""
     assert _directory is not None
     target, (name, *rest) = _find(fault), fault["detail"].split()
@@ -371,13 +371,13 @@ def _claim(index: int, pid: int, role: str, command: str = "") -> bool:
     return True
 
 
-def _write_new(path: Path, text: str) -> None:
+def _write_new(path: Path, text: str):
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     os.write(descriptor, text.encode())
     os.close(descriptor)
 
 
-def _fill(ballast: Path) -> None:
+def _fill(ballast: Path):
     """Write until the small filesystem has no byte left."""
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
@@ -386,13 +386,13 @@ def _fill(ballast: Path) -> None:
                     file.write(b"\0" * size)
 
 
-def _count_steps(module: Any) -> None:
+def _count_steps(module: Any):
     """Every training step tells its task that it begins; passes that are thrown away do
     not.
     """
     original = module.TrainStep.__call__
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+    def counted(self: Any, *args: Any, **kwargs: Any):
         task = self.forward.task
         if not hasattr(task, "begin_step"):
             return original(self, *args, **kwargs)
@@ -405,7 +405,7 @@ def _count_steps(module: Any) -> None:
     module.TrainStep.__call__ = counted
 
 
-def _watch_storage(module: Any) -> None:
+def _watch_storage(module: Any):
     """Count the operations of storage: "storage" before each, and before what was
     written is renamed.
     """
@@ -415,7 +415,7 @@ def _watch_storage(module: Any) -> None:
         )
     fsync = os.fsync
 
-    def watched(descriptor: int) -> None:
+    def watched(descriptor: int):
         if sys._getframe(1).f_globals.get("__name__") == "trainers.storage" and (
             error := _storage_fault("fsync")
         ):
@@ -474,7 +474,7 @@ def _storage_fault(name: str) -> OSError | None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Patches modules once they have been executed."""
 
-    def __init__(self, patches: dict[str, Callable[[Any], None]]) -> None:
+    def __init__(self, patches: dict[str, Callable[[Any], None]]):
         self._patches = patches
 
     def find_spec(
@@ -490,7 +490,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         execute = found.loader.exec_module
 
-        def patched(module: Any) -> None:
+        def patched(module: Any):
             execute(module)
             patch(module)
 

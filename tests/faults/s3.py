@@ -101,7 +101,7 @@ def of_case(directory: Path, faults: Sequence[Fault]) -> Callable[[str, str], st
     return spoils
 
 
-def fetch(uri: str, directory: Path) -> None:
+def fetch(uri: str, directory: Path):
     """Copy the run from the bucket to where the oracle looks."""
     from pyarrow import fs
 
@@ -117,7 +117,7 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any):
         """Say nothing of clients that were killed, or did not want to wait."""
 
     def __init__(
@@ -125,7 +125,7 @@ class Proxy(ThreadingHTTPServer):
         server: tuple[str, int],
         spoils: Callable[[str, str], str],
         bytes_per_s: float,
-    ) -> None:
+    ):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.backend = server
         self.bytes_per_s = bytes_per_s
@@ -181,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
 
-    def _pass_on(self) -> None:
+    def _pass_on(self):
         spoiled = self.server.fault(self.command, self.path)
         if spoiled == "cut request":
             self.rfile.read(min(16, int(self.headers.get("Content-Length") or 0)))
@@ -203,5 +203,5 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815 (the base class calls them)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (its name in the base class)
+    def log_message(self, format: str, *args: Any):  # noqa: A002 (its name in the base class)
         """Say nothing."""

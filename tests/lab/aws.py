@@ -48,7 +48,7 @@ class Ec2(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, backend: tuple[str, int], listening: socket.socket) -> None:
+    def __init__(self, backend: tuple[str, int], listening: socket.socket):
         """`listening`: a socket of another network than this process's."""
         super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=False)
         self.socket.close()
@@ -90,7 +90,7 @@ class Ec2(ThreadingHTTPServer):
         """The actions that somebody needs, each once."""
         return Counter(action for caller, action in self.calls if caller == who)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any):
         """Say nothing of clients whose host was switched off."""
 
 
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Ec2
     protocol_version = "HTTP/1.1"
 
-    def _pass_on(self) -> None:
+    def _pass_on(self):
         body = read_body(self)
         credential = re.search(
             r"Credential=(\w+)/\w+/[\w-]+/(\w+)/", self.headers.get("Authorization", "")
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815 (the names are http.server's)
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args: object):
         """Write nothing."""
 
 
@@ -216,7 +216,7 @@ def aws(listening: socket.socket) -> Iterator[Ec2]:
 class Instances:
     """A host for each instance that runs; follows what EC2 starts and ends."""
 
-    def __init__(self, lab: Lab, ec2: Ec2, endpoint: str) -> None:
+    def __init__(self, lab: Lab, ec2: Ec2, endpoint: str):
         self.lab = lab
         self.ec2 = ec2
         self.hosts = {}
@@ -230,11 +230,11 @@ class Instances:
         # the request.
         self._keeper = ThreadPoolExecutor(max_workers=1)
 
-    def follow(self) -> None:
+    def follow(self):
         """Switch on and off what is to be."""
         self._keeper.submit(self._follow).result()
 
-    def close(self) -> None:
+    def close(self):
         """End the metadata services; hosts end with the lab."""
         for service in self._services.values():
             service.close()
@@ -250,7 +250,7 @@ class Instances:
             for found in running
         }
 
-    def notify(self, instance: str, notice_s: float) -> None:
+    def notify(self, instance: str, notice_s: float):
         """Say that an instance will be taken back."""
         until = (datetime.now(UTC) + timedelta(seconds=notice_s)).replace(microsecond=0)
         self.machines[instance].action = {
@@ -258,7 +258,7 @@ class Instances:
             "time": until.isoformat().replace("+00:00", "Z"),
         }
 
-    def take_back(self, instance: str) -> None:
+    def take_back(self, instance: str):
         """End an instance when its notice says, as EC2 does by itself."""
         notice = self.machines[instance].action
         until = datetime.fromisoformat(notice["time"])
@@ -266,7 +266,7 @@ class Instances:
         self.ec2.client("ec2").terminate_instances(InstanceIds=[instance])
         self.follow()
 
-    def _follow(self) -> None:
+    def _follow(self):
         for instance in self.ec2.instances():
             name = instance["InstanceId"]
             runs = instance["State"]["Name"] == "running"
@@ -277,7 +277,7 @@ class Instances:
                 self._services.pop(name).close()
                 del self.machines[name]
 
-    def _switch_on(self, instance: dict[str, Any]) -> None:
+    def _switch_on(self, instance: dict[str, Any]):
         self._count += 1
         host = f"e{self._count}"
         name = instance["InstanceId"]
@@ -366,7 +366,7 @@ class OnAws(RayUp):
     `laptop`.
     """
 
-    def __init__(self, instances: Instances) -> None:
+    def __init__(self, instances: Instances):
         keys = {
             "AWS_ACCESS_KEY_ID": "laptop",
             "AWS_SECRET_ACCESS_KEY": "secret",

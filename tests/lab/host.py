@@ -22,12 +22,12 @@ again.
 SHARED = "/srv/nfs"
 
 
-def run(*command: str) -> None:
+def run(*command: str):
     """One command, which must succeed."""
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
-def bind(source: str, target: str) -> None:
+def bind(source: str, target: str):
     """Show a directory at a second place."""
     Path(target).mkdir(parents=True, exist_ok=True)
     run("mount", "--rbind", source, target)
@@ -35,7 +35,7 @@ def bind(source: str, target: str) -> None:
 
 def set_up(
     directory: str, name: str, addresses: list[str], gateway: str, visible: list[str]
-) -> None:
+):
     """Files, then the network: the bridge's other end appears a moment after this
     process.
     """
@@ -79,7 +79,7 @@ def is_gateway(addresses: list[str], gateway: str) -> bool:
     return addresses[0].startswith(f"{gateway}/")
 
 
-def main() -> None:
+def main():
     """Set up, say so, and live until killed."""
     directory, name, assigned, gateway, *visible = sys.argv[1:]
     addresses = assigned.split(",")

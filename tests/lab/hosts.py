@@ -191,7 +191,7 @@ class Site:
 class Lab:
     """The hosts, from `with` until its end."""
 
-    def __init__(self, num_hosts: int) -> None:
+    def __init__(self, num_hosts: int):
         self.names = [f"h{index}" for index in range(num_hosts)]
         self.directory = Path()
         self._sites = {name: Site(address_of(name)) for name in (CONTROL, *self.names)}
@@ -219,10 +219,10 @@ class Lab:
         kind: type[BaseException] | None,
         error: BaseException | None,
         at: TracebackType | None,
-    ) -> None:
+    ):
         self.close()
 
-    def close(self) -> None:
+    def close(self):
         """Switch everything off, and delete its files."""
         for name in (*self.names, CONTROL):
             if name in self._outer:
@@ -240,7 +240,7 @@ class Lab:
         """A host's /root, as this process sees it."""
         return self.directory / name / "root"
 
-    def add(self, name: str, site: Site, key: str, login: str) -> None:
+    def add(self, name: str, site: Site, key: str, login: str):
         """Switch another host on: with one public key, and a login of root's, as cloud
         images have them.
         """
@@ -260,7 +260,7 @@ class Lab:
             self._ip(CONTROL, "route", "replace", f"{other}/32", "dev", "eth0")
         self.start(name)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str):
         """Switch a host off for ever."""
         self.power_cut(name)
         self.names.remove(name)
@@ -272,7 +272,7 @@ class Lab:
         """The hosts by their own addresses."""
         return {self._sites[name].address: name for name in self.names}
 
-    def answer_to(self, address: str) -> None:
+    def answer_to(self, address: str):
         """Give `ctl` one more address (ADDRESS/PREFIX): the gateway of a network of
         hosts that are added.
         """
@@ -296,7 +296,7 @@ class Lab:
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(make).result()
 
-    def start(self, name: str) -> None:
+    def start(self, name: str):
         """Switch a host on, with the files that it had; nothing happens to one that is
         on.
         """
@@ -351,17 +351,17 @@ class Lab:
             self.heal(name)
         until((directory / "run" / "ready").exists, said, every_s=0.02)
 
-    def power_cut(self, name: str) -> None:
+    def power_cut(self, name: str):
         """Switch a host off at once: no process and no packet of it leaves a word."""
         # The link would go with the last process, which may take a while.
         self._ip(CONTROL, "link", "delete", f"v{name}")
         self._kill(name)
 
-    def partition(self, name: str) -> None:
+    def partition(self, name: str):
         """Pull a host's cable; what runs on it goes on."""
         self._ip(CONTROL, "link", "set", f"v{name}", "down")
 
-    def heal(self, name: str) -> None:
+    def heal(self, name: str):
         """Plug the cable in."""
         self._ip(CONTROL, "link", "set", f"v{name}", "up")
 
@@ -445,23 +445,23 @@ class Lab:
             *assignments,
         ]
 
-    def _ip(self, name: str, *arguments: str) -> None:
+    def _ip(self, name: str, *arguments: str):
         subprocess.run(
             ["nsenter", f"--target={self._inits[name]}", "--net", "ip", *arguments],
             check=True,
         )
 
-    def _kill(self, name: str) -> None:
+    def _kill(self, name: str):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._inits.pop(name, self._outer[name].pid), signal.SIGKILL)
         self._outer.pop(name).wait()
 
-    def _keygen(self, file: Path) -> None:
+    def _keygen(self, file: Path):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True
         )
 
-    def _prepare(self, name: str) -> None:
+    def _prepare(self, name: str):
         """A host's files, before it is switched on for the first time."""
         directory = self.directory / name
         ssh = directory / "root" / ".ssh"

@@ -72,7 +72,7 @@ class RayUp:
     the repository.
     """
 
-    def __init__(self, lab: Lab, file: str, **settings: str) -> None:
+    def __init__(self, lab: Lab, file: str, **settings: str):
         """`file` is the cluster file on `ctl`; `settings` are environment variables of
         every command.
         """
@@ -123,7 +123,7 @@ class RayUp:
         self._hang_up()
         return printed
 
-    def _hang_up(self) -> None:
+    def _hang_up(self):
         if self._tunnel is not None:
             self._tunnel.terminate()
             self._tunnel.wait()
@@ -185,7 +185,7 @@ class RayUp:
         """What a job has printed."""
         return str(self.get(f"/api/jobs/{job_id}/logs")["logs"])
 
-    def stop(self, job_id: str) -> None:
+    def stop(self, job_id: str):
         """`ray job stop`, which waits for the job's end."""
         self.type("ray", "job", "stop", "--address", DASHBOARD, job_id)
 
@@ -212,7 +212,7 @@ class RayUp:
 class OnPremises(RayUp):
     """The cluster of cluster/onprem.yaml."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab):
         super().__init__(lab, FILE)
         tree = derived(lab.names[1:])
         (lab.home(CONTROL) / Path(FILE).name).write_text(

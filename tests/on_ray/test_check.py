@@ -23,7 +23,7 @@ def second_node(cluster, driver):
 @pytest.mark.campaign  # the lab examines three hosts
 def test_two_nodes_are_examined(tmp_path, cluster, second_node, command):
     options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
-    done = command("-m", "cluster", "check", *options, ray_address=cluster.address)
+    done = command("-m cluster check", *options, ray_address=cluster.address)
     report = json.loads(done.out)
     errors = [
         found["field"] for found in report["findings"] if found["level"] == "error"
@@ -42,14 +42,7 @@ def test_two_nodes_are_examined(tmp_path, cluster, second_node, command):
 
 def test_more_workers_than_there_are_is_an_error(cluster, second_node, command):
     done = command(
-        "-m",
-        "cluster",
-        "check",
-        "--workers",
-        "5",
-        "--wait-s",
-        "0",
-        "--quick",
+        "-m cluster check --workers 5 --wait-s 0 --quick",
         ray_address=cluster.address,
     )
     assert done.code == 1

@@ -13,8 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.full]
 def ours(command, cluster, tmp_path_factory):
     """What the script's sweeps gave."""
     done = command(
-        "-m",
-        "tests.on_ray.drop_in",
+        "-m tests.on_ray.drop_in",
         str(tmp_path_factory.mktemp("ours")),
         ray_address=cluster.address,
     )

@@ -21,10 +21,8 @@ def jobs_of(cluster, directory):
 def test_as_a_ray_job(cluster, tmp_path, command):
     # fmt: off
     done = command(
-        "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", "--",
-        "python", "-m", "tune", "examples/digits/sweep.yaml", "--storage_path", str(tmp_path),
-        "--space.global_batch_size", "[64, 128]", "--space.precision", "[fp32]",
-        "--train.epochs", "4", "--objective.target", "{val_accuracy: 0.9}",
+        "job", "submit", "--address", cluster.dashboard, "--working-dir . -- python -m tune examples/digits/sweep.yaml --storage_path", str(tmp_path),
+        "--space.global_batch_size", "[64, 128]", "--space.precision [fp32] --train.epochs 4 --objective.target", "{val_accuracy: 0.9}",
         program=(str(Path(sys.executable).parent / "ray"),),
     )
     # fmt: on

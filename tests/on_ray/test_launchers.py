@@ -41,8 +41,7 @@ def test_launchers_agree(tmp_path, command, driver):
     )
     torchrun = str(Path(sys.executable).parent / "torchrun")
     # fmt: off
-    done = command("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-                   "-m", "trainers", str(file), program=(torchrun,))
+    done = command("--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 -m trainers", str(file), program=(torchrun,))
     # fmt: on
     assert done.code == 0, done.err
     assert (

@@ -30,7 +30,7 @@ def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path, cluster):
 def test_a_run_on_ray_tells_in_json(tmp_path, command, cluster):
     file = write(tmp_path, **TWO)
     done = command(
-        "-m", "trainers", file, "--json", ray_address=cluster.address, forked=True
+        "-m trainers", file, "--json", ray_address=cluster.address, forked=True
     )
     assert done.code == 0, done.err
     found = records_of(done)
@@ -59,8 +59,7 @@ def test_a_sweep_tells_in_json(tmp_path, command, cluster):
     }
     (tmp_path / "sweep.yaml").write_text(dump_yaml(tree))
     swept = command(
-        "-m",
-        "tune",
+        "-m tune",
         str(tmp_path / "sweep.yaml"),
         "--json",
         ray_address=cluster.address,
@@ -72,9 +71,7 @@ def test_a_sweep_tells_in_json(tmp_path, command, cluster):
     assert {one["config"]["global_batch_size"] for one in trials} == {12, 24}
     assert (result["status"], result["trials"]) == ("done", {"done": 2})
     quiet = command(
-        "-m",
-        "tune",
-        "report",
+        "-m tune report",
         str(tmp_path / "sweep"),
         "--quiet",
         ray_address=cluster.address,

@@ -73,6 +73,11 @@ def everywhere(old, new):
     return lambda tree: [replace(field, old, new)(tree) for field in (HEAD, WORKER)]
 
 
+def at(name, field, value, level):
+    """A change of a field, which is what the finding names."""
+    return name, put(field, value), level, field
+
+
 # The file, the change, and the level and field of what is found.
 FOUND = {
     "token_off": (
@@ -142,11 +147,8 @@ FOUND = {
         "warning",
         "setup_commands",
     ),
-    "ray_older_in_a_type": (
-        "aws",
-        put(f"{SPOT}.worker_setup_commands", ["pip install ray==2.1.0"]),
-        "error",
-        f"{SPOT}.worker_setup_commands",
+    "ray_older_in_a_type": at(
+        "aws", f"{SPOT}.worker_setup_commands", ["pip install ray==2.1.0"], "error"
     ),
     "constraints_stay_at_home": (
         "aws",
@@ -160,30 +162,10 @@ FOUND = {
         "error",
         "docker.image",
     ),
-    "more_gpus": (
-        "azure",
-        put(f"{SPOT}.resources.GPU", 4),
-        "error",
-        f"{SPOT}.resources.GPU",
-    ),
-    "more_cpus": (
-        "azure",
-        put(f"{SPOT}.resources.CPU", 32),
-        "error",
-        f"{SPOT}.resources.CPU",
-    ),
-    "idle_gpus": (
-        "aws",
-        put(f"{SPOT}.resources.GPU", 0),
-        "warning",
-        f"{SPOT}.resources.GPU",
-    ),
-    "head_works": (
-        "gcp",
-        put(f"{TYPES}.head.resources.CPU", 8),
-        "warning",
-        f"{TYPES}.head.resources.CPU",
-    ),
+    "more_gpus": at("azure", f"{SPOT}.resources.GPU", 4, "error"),
+    "more_cpus": at("azure", f"{SPOT}.resources.CPU", 32, "error"),
+    "idle_gpus": at("aws", f"{SPOT}.resources.GPU", 0, "warning"),
+    "head_works": at("gcp", f"{TYPES}.head.resources.CPU", 8, "warning"),
     "gpu_that_cannot_start": (
         "gcp",
         drop(f"{SPOT}.node_config.scheduling"),
@@ -196,17 +178,9 @@ FOUND = {
         "warning",
         f"{SPOT}.node_config.IamInstanceProfile",
     ),
-    "misspelt_field": (
-        "azure",
-        put(f"{SPOT}.node_config.azure_arm_tag", {}),
-        "warning",
-        f"{SPOT}.node_config.azure_arm_tag",
-    ),
-    "misspelt_size": (
-        "aws",
-        put(f"{SPOT}.node_config.InstanceType", "g5.2xlrge"),
-        "warning",
-        f"{SPOT}.node_config.InstanceType",
+    "misspelt_field": at("azure", f"{SPOT}.node_config.azure_arm_tag", {}, "warning"),
+    "misspelt_size": at(
+        "aws", f"{SPOT}.node_config.InstanceType", "g5.2xlrge", "warning"
     ),
     "no_identity": ("azure", drop("provider.msi_name"), "warning", "provider.msi_name"),
     "no_storage": (
@@ -281,18 +255,10 @@ FOUND = {
         "warning",
         "provider.type",
     ),
-    "head_is_a_worker": (
-        "onprem",
-        put("provider.worker_ips", ["192.168.0.10", "192.168.0.11"]),
-        "error",
-        "provider.worker_ips",
+    "head_is_a_worker": at(
+        "onprem", "provider.worker_ips", ["192.168.0.10", "192.168.0.11"], "error"
     ),
-    "loopback": (
-        "onprem",
-        put("provider.head_ip", "127.0.0.1"),
-        "error",
-        "provider.head_ip",
-    ),
+    "loopback": at("onprem", "provider.head_ip", "127.0.0.1", "error"),
 }
 
 

@@ -153,8 +153,7 @@ def test_neither_ray_nor_the_task_is_needed(spec, tmp_path, command):
         script,
         "export",
         spec.uri,
-        "--out",
-        "m.safetensors",
+        "--out m.safetensors",
         cwd=tmp_path,
         program=(sys.executable,),
     )

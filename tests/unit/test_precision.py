@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.specs import make
 from trainers.errors import ConfigError
+from trainers.launch.local import run_local
 from trainers.model.precision import TABLE, apply_matmul, resolve_precision
 
 CPU = torch.device("cpu")
@@ -146,3 +148,9 @@ def test_channels_last_by_itself_is_for_convolutions_on_cuda(wanted, device, exp
     assert spec.with_layout(wanted, Mixed(), where).channels_last is expected
     assert not spec.with_layout(wanted, nn.Linear(4, 4), where).channels_last
     assert not spec.with_layout(False, Mixed(), where).channels_last
+
+
+def test_float64_is_left_as_it_is_which_is_said(tmp_path):
+    spec = make(tmp_path, precision="bf16", task_args={"dtype": "float64"})
+    [said] = run_local(spec).warnings
+    assert "leaves float64 as it is" in said

@@ -134,26 +134,34 @@ def test_a_value_is_marked_where_the_model_refuses_it(dotted):
             assert found == [], value
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_valid"),
-    [
-        ("{}", True),
-        ("lr_scaling: {rule: sde, base_batch_size: 32}", True),
-        ("optimizer: {name: adamw, lr: '1e-3'}", False),
-        ("optimizer: {name: adamw}", False),
-        ("optimizer: {lr: 0}", False),
-        ("{epochs: 1, max_steps: 5}", False),
-        ("batch_size_per_worker: 4", False),
-        ("evaluate: {every_steps: 5, every_epochs: 1}", False),
-        ("scaling: {num_workers: [1, 4]}", True),
-        ("scaling: {num_workers: '4'}", False),
-        ("batch_schedule: [{until: 5, size: 3}]", False),
-        ("task_args: {anything: [1, {goes: true}]}", True),
-        ("tracking: [mlflow, {tracker: wandb, project: p}]", True),
-        ("task: no colon", False),
-        ("train_func: m:f", False),
+def each(table):
+    return [(valid, row) for valid, rows in table.items() for row in rows]
+
+
+RUNS = {
+    True: [
+        "{}",
+        "lr_scaling: {rule: sde, base_batch_size: 32}",
+        "scaling: {num_workers: [1, 4]}",
+        "task_args: {anything: [1, {goes: true}]}",
+        "tracking: [mlflow, {tracker: wandb, project: p}]",
     ],
-)  # fmt: skip
+    False: [
+        "optimizer: {name: adamw, lr: '1e-3'}",
+        "optimizer: {name: adamw}",
+        "optimizer: {lr: 0}",
+        "{epochs: 1, max_steps: 5}",
+        "batch_size_per_worker: 4",
+        "evaluate: {every_steps: 5, every_epochs: 1}",
+        "scaling: {num_workers: '4'}",
+        "batch_schedule: [{until: 5, size: 3}]",
+        "task: no colon",
+        "train_func: m:f",
+    ],
+}
+
+
+@pytest.mark.parametrize(("is_valid", "changes"), each(RUNS))
 def test_a_run_by_its_schema(changes, is_valid):
     tree = RUN | parse_mapping(changes, "f")
     assert (not errors("trainers", tree)) is is_valid
@@ -162,31 +170,35 @@ def test_a_run_by_its_schema(changes, is_valid):
             build(TrainConfig, tree, "f")
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_valid"),
-    [
-        ("train: train.yaml", True),
-        ("{train: {task: t:T}, space: {optimizer.lr: around, global_batch_size: [8]}}", True),
-        ("{train: {train_func: m:f}, space: {train_loop_config.lr: [1]}}", True),
-        ("train: {train_func: m:f, epochs: 1}", False),
-        ("train: {tusk: t:T}", False),
-        ("space: {optimizer.lr: {around: 0.01}}", True),
-        ("space: {optimizer.lr: arround}", False),
-        ("space: {optimizer.lr: {loguniform: [0.0001, 0.01]}}", True),
-        ("space: {optimizer.lr: {loguniform: [0.0001]}}", False),
-        ("space: {optimizer.lr: {lognormal: [0.0001, 1]}}", False),
-        ("space: {optimizer.lr: [0.1, '0.2']}", False),
-        ("space: {precision: [fp32, bf17]}", False),
-        ("space: {task_args.width: [1, 2]}", True),
-        ("space: {global_batch_size: 32}", False),
-        ("space: {global_batch_size: []}", False),
-        ("space: {}", False),
-        ("objective: {metric: time_to_target, target: {val_accuracy: 0.9}}", True),
-        ("objective: {metrics: val_loss}", False),
-        ("search: bayes", False),
-        ("budget: {trials: 0}", False),
+SWEEPS = {
+    True: [
+        "train: train.yaml",
+        "{train: {task: t:T}, space: {optimizer.lr: around, global_batch_size: [8]}}",
+        "{train: {train_func: m:f}, space: {train_loop_config.lr: [1]}}",
+        "space: {optimizer.lr: {around: 0.01}}",
+        "space: {optimizer.lr: {loguniform: [0.0001, 0.01]}}",
+        "space: {task_args.width: [1, 2]}",
+        "objective: {metric: time_to_target, target: {val_accuracy: 0.9}}",
     ],
-)  # fmt: skip
+    False: [
+        "train: {train_func: m:f, epochs: 1}",
+        "train: {tusk: t:T}",
+        "space: {optimizer.lr: arround}",
+        "space: {optimizer.lr: {loguniform: [0.0001]}}",
+        "space: {optimizer.lr: {lognormal: [0.0001, 1]}}",
+        "space: {optimizer.lr: [0.1, '0.2']}",
+        "space: {precision: [fp32, bf17]}",
+        "space: {global_batch_size: 32}",
+        "space: {global_batch_size: []}",
+        "space: {}",
+        "objective: {metrics: val_loss}",
+        "search: bayes",
+        "budget: {trials: 0}",
+    ],
+}
+
+
+@pytest.mark.parametrize(("is_valid", "changes"), each(SWEEPS))
 def test_a_sweep_by_its_schema(changes, is_valid):
     tree = SWEEP | parse_mapping(changes, "f")
     assert (not errors("tune", tree)) is is_valid

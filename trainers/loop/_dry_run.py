@@ -19,13 +19,14 @@ from trainers.checkpoint.validation import is_dense, plain_numbers, tensors_in
 from trainers.context import RunContext
 from trainers.data.sampler import StepSampler, check_apart
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, shorten
 from trainers.loop.data import tell_samples
 from trainers.model.sharding import is_shard, is_sharded, whole
 from trainers.model.strategy import Replicated, no_sync
 from trainers.step.ceiling import Ceiling
 from trainers.step.evaluation import check_evaluation
 from trainers.step.flops import count_flops
+from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import SAMPLES, Probe, check_loss, choose_microbatch
 from trainers.step.snapshot import CollectiveWatch, throwaway
 from trainers.step.train_step import Replica, Trained
@@ -164,6 +165,7 @@ def look_first(
         samples = tell_samples(train)
         held_back = tell_samples(val)
         found.append(check_apart(train, val))
+        found.append(_left_in_float64(forward))
         if val is not None and not is_sharded(model):
             context.enter("evaluation")
             found.append(check_evaluation(forward, val, at_once))
@@ -194,6 +196,17 @@ def _try_single(probe: Probe, row: Tensor) -> None:
     except ValueError as error:
         _refuse_single(error, "drop_last", False)
         raise
+
+
+def _left_in_float64(forward: ForwardPass) -> str | None:
+    """Name the parameters that a lower precision does not reach."""
+    spec = forward.spec
+    if spec.name == "fp32" or spec.parameters is not None:
+        return None
+    named = forward.model.named_parameters()
+    left = [name for name, weight in named if weight.dtype == torch.float64]
+    words = f"precision {spec.name} leaves float64 as it is, which these parameters are"
+    return f"{words}: {shorten(left)}" if left else None
 
 
 def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
