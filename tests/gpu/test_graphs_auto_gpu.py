@@ -9,6 +9,7 @@ import random
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 from tests.gpu.runs import CUDA, Images, curve, train
@@ -118,6 +119,18 @@ class Reads(Points):
         return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
 
 
+class Measures(Images):
+    """Evaluations that write into what the task holds."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(4)
+
+    def metrics(self, outputs, batch):
+        self.accuracy.to(outputs.device).update(outputs, batch[1])
+        return {"accuracy": self.accuracy}
+
+
 class Wide(Points):
     """A step holds 200 MB for a while."""
 
@@ -154,7 +167,8 @@ def test_steps_are_captured_and_proved(precision, tmp_path, monkeypatch):
     that of the plain steps.
     """
     options = {"precision": precision, "clip_grad_norm": 1.0, "max_steps": 120}
-    task = Images(samples=120)
+    options |= {"evaluate": {"every_steps": 15}}
+    task = Measures(samples=120)
     captured = train(CUDA, tmp_path / "captured", task, **OPTIONS | options)
     assert captured.cuda_graphs.startswith("captured: ")
     assert captured.cuda_graphs.endswith("proved after 100 replays")

@@ -327,8 +327,9 @@ class GraphedStep(TrainStep):
         if name is None:
             return False
         is_seldom = graph.replays - graph.changed_at >= _SELDOM
-        graph.changed_at = graph.replays
-        if not is_seldom and not self.asked:
+        if is_seldom:
+            graph.changed_at = graph.replays
+        elif not self.asked:
             self._give_up(
                 f"`{name}` changes between steps, and a replay does not see it"
             )

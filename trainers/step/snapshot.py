@@ -92,19 +92,21 @@ class Snapshot:
         self._device = device
         self._undo: list[Callable[[], None]] = []
         self._held: list[_Held] = []
-        self._held_beside: list[_Held] = []  # data, generators and schedulers
+        self._held_beside: list[_Held] = []  # data, generators, metrics and schedulers
         self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
         self._watched: dict[int, tuple[Tensor, int, str]] = {}
         self._copied_bytes = 0
         self._package = type(task).__module__.partition(".")[0]
         for tensor in kept:
             self.keep(tensor)
+        self._is_beside = False
         self._left = [
-            *((value, name) for name, value in others.items()),
-            (task, type(task).__name__),
+            *((value, name, False) for name, value in others.items()),
+            (task, type(task).__name__, False),
         ]
         while self._left:
-            self._take(*self._left.pop())
+            value, name, self._is_beside = self._left.pop()
+            self._take(value, name)
 
     def keep(self, tensor: Tensor) -> None:
         """Copy a tensor, whatever its size, so that `restore` puts its values back."""
@@ -142,7 +144,7 @@ class Snapshot:
         return _first_change([*self._held, *self._held_beside])
 
     def changed_for_step(self) -> str | None:
-        """As `changed`, but leave out random generators, data and schedulers.
+        """As `changed`, but leave out random generators, data, metrics and schedulers.
 
         They change between steps, which read batches and learning rates alone.
         """
@@ -158,7 +160,8 @@ class Snapshot:
     ) -> dict[Any, Any]:
         """Return what `read` gives now, and remember it for `changed`."""
         before = read()
-        (self._held_beside if beside else self._held).append((name, read, before))
+        is_beside = beside or self._is_beside
+        (self._held_beside if is_beside else self._held).append((name, read, before))
         return before
 
     def _hold_items(
@@ -217,7 +220,8 @@ class Snapshot:
             if isinstance(item, _PLAIN):
                 continue
             is_named = key != "" and isinstance(key, str | int)
-            self._left.append((item, f"{name}.{key}" if is_named else name))
+            path = f"{name}.{key}" if is_named else name
+            self._left.append((item, path, self._is_beside))
 
     def _take_tensor(self, tensor: Tensor, name: str) -> None:
         has_no_numbers = tensor.is_meta or nn.parameter.is_lazy(tensor)
@@ -260,10 +264,12 @@ class Snapshot:
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
-            beside = isinstance(value, (Dataset, LRScheduler))
-            self._descend(self._hold_items(vars(value), name, beside).items(), name)
+            is_metric = "_reductions" in vars(value)  # torchmetrics'
+            self._is_beside |= is_metric or isinstance(value, (Dataset, LRScheduler))
+            self._descend(self._hold_items(vars(value), name).items(), name)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
+        self._is_beside = False  # a class is everybody's
         for owner in type(value).__mro__:
             self._take_slots(value, owner, name)
             self._take(owner, owner.__name__)
