@@ -43,7 +43,7 @@ def ask(
     return answer.status, dict(answer.getheaders()), data
 
 
-def respond(request: BaseHTTPRequestHandler, answer: Answer, cut: bool = False) -> None:
+def respond(request: BaseHTTPRequestHandler, answer: Answer, cut: bool = False):
     """Pass an answer on; with `cut` half of its body, as if there was more, and the
     connection ends.
     """

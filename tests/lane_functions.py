@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 FOUND = []
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config: dict[str, Any]):
     """Two dense layers, with a checkpoint after each epoch; fails as its configuration
     says.
     """
@@ -85,11 +85,11 @@ def train(config: dict[str, Any]) -> None:
             )
 
 
-def _run_out(gradient: Any = None) -> None:
+def _run_out(gradient: Any = None):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def by_tune(config: dict[str, Any]) -> None:
+def by_tune(config: dict[str, Any]):
     """Knows only `ray.tune`."""
     for step in range(3):
         tune.report(

@@ -39,7 +39,7 @@ def before(section: str, directory: Path) -> str:
     return name
 
 
-def after(section: str, directory: Path) -> None:
+def after(section: str, directory: Path):
     """Write what a section's diff makes of its script, and the YAML files that it
     shows.
     """

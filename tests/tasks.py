@@ -42,7 +42,7 @@ class Blobs(Task):
         pids: str | None = None,
         company_from: int | None = None,
         pause_s: float = 0.0,
-    ) -> None:
+    ):
         self.samples = samples
         self.features = features
         self.dtype = _DTYPES[dtype]
@@ -61,10 +61,10 @@ class Blobs(Task):
         """
         return {"forwards": self.forwards}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]):
         self.forwards = state["forwards"]
 
-    def setup(self) -> None:
+    def setup(self):
         if self.pids is not None:
             with self.pids.open("a") as file:
                 file.write(
@@ -110,7 +110,7 @@ class Blobs(Task):
         found = self.pids.read_text().split()
         return len(found) >= count and len(set(found)) == 1
 
-    def _fail(self) -> None:
+    def _fail(self):
         if self.failure == "oom on rank 1" and os.environ.get("RANK") != "1":
             return
         if self.marker is not None:
@@ -158,7 +158,7 @@ class Stuck(Blobs):
 
     def __init__(
         self, place: str, on_rank: int = 0, short_phases: bool = False, **args: Any
-    ) -> None:
+    ):
         super().__init__(**args)
         if short_phases:
             sections.PHASE_FACTOR = 1
@@ -167,12 +167,12 @@ class Stuck(Blobs):
         self.on_rank = on_rank
         self._reach("import")
 
-    def _reach(self, place: str) -> None:
+    def _reach(self, place: str):
         rank = dist.get_rank() if dist.is_initialized() else 0
         if place == self.place and rank == self.on_rank:
             self._fail()
 
-    def setup(self) -> None:
+    def setup(self):
         self._reach("setup")
 
     def dataset(self, split: str) -> TensorDataset:

@@ -43,7 +43,7 @@ def when(
 ) -> threading.Thread:
     """Do something in the background once something else is there."""
 
-    def wait() -> None:
+    def wait():
         until(condition)
         action()
 

@@ -43,18 +43,18 @@ class Leftovers:
     then.
     """
 
-    def __init__(self, alive: Sequence[Found], grace_s: float) -> None:
+    def __init__(self, alive: Sequence[Found], grace_s: float):
         self._alive = alive
         self._grace_s = grace_s
         self.found = []
         self._thread = threading.Thread(target=self._watch, name="leftovers")
         self._thread.start()
 
-    def await_end(self) -> None:
+    def await_end(self):
         """Return when none of them is there any more."""
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _watch(self):
         deadline = time.monotonic() + self._grace_s
         while (
             left := [one for one in self._alive if one.is_alive()]

@@ -275,7 +275,7 @@ def _alive(case: Case, directory: Path) -> list[Found]:
     return [one for one in processes(directory, case.scenario.root) if one.pid != own]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes]):
     if process.poll() is None:
         process.kill()
     process.wait()
@@ -295,7 +295,7 @@ def _during(
     if not stops and starts is None:
         return None
 
-    def act(process: subprocess.Popen[bytes]) -> None:
+    def act(process: subprocess.Popen[bytes]):
         landed = _read(directory / "landed-0")
         if landed is None:
             return

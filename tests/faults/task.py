@@ -26,7 +26,7 @@ hook.event("import")
 class Rows(Dataset[tuple[Tensor, Tensor, int]]):
     """Four noisy clusters; each sample brings its index."""
 
-    def __init__(self, split: str) -> None:
+    def __init__(self, split: str):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         self.labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
         centres = torch.randn(
@@ -54,7 +54,7 @@ class Faulty(Task):
     restarts.
     """
 
-    def __init__(self, pause_s: float = 0.0, trial: int = 0) -> None:
+    def __init__(self, pause_s: float = 0.0, trial: int = 0):
         hook.event("constructor")
         self.pause_s = pause_s
         self.trial = trial
@@ -62,7 +62,7 @@ class Faulty(Task):
         self.in_step = False
         self.parent = os.getppid()
 
-    def begin_step(self) -> None:
+    def begin_step(self):
         """Called before each training step, by the hook."""
         self.step = self.step + 1
         self.in_step = True
@@ -72,7 +72,7 @@ class Faulty(Task):
         hook.note_rank(hook.own_rank())
         hook.event("step", self.step)
 
-    def setup(self) -> None:
+    def setup(self):
         hook.event("setup")
 
     def model(self) -> nn.Module:
@@ -108,7 +108,7 @@ class Faulty(Task):
         outputs.register_hook(lambda gradient: self._backward())
         return outputs
 
-    def _backward(self) -> None:
+    def _backward(self):
         hook.event("backward", self.step)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
@@ -125,5 +125,5 @@ class Faulty(Task):
         hook.event("state_dict")
         return {"step": self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]):
         self.step = state["step"]

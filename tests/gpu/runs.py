@@ -52,7 +52,7 @@ def config(device: torch.device, **changes: Any) -> TrainConfig:
 class Context(LocalContext):
     """Asks to stop once the loop has looked `looks` times (every ten steps)."""
 
-    def __init__(self, path: Path | None, looks: int | None = None) -> None:
+    def __init__(self, path: Path | None, looks: int | None = None):
         super().__init__(Storage(str(path)) if path else None, "local")
         self.looks = looks
         self._looked = count(1)
@@ -104,7 +104,7 @@ def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], Non
     )
     numbers = iter(range(steps))
 
-    def step() -> None:
+    def step():
         number = next(numbers)
         parts.step.set_lr(lr_factor(config.lr_schedule, number, steps))
         sizes = [len(indices) for indices in plans[number]]
@@ -124,7 +124,7 @@ class Images(Task):
         size: int = 16,
         channels: int = 16,
         random: bool = True,
-    ) -> None:
+    ):
         self.samples = samples
         self.size = size
         self.channels = channels
@@ -178,7 +178,7 @@ class Hungry(Blobs):
         turns: int | None = None,
         later: int = 1,
         samples: int = 203,
-    ) -> None:
+    ):
         super().__init__(samples=samples)
         self.bytes_per_sample = bytes_per_sample
         self.turns = turns
