@@ -121,5 +121,5 @@ class Leaves(Blobs):
 
 
 def test_a_task_that_leaves_the_process_has_failed(tmp_path):
-    with pytest.raises(RuntimeError, match="left by SystemExit"):
+    with pytest.raises(RuntimeError, match="left with exit code None"):
         run_local(make(tmp_path, task=f"{__name__}:Leaves"))

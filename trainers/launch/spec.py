@@ -182,7 +182,8 @@ class TrainJob(Job[RunResult]):
                 if type(error) is not SystemExit:  # a lane's, which stops a trial
                     raise
                 # The command would end with its code, which may be 0.
-                failure = RuntimeError(f"the task has left by {error!r}")
+                words = f"the task has left with exit code {error.code!r}"
+                failure = RuntimeError(words)
                 raise failure.with_traceback(error.__traceback__) from None
 
 
