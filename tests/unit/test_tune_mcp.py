@@ -103,7 +103,7 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
         "start",
         {
             "sweep": SWEEP,
-            "settings": budget(12, **{"space.global_batch_size": [8] * 9}),
+            "settings": budget(12, **{"space.global_batch_size": [*range(8, 17)]}),
         },
         "`budget.trials` is 12, but must be at most 8",
     ),
