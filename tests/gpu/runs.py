@@ -130,7 +130,7 @@ class Images(Task):
         self.channels = channels
         self.random = random
 
-    def model(self) -> nn.Module:
+    def model(self):
         wide = self.channels
         dropout = [nn.Dropout(0.1)] if self.random else []
         return nn.Sequential(
@@ -145,14 +145,14 @@ class Images(Task):
             nn.Linear(2 * wide, 4),
         )
 
-    def dataset(self, split: str) -> TensorDataset:
+    def dataset(self, split: str):
         generator = torch.Generator().manual_seed(1 if split == "train" else 2)
         labels = torch.randint(0, 4, (self.samples,), generator=generator)
         images = torch.randn(self.samples, 3, self.size, self.size, generator=generator)
         images[:, 0] += labels.view(-1, 1, 1)
         return TensorDataset(images, labels)
 
-    def transform(self, batch: Any, training: bool) -> Any:
+    def transform(self, batch: Any, training: bool):
         images, labels = batch
         return (
             (images + 0.1 * torch.randn_like(images), labels)
