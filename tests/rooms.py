@@ -112,7 +112,7 @@ def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
     return arrows
 
 
-def room_of(module: str) -> str:
+def room_of(module: str):
     """`trainers.data.feed` lies in `trainers.data`."""
     return ".".join(module.split(".")[:2])
 
@@ -127,7 +127,7 @@ def room_arrows(files: Arrows) -> dict[str, set[str]]:
     return dict(arrows)
 
 
-def upward(files: Arrows) -> list[str]:
+def upward(files: Arrows):
     """Imports against ORDER, and rooms that are not in it."""
     place = {
         f"{package}.{room}": (number, ORDER[package].index(room))
@@ -148,7 +148,7 @@ def upward(files: Arrows) -> list[str]:
     return sorted(found)
 
 
-def misnamed(files: Arrows) -> list[str]:
+def misnamed(files: Arrows):
     """Files whose name does not say whether a reader elsewhere meets them: what only its
     own folder imports begins with an underscore, and nothing else does.
     """
@@ -163,7 +163,7 @@ def misnamed(files: Arrows) -> list[str]:
     return found
 
 
-def ray_elsewhere(root: Path = REPOSITORY) -> list[str]:
+def ray_elsewhere(root: Path = REPOSITORY):
     """Files with an import of Ray that lie in no place of WITH_RAY."""
     names = {str(path.relative_to(root)): path for path in source_files(root)}
     return [
@@ -198,7 +198,7 @@ def floor_arrows(files: Arrows) -> dict[str, set[str]]:
     return arrows
 
 
-def mermaid(files: Arrows) -> str:
+def mermaid(files: Arrows):
     """All floors as a Mermaid flowchart, without the arrows that follow from others."""
     arrows = floor_arrows(files)
     below = {}

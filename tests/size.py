@@ -87,7 +87,7 @@ def with_one_importer() -> list[str]:
     return sorted(module for module, by in importers.items() if len(by) == 1)
 
 
-def main(folders: list[str]) -> None:
+def main(folders: list[str]):
     """Print the table."""
     for folder in folders or [*PACKAGES, "tests"]:
         print(f"{folder:10} {size(sorted((REPOSITORY / folder).rglob('*.py')))}")
