@@ -24,7 +24,6 @@ import tests.unit.test_ray_functions
 from tune.forks.assignment import Place
 from tune.forks.client import Zygote
 from tune.forks.function import picklable
-from tune.forks.zygote import Preload
 from tune.ray._controller import Shape
 from tune.ray._pool import Pool, most_lanes
 from tune.ray.trainer import with_own_name
@@ -153,44 +152,49 @@ def test_an_exit_amid_a_collection_is_not_shown(capsys, monkeypatch):
     assert "KeyError" in capsys.readouterr().err
 
 
-def leaves(config):
-    raise config["error"]
+def leaves(error):
+    """A function without a module, whose pickle imports nothing."""
+
+    def function(config=None):
+        raise error
+
+    return function
 
 
-def gives(config):
-    return threading.Lock() if config["locked"] else 4.5
+@pytest.fixture(scope="module")
+def parent():
+    with contextlib.closing(Zygote.of_functions(uuid.uuid4().hex[:12])) as zygote:
+        yield zygote
 
 
 @pytest.mark.parametrize(
-    ("driver", "config", "outcome"),
+    ("driver", "outcome"),
     [
-        (leaves, {"error": SystemExit(0)}, RuntimeError),
-        (leaves, {"error": StopIteration()}, RuntimeError),
-        (leaves, {"error": KeyboardInterrupt()}, KeyboardInterrupt),
-        (leaves, {"error": ValueError("wrong")}, ValueError),
-        (gives, {"locked": True}, TypeError),
-        (gives, {"locked": False}, None),
+        (leaves(SystemExit(0)), RuntimeError),
+        (leaves(StopIteration()), RuntimeError),
+        (leaves(KeyboardInterrupt()), KeyboardInterrupt),
+        (leaves(ValueError("wrong")), ValueError),
+        (lambda config: threading.Lock(), TypeError),
+        (lambda config: 4.5, None),
     ],
 )
-def test_a_driver_ends_with_what_it_raised_or_returned(driver, config, outcome):
-    name = uuid.uuid4().hex[:12]
-    with contextlib.closing(Zygote(name, Preload(forks=False))) as parent:
-        target = "tune.ray._driver:run_driver"
-        packed = cloudpickle.dumps(driver)
-        has_failed, found = parent.fork(target, packed, config).serve(None)
+def test_a_driver_ends_with_what_it_raised_or_returned(driver, outcome, parent):
+    packed = cloudpickle.dumps(driver)
+    fork = parent.fork("tune.ray._driver:run_driver", packed, {})
+    has_failed, found = fork.serve(None)
     assert has_failed is (outcome is not None)
     assert type(found) is outcome if has_failed else found == 4.5
 
 
-def test_an_interrupt_that_a_function_raises_fails_its_trial():
+def test_an_interrupt_that_a_function_raises_fails_its_trial(parent):
     server = socket.create_server(("127.0.0.1", 0))
-    call = functools.partial(leaves, {"error": KeyboardInterrupt()})
     place = Place(0, 1, 0, 1, 0, 0).meeting_at(*server.getsockname())
-    given = cloudpickle.dumps(call), place, [], "trial", None
-    with contextlib.closing(Zygote(uuid.uuid4().hex[:12], Preload())) as parent:
-        target = "tune.forks.function:run_function"
-        fork = parent.fork(target, *given, files=[server.fileno()])
-        found = fork.serve(types.SimpleNamespace(begins=lambda: None))
+    call = cloudpickle.dumps(leaves(KeyboardInterrupt()))
+    given = call, place, [], "trial", None
+    fork = parent.fork(
+        "tune.forks.function:run_function", *given, files=[server.fileno()]
+    )
+    found = fork.serve(types.SimpleNamespace(begins=lambda: None))
     assert found["status"] == "error"
     assert "KeyboardInterrupt was raised" in found["message"]
 
