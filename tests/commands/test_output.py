@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -29,11 +30,16 @@ HIDE = "\x1b[?25l"
 
 
 class Talking(Blobs):
-    """Prints in every evaluation, and fails there where it is told to."""
+    """Prints in every evaluation, and fails there where it is told to; finds its files
+    from the command's directory, by Ray as without it.
+    """
 
     def __init__(self, fails=False):
         super().__init__(pause_s=0.02)
         self.fails = fails
+
+    def setup(self):
+        assert Path("tests/commands/test_output.py").is_file(), Path.cwd()
 
     def on_evaluate(self, figures, step):
         print(f"own words at step {step}: " + "x" * 150)

@@ -46,7 +46,7 @@ def test_a_run_on_ray_tells_in_json(tmp_path, command, cluster):
 
 def test_a_sweep_tells_in_json(tmp_path, command, cluster):
     train = {
-        "task": "tests.tasks:Blobs",
+        "task": "tests.commands.test_output:Talking",
         "task_dir": str(REPOSITORY),
         "max_steps": 10,
         "optimizer": {"lr": 0.1},
