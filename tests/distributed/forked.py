@@ -33,6 +33,7 @@ def run_forked(spec, world_size, rendezvous):
 def _worker(spec, rank, world_size, rendezvous):
     """Never returns."""
     code = 1
+    gc.freeze()  # what is imported: a collection would go through it all
     signal.alarm(600)
     try:
         torch.set_num_threads(1)

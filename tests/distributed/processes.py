@@ -129,6 +129,7 @@ def _command(
     environment: dict[str, str],
     directory: str,
 ) -> None:
+    gc.freeze()
     for name, descriptor in (("out", 1), ("err", 2)):
         with Path(directory, name).open("wb") as file:
             os.dup2(file.fileno(), descriptor)
@@ -154,6 +155,7 @@ def _enter(
     directory: str,
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # what the server has imported: a collection would go through it all
     torch.set_num_threads(1)
     dist.init_process_group("gloo", where, timedelta(seconds=300), world_size, rank)
     try:
