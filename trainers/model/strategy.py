@@ -14,7 +14,6 @@ its parameters' names always.
 import contextlib
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -281,8 +280,16 @@ class Replicated(DistributedDataParallel):
         return None
 
     def check_finished(self) -> None:
-        """Raise DDP's RuntimeError if it still waits for a gradient."""
-        self.reducer._check_reducer_finalized()
+        """Raise ConfigError if DDP still waits for a gradient."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise ConfigError(
+                "strategy",
+                "ddp",
+                "waits for gradients of parameters that other batches have used, and this loss does not depend on all of them",
+                "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
+            ) from error
 
 
 def _batchnorms(model: nn.Module) -> list[nn.Module]:
@@ -396,28 +403,6 @@ def unused_parameters(model: nn.Module) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.grad is None
     ]
-
-
-def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
-    """Raise ConfigError, with names, if DDP waits for parameters without gradients.
-
-    Returns for any other error.
-    """
-    is_waiting = "Expected to have finished reduction" in str(error)
-    if not is_waiting or not isinstance(model, DistributedDataParallel):
-        return
-    names = unused_parameters(model.module)
-    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    if told:
-        every = model.module.named_parameters()
-        trained = [name for name, parameter in every if parameter.requires_grad]
-        names = [trained[int(number)] for number in told[1].split()]
-    raise ConfigError(
-        "strategy",
-        "ddp",
-        f"waits for a gradient of what other batches have used, and this loss does not depend on {shorten(names)}",
-        "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
-    ) from error
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -182,16 +182,10 @@ class Probe:
                 break
 
     def _backward(self, part: ForwardPass, size: int) -> Batch:
-        batch = None
-        try:
-            batch = self.batch(size)
-            with part.alone():
-                part.loss(batch).backward()
-            return batch
-        except RuntimeError as error:
-            if classify(error) not in OUT_OF_MEMORY:
-                part.explain(error, batch)
-            raise
+        batch = self.batch(size)
+        with part.alone():
+            part.loss(batch).backward()
+        return batch
 
     def batch(self, size: int) -> Batch:
         """Return the batch of `size` samples that takes most memory, on the device."""
