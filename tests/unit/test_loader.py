@@ -81,7 +81,6 @@ WAYS = {
     "whole batches": (WholeBatches(), {}),
     "lists": (Lists(), {}),
     "dicts": (Dicts(), {}),
-    "dicts, resident": (Dicts(), {"resident": True}),
     "a subset": (
         torch.utils.data.Subset(TensorDataset(INPUTS, LABELS), range(SIZE)),
         {},
@@ -125,19 +124,9 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch):
     assert feed(small, resident=True).resident is not None
 
 
-class Named(Samples):
-    """A sample with a word in it."""
-
-    def __getitem__(self, index):
-        return {"inputs": INPUTS[index], "name": f"sample {index}"}
-
-
-def test_resident_data_that_cannot_be_indexed_is_refused():
-    """Words would not be picked with their samples: every batch would carry those of
-    the whole split.
-    """
-    with pytest.raises(ConfigError):
-        next(iter(feed(Named(), resident=True).batches(ASKED, training=True)))
+def test_resident_data_is_a_tensor_dataset():
+    with pytest.raises(ConfigError, match="needs a TensorDataset"):
+        feed(Samples(), resident=True)
 
 
 class Factor:

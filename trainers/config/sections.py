@@ -386,8 +386,8 @@ class DataConfig(Settings):
     pin_memory: AutoOrBool = "auto"
     """Page-locked host memory for faster copies; auto: on CUDA."""
     resident: AutoOrBool = "auto"
-    """Whole split as tensors on the device; auto: a TensorDataset that takes at most a
-    tenth of its memory.
+    """A whole TensorDataset on the device; auto: if it takes at most a tenth of its
+    memory.
     """
 
     @model_validator(mode="after")

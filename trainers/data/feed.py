@@ -26,9 +26,7 @@ from trainers.data.batch import (
     Batch,
     Collate,
     Rows,
-    concatenate,
     fetch,
-    leaves_of,
     map_tensors,
 )
 from trainers.data.stream import Rereadable, Stream
@@ -46,7 +44,6 @@ _MOST = 10_000
 _MOST_OF_ONE = 100
 _SMALL_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, bytes)
-_FETCH = 4096  # samples fetched at once while a dataset is made resident
 _copy_stream = functools.cache(
     torch.cuda.Stream
 )  # one of a device: torch keeps the memory of every stream apart
@@ -160,31 +157,21 @@ class Feed:
     def _make_resident(self, config: DataConfig, sharers: int) -> Batch | None:
         if config.resident is False:
             return None
-        data: Batch = None
-        if type(self.dataset) is TensorDataset and len(self.dataset):
+        if type(self.dataset) is TensorDataset:
             data = self.dataset.tensors
-        if config.resident == "auto":
-            wanted = sharers * sum(tensor.nbytes for tensor in data or ())
+            wanted = sharers * sum(tensor.nbytes for tensor in data)
             most = _RESIDENT_SHARE * total_memory_bytes(self.device)
-            if data is None or config.num_workers > 0 or wanted > most:
-                return None
-        length = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
-        if data is None and length:
-            parts = torch.arange(length).split(_FETCH)
-            fetched = [
-                fetch(self.dataset, rows.numpy(), self._collate) for rows in parts
-            ]
-            data = concatenate(fetched)
-        for leaf in leaves_of(data):
-            is_column = isinstance(leaf, Tensor) and leaf.shape[:1] == (length,)
-            if not is_column:
-                raise ConfigError(
-                    "data.resident",
-                    config.resident,
-                    "needs data that is nothing but tensors, of one length that is known",
-                    "set `data.resident: false`",
-                )
-        return map_tensors(lambda tensor: tensor.to(self.device), data)
+            fits = config.num_workers == 0 and wanted <= most
+            if config.resident is True or fits:
+                return map_tensors(lambda tensor: tensor.to(self.device), data)
+        elif config.resident is True:
+            raise ConfigError(
+                "data.resident",
+                config.resident,
+                f"needs a TensorDataset, and this is a {type(self.dataset).__name__}",
+                "set `data.resident: false`",
+            )
+        return None
 
     def batches(
         self,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -22,9 +21,9 @@ class MovingAverage:
     count) are not averaged.
 
     Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
-    decay) W_t after the optimizer's step t. A step that the loss scaler skips does not
-    count. Averages are float32 or wider, since small steps vanish in narrower formats.
-    For a sharded model, each rank averages its own part.
+    decay) W_t after the optimizer's step t. Averages are float32 or wider, since small
+    steps vanish in narrower formats. For a sharded model, each rank averages its own
+    part.
     """
 
     def __init__(
@@ -55,19 +54,10 @@ class MovingAverage:
         # The model's values, while it has the averages.
         self._own: dict[str, Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._scaler: GradScaler | None = None
-        self._scale: Tensor | None = None
 
     def set_decay(self, decay: float) -> None:
         """Set the share of the old average that updates keep from here on."""
-        self._decay = decay
         self._average = get_ema_multi_avg_fn(decay)
-
-    def follow(self, scaler: GradScaler) -> None:
-        """Watch this loss scaler, whose scale falls when a step was skipped."""
-        if scaler.is_enabled():
-            self._scaler = scaler
-            self._scale = torch.tensor(scaler.get_scale())
 
     def take_unfrozen(self) -> None:
         """Start averaging newly unfrozen parameters from their present values."""
@@ -91,29 +81,9 @@ class MovingAverage:
 
         Does not wait for the device.
         """
-        moved = self._moved()
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
-            if moved is None:
-                self._average(averages, taken, 0)
-            else:
-                weight = moved.to(averages[0]) * (1 - self._decay)
-                for average, value in zip(averages, taken, strict=True):
-                    average.lerp_(value, weight)
-
-    def _moved(self) -> Tensor | None:
-        """Whether the last step changed the parameters; None without a scaler.
-
-        Only a loss scaler skips steps.
-        """
-        if self._scaler is None or self._scale is None:
-            return None
-        now = self._scaler._get_scale_async()
-        assert now is not None
-        self._scale = self._scale.to(now.device)
-        moved = now >= self._scale
-        self._scale.copy_(now)
-        return moved
+            self._average(averages, taken, 0)
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return this rank's averages and values, grouped by format and device."""
@@ -175,15 +145,12 @@ class MovingAverage:
                 )
 
     @torch.no_grad()
-    def load_state_dict(
-        self, state: dict[str, dict[str, Tensor]], scaler: GradScaler
-    ) -> None:
-        """Load what `state_dict` returned, after the model and `scaler` were loaded."""
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Load what `state_dict` returned, after the model was loaded."""
         averages = {**self._values, **shard_like(state["averages"], self._wider())}
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))
         self._copy(shard_like(state["own"], self._values))
-        self.follow(scaler)
 
 
 def _shapes(tensors: Any) -> dict[str, Any]:

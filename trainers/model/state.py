@@ -281,20 +281,15 @@ def add_buffers(
             module.register_buffer(inner, value.to(device, copy=True))
 
 
-def train_as_made(model: nn.Module) -> list[str]:
+def train_as_made(model: nn.Module) -> None:
     """Put a model into training mode, except modules created in evaluation mode.
-
-    Returns the names of these modules, without those nested in them.
 
     If the whole model is in evaluation mode (as `from_pretrained` returns it), all of
     it is put into training mode.
     """
-    kept: dict[str, nn.Module] = {}
+    kept = []
     if model.training:
-        for name, module in model.named_modules():
-            if not module.training:
-                kept[name] = module
+        kept = [module for module in model.modules() if not module.training]
     model.train()
-    for module in kept.values():
+    for module in kept:
         module.training = False
-    return [name for name in kept if name.rpartition(".")[0] not in kept]

@@ -42,10 +42,6 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BROADCAST_BYTES = 250 << 20  # DDP's own
 _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
 ANOTHER_WAY = "the loss goes by another way than the model that forward() was given"
-_WITHOUT_CUDA_GRAPHS = {
-    "reduce-overhead": "default",
-    "max-autotune": "max-autotune-no-cudagraphs",
-}
 
 
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -366,32 +362,6 @@ def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def called(*inputs: Any, **kwargs: Any) -> Any:
         return call(*inputs, **kwargs)
-
-    return called
-
-
-def compile_loss(
-    loss: Callable[[Any, Any], Any], mode: str
-) -> Callable[[Any, Any], Any]:
-    """Return a task's loss compiled in the model's mode, except for CUDA graphs.
-
-    Graph breaks are allowed, and what torch cannot compile runs eagerly with torch's
-    warning: a loss is arbitrary Python, with prints and gathered objects. CUDA graphs
-    are left to the model, because the next pass would overwrite a tensor that the task
-    keeps (a running centre). Sizes and counters may change without a recompilation each
-    time.
-    """
-
-    # A frame of its own: `loss` may be any callable.
-    def compiled(outputs: Any, batch: Any) -> Any:
-        return loss(outputs, batch)
-
-    traced = torch.compile(compiled, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
-    falls_back = torch._dynamo.config.patch(suppress_errors=True)
-
-    def called(outputs: Any, batch: Any) -> Any:
-        with falls_back:
-            return traced(outputs, batch)
 
     return called
 

@@ -265,11 +265,6 @@ class GraphedStep(TrainStep):
         replayed they are not.
         """
         self._seen: Counter[Hashable] = Counter()
-        self._last: tuple[list[int], Hashable] = (
-            [],
-            None,
-        )  # sizes and shape of the last step that ran as it is
-        self._warned = False
 
     def __call__(
         self,
@@ -307,7 +302,9 @@ class GraphedStep(TrainStep):
         if self._graph is not None and self._graph.shape == shape:
             self._replay(self._graph)
             return
-        self._count(shape, list(sizes))
+        if len(self._seen) >= _MOST_SHAPES:
+            self._seen.clear()
+        self._seen[shape] += 1
         last_before = self._graph is None and seen == CAPTURE_AFTER_STEPS - 1
         if self.asked or self._given_up or not last_before:
             issue()
@@ -528,21 +525,6 @@ class GraphedStep(TrainStep):
                 param_group["capturable"] = flag
         logger.info("captured the step of %d samples as a CUDA graph", step_samples)
         return _Graph(shape, tensors_of(inputs), gradients, replay)
-
-    def _count(self, shape: Hashable, sizes: list[int]) -> None:
-        """Count a step that was not replayed.
-
-        Warns once if it was not replayed because shapes changed at the same sizes.
-        """
-        if sizes == self._last[0] and shape != self._last[1] and not self._warned:
-            self._warned = True
-            logger.warning(
-                "`cuda_graphs` replays equal steps only, and here shapes change: the others run as they are"
-            )
-        self._last = (sizes, shape)
-        if len(self._seen) >= _MOST_SHAPES:
-            self._seen.clear()
-        self._seen[shape] += 1
 
 
 def layout(batch: Batch) -> Hashable:

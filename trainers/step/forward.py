@@ -1,8 +1,7 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +23,6 @@ class ForwardPass:
     task: Task
     spec: PrecisionSpec
     device: torch.device
-    compiled_loss: Callable[[Any, Batch], Any] | None = field(
-        default=None, kw_only=True
-    )
-    """The task's compiled loss(); None if it is not compiled."""
 
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
         """Return the task's outputs and its scalar loss, which may be None."""
@@ -61,7 +56,7 @@ class ForwardPass:
 
         Raises ConfigError if it is not one number.
         """
-        loss = (self.compiled_loss or self.task.loss)(outputs, batch)
+        loss = self.task.loss(outputs, batch)
         return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
