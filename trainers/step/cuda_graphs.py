@@ -41,9 +41,10 @@ from trainers.devices.device import get_rng_state, synchronize, take_spare
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, chain, first_line
 from trainers.model.schedule import Schedule
+from trainers.step._changes import Changes
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
-from trainers.step.snapshot import Snapshot, throwaway
+from trainers.step.snapshot import throwaway
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
@@ -83,8 +84,8 @@ class Pass:
     changed: str | None
     """An attribute of the task, the model or the optimizer that the steps changed."""
     step_s: float
-    before: Snapshot
-    """What Python held before them, and holds again."""
+    changes: Changes
+    """What Python has changed since: the steps' own changes are undone."""
 
 
 def take_pass(
@@ -127,9 +128,8 @@ def take_pass(
         state["random state"] = torch.frombuffer(
             bytearray(random_state), dtype=torch.uint8
         )
-        found = Pass(state, snapshot.changed(), step_s, snapshot)
-    snapshot.forget_copies()
-    return found
+        changes = snapshot.changes
+        return Pass(state, changes.first(), step_s, changes)
 
 
 def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
@@ -212,7 +212,7 @@ class _Graph:
     replay: Callable[[], None]
     replays: int = 0
     """Number of replays that have trained."""
-    held: Snapshot | None = None
+    changes: Changes | None = None
     """What Python held when the graph was last verified."""
     changed_at: int = -_SELDOM
     """The replay before which that had last changed."""
@@ -318,9 +318,9 @@ class GraphedStep(TrainStep):
         """
         task = self.forward.task
         acts = type(task).after_step is not Task.after_step
-        if graph.held is None or (graph.replays % LOOK_EVERY and not acts):
+        if graph.changes is None or (graph.replays % LOOK_EVERY and not acts):
             return False
-        name = graph.held.changed_for_step()
+        name = graph.changes.first(for_step=True)
         if name is None:
             return False
         is_seldom = graph.replays - graph.changed_at >= _SELDOM
@@ -380,7 +380,7 @@ class GraphedStep(TrainStep):
         """
         self.strayed = True
         eager = self._pass(issue)
-        graph.held = eager.before
+        graph.changes = eager.changes
         captured = self._pass(graph.replay)
         found = difference(captured, eager)
         if found is not None and not torch.are_deterministic_algorithms_enabled():
