@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 import signal
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -119,8 +118,9 @@ class Feed:
         """Called for every batch, to show that the loop makes progress."""
         self.most: int | None = None
         """Samples that an evaluation takes at once, after more ran out of memory."""
-        self._make = functools.partial(self._make_resident, config, sharers)
-        self.resident = self._make()
+        self.resident: tuple[Tensor, ...] | None = None
+        if self._is_resident(config, sharers):
+            self._make_resident()
         self._copied = held_by(dataset, collate)
         """What was copied to the device, or to the loader's processes."""
         self._stream = dataset if isinstance(dataset, Stream) else None
@@ -129,14 +129,9 @@ class Feed:
         self._source = _WholeBatches(dataset, collate)
         self._asked = _Asked()
         pins = config.pin_memory
-        self._pins = device.type == "cuda" if pins == "auto" else pins
-        if self._pins and not torch.accelerator.is_available():
-            self._pins = False
-            if self.resident is None:
-                warnings.warn(
-                    "`data.pin_memory` is true, but there is no accelerator: memory is not pinned",
-                    stacklevel=2,
-                )
+        if pins == "auto":
+            pins = device.type == "cuda"
+        self._pins = pins and torch.accelerator.is_available()
         self._loader: DataLoader[Any] | None = None
         if self.resident is None and config.num_workers > 0:
             self._loader = self._make_loader(config, seed)
@@ -154,24 +149,25 @@ class Feed:
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def _make_resident(self, config: DataConfig, sharers: int) -> Batch | None:
-        if config.resident is False:
-            return None
-        if type(self.dataset) is TensorDataset:
-            data = self.dataset.tensors
-            wanted = sharers * sum(tensor.nbytes for tensor in data)
-            most = _RESIDENT_SHARE * total_memory_bytes(self.device)
-            fits = config.num_workers == 0 and wanted <= most
-            if config.resident is True or fits:
-                return map_tensors(lambda tensor: tensor.to(self.device), data)
-        elif config.resident is True:
-            raise ConfigError(
-                "data.resident",
-                config.resident,
-                f"needs a TensorDataset, and this is a {type(self.dataset).__name__}",
-                "set `data.resident: false`",
-            )
-        return None
+    def _is_resident(self, config: DataConfig, sharers: int) -> bool:
+        if type(self.dataset) is not TensorDataset:
+            if config.resident is True:
+                raise ConfigError(
+                    "data.resident",
+                    config.resident,
+                    f"needs a TensorDataset, and this is a {type(self.dataset).__name__}",
+                    "set `data.resident: false`",
+                )
+            return False
+        if config.resident != "auto":
+            return config.resident
+        wanted = sharers * sum(tensor.nbytes for tensor in self.dataset.tensors)
+        most = _RESIDENT_SHARE * total_memory_bytes(self.device)
+        return config.num_workers == 0 and wanted <= most
+
+    def _make_resident(self) -> None:
+        dataset: Any = self.dataset
+        self.resident = tuple(tensor.to(self.device) for tensor in dataset.tensors)
 
     def batches(
         self,
@@ -213,7 +209,7 @@ class Feed:
             self.device, non_blocking=self._pins
         )
         for indices in rows.split([len(indices) for indices in batches]):
-            yield map_tensors(functools.partial(_rows, indices), self.resident)
+            yield tuple(tensor.index_select(0, indices) for tensor in self.resident)
 
     def _loaded_batches(
         self, microbatches: Iterable[Tensor], seeds: Iterable[int | None]
@@ -243,7 +239,7 @@ class Feed:
             self._end_processes()
             if self.resident is not None:
                 self.resident = None  # there may be no room for both
-                self.resident = self._make()
+                self._make_resident()
             self._copied = held_by(self.dataset, self._collate)
 
     def _taken(self, loaded: Pinnable) -> Batch:
@@ -353,10 +349,6 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
         ready = copies.hand_over(coming)
         coming = next(begun, _END)
         yield ready
-
-
-def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.index_select(0, indices)
 
 
 def held_by(*things: Any) -> list[Any]:

@@ -362,7 +362,11 @@ def _ask(
         agreed = Agreement(*(bool(flag) for flag in flagged))
         if agreed.diverged:
             checkpointing.settle()
-            raise _diverged(attempt, range(max(0, step - AGREE_EVERY_STEPS), step))
+            first = max(0, step - AGREE_EVERY_STEPS)
+            words = f"the loss became NaN or infinite between steps {first} and {step}"
+            if attempt.checkpoint:
+                words += f"; the last good checkpoint is {attempt.checkpoint}"
+            raise DivergedError(words)
         if not agreed.writing:
             checkpointing.advance()
         return agreed
@@ -395,13 +399,3 @@ def check_replicas(parts: Replica, task: str, step: int) -> None:
             f"has trained ranks apart: at step {step} `{name}` differs by {share:.1e} of its largest value",
             "change parameters by the optimizer alone, or alike on every rank",
         )
-
-
-def _diverged(attempt: Attempt, last: range) -> DivergedError:
-    """Return the error for a bad loss in the `last` steps."""
-    words = (
-        f"the loss became NaN or infinite between steps {last.start} and {last.stop}"
-    )
-    if attempt.checkpoint:
-        words += f"; the last good checkpoint is {attempt.checkpoint}"
-    return DivergedError(words)

@@ -25,10 +25,14 @@ class ForwardPass:
     device: torch.device
 
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
-        """Return the task's outputs and its scalar loss, which may be None."""
+        """Return the task's outputs and its scalar loss, which may be None.
+
+        Raises ConfigError if the loss is not one number.
+        """
         with self.spec.autocast_context(self.device):
             outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
-            return outputs, self.loss_of(outputs, batch) if with_loss else None
+            loss = self.task.loss(outputs, batch) if with_loss else None
+            return outputs, None if loss is None else self.scalar(loss)
 
     @torch.no_grad()
     def read(self, dataset: Dataset[Any], rows: Tensor, training: bool = True) -> Batch:
@@ -50,14 +54,6 @@ class ForwardPass:
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which only what this loss trains requires a gradient."""
         return contextlib.nullcontext()
-
-    def loss_of(self, outputs: Any, batch: Batch) -> Any:
-        """Return the task's loss for given outputs, or None if the task returns None.
-
-        Raises ConfigError if it is not one number.
-        """
-        loss = self.task.loss(outputs, batch)
-        return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
         """Run the forward pass and return its loss alone.
