@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, TensorDataset
 
+from trainers.errors import ConfigError
+
 Batch = Any
 """Any nesting of tensors (tuple, list, mapping, dataclass); as a rule their first
 dimension counts samples.
@@ -111,12 +113,34 @@ def _with_items(
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
 ) -> Batch:
-    """Return one batch of a map-style dataset, read at once if it supports that."""
+    """Return one batch of a map-style dataset, read at once if it supports that.
+
+    Raises:
+        ConfigError: Its tensors have a gradient: a loader's process would drop them
+            without a word, and a pass that is thrown away would change the data.
+    """
     rows = np.asarray(indices, dtype=np.int64)
     if type(dataset) is TensorDataset:  # not a subclass, which may give something else
+        _require_data(dataset.tensors, dataset)
         chosen = torch.from_numpy(rows)
         # A copy a row: indexing with [] copies number by number, ten times slower.
         return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)
+    batch = _read(dataset, rows, collate)
+    _require_data(tensors_of(batch), dataset)
+    return batch
+
+
+def _require_data(tensors: Sequence[Tensor], dataset: Dataset[Any]) -> None:
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ConfigError(
+            "dataset",
+            type(dataset).__name__,
+            "gives tensors that require a gradient, and samples are read apart from the model",
+            "detach() them; to differentiate by inputs, call requires_grad_() in forward()",
+        )
+
+
+def _read(dataset: Dataset[Any], rows: Rows, collate: Collate) -> Batch:
     numbers: list[int] = rows.tolist()
     if not hasattr(dataset, "__getitems__"):
         return collate([dataset[number] for number in numbers])

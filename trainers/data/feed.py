@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -184,7 +184,7 @@ class Feed:
         self._renew()
         none = itertools.repeat(None)
         if self.resident is not None:
-            source = self._resident_batches(microbatches)
+            source = self._resident_batches(self.resident, microbatches)
         else:
             source = self._loaded_batches(microbatches, seeds or none)
         for seed in none if training else seeds or none:
@@ -200,7 +200,9 @@ class Feed:
             yield batch
         next(source, None)  # the loader ends its epoch
 
-    def _resident_batches(self, microbatches: Iterable[Tensor]) -> Iterator[Batch]:
+    def _resident_batches(
+        self, data: Sequence[Tensor], microbatches: Iterable[Tensor]
+    ) -> Iterator[Batch]:
         if not (batches := list(microbatches)):
             return
         rows = torch.cat(batches)
@@ -209,7 +211,7 @@ class Feed:
             self.device, non_blocking=self._pins
         )
         for indices in rows.split([len(indices) for indices in batches]):
-            yield tuple(tensor.index_select(0, indices) for tensor in self.resident)
+            yield tuple(tensor.index_select(0, indices) for tensor in data)
 
     def _loaded_batches(
         self, microbatches: Iterable[Tensor], seeds: Iterable[int | None]
