@@ -428,10 +428,7 @@ def _handle(nvml: Any, device: torch.device) -> Any:
     """
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
-    names = [uuid]
-    if not uuid.startswith(("GPU-", "MIG-")):
-        names = [f"GPU-{uuid}", f"MIG-{uuid}"]
-    for name in names:
+    for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
         with contextlib.suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(name)
     return nvml.nvmlDeviceGetHandleByPciBusId(

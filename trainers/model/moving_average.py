@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainers.errors import CheckpointError
 from trainers.model.sharding import local, shard_like
-from trainers.model.state import parameters_of
+from trainers.model.state import parameters_of, shapes_of
 
 
 class MovingAverage:
@@ -61,13 +61,8 @@ class MovingAverage:
 
     def take_unfrozen(self) -> None:
         """Start averaging newly unfrozen parameters from their present values."""
-        self._add(
-            [
-                name
-                for name, parameter in self._frozen.items()
-                if parameter.requires_grad
-            ]
-        )
+        frozen = self._frozen.items()
+        self._add([name for name, parameter in frozen if parameter.requires_grad])
 
     def _add(self, names: Iterable[str]) -> None:
         for name in names:
@@ -124,22 +119,22 @@ class MovingAverage:
         return {"own": self._own, "averages": self._wider()}
 
     def _wider(self) -> dict[str, Tensor]:
-        wider = {}
-        for name, average in self._averages.items():
-            if average.dtype != self._values[name].dtype:
-                wider[name] = average
-        return wider
+        return {
+            name: average
+            for name, average in self._averages.items()
+            if average.dtype != self._values[name].dtype
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless `state` is a `state_dict` for this model.
 
         Also starts averaging the parameters that were already unfrozen in `state`.
         """
-        own = _shapes(state.get("own"))
+        own = shapes_of(state.get("own"))
         self._add([name for name in self._frozen if name in own])
         ours = {"own": self._values, "averages": self._wider()}
         for part, tensors in ours.items():
-            if _shapes(state.get(part)) != _shapes(tensors):
+            if shapes_of(state.get(part)) != shapes_of(tensors):
                 raise CheckpointError(
                     "it does not fit this model: its moving average is one of other tensors"
                 )
@@ -151,12 +146,6 @@ class MovingAverage:
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))
         self._copy(shard_like(state["own"], self._values))
-
-
-def _shapes(tensors: Any) -> dict[str, Any]:
-    """Return the shapes of a checkpoint's tensors by name; None for other values."""
-    named = tensors.items() if isinstance(tensors, dict) else ()
-    return {name: getattr(tensor, "shape", None) for name, tensor in named}
 
 
 def _widened(value: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
 
 from trainers.devices.group import Group
@@ -201,10 +200,6 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     """
     if group.world_size == 1:
         return model
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        logger.warning(
-            "`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer"
-        )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
