@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.config import TrainConfig
-    from trainers.data.sampler import GroupedByLength
     from trainers.start import train
     from trainers.task import Task
 
-__all__ = ["GroupedByLength", "Task", "TrainConfig", "train"]
+__all__ = ["Task", "TrainConfig", "train"]
 
 _HOMES = {
-    "GroupedByLength": "trainers.data.sampler",
     "Task": "trainers.task",
     "TrainConfig": "trainers.config",
     "train": "trainers.start",

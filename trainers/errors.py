@@ -113,7 +113,7 @@ class PacelineError(Exception):
         """What the user can do about it; empty if the message already says it."""
         if disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
-        if self.status == "error" or FIX in str(self):
+        if self.status == "error":
             return ""
         return POLICIES[self.status].advice
 
@@ -177,10 +177,6 @@ class CheckpointError(PacelineError):
 
 class ClusterError(PacelineError):
     """A Ray cluster that could not be started, joined, or trained on."""
-
-
-class DeviceMismatchError(PacelineError):
-    """Tensors of one computation are on different devices; the message names them."""
 
 
 class DivergedError(PacelineError):

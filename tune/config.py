@@ -26,7 +26,7 @@ from trainers.config.train import by_name
 from trainers.errors import ConfigError
 
 TO_TARGET = ("time_to_target", "usd_to_target")
-MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
+MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes")
 """Measured of every trial, whatever its task reports."""
 MOST_TRIALS = 10_000
 _NAMES = {
@@ -66,8 +66,8 @@ class Objective(Settings):
     metric: str = Field(
         default="time_to_target", min_length=1, examples=["val_accuracy"]
     )
-    """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, energy_j (of the
-    trial's GPUs), or any metric that the task reports (val_loss, ...).
+    """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, or any metric
+    that the task reports (val_loss, ...).
     """
     mode: Mode | None = Field(default=None)
     """min or max; known by itself for *_to_target, samples_per_s and what is measured

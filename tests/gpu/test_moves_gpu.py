@@ -1,5 +1,5 @@
 """Batches on CUDA: the same ones by every way, while the stream that copies runs ahead;
-layouts; named mismatches.
+layouts.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,6 @@ from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
 from trainers.data import feed as moves
 from trainers.data.batch import tensors_of
-from trainers.errors import DeviceMismatchError
 from trainers.task import Task, task_feed
 
 CPU = torch.device("cpu")
@@ -159,23 +158,3 @@ def test_a_run_goes_on_in_another_memory_format(device, tmp_path):
         == "done"
     )
     assert curve(tmp_path / "cut") == pytest.approx(curve(tmp_path / "whole"), rel=2e-2)
-
-
-class Left(Blobs):
-    """Its weights of the loss stay on the CPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.classes = torch.ones(4)
-
-    def loss(self, outputs, batch):
-        return nn.functional.cross_entropy(outputs, batch[1], weight=self.classes)
-
-
-@pytest.mark.gpu
-def test_a_tensor_left_on_the_cpu_is_named():
-    with pytest.raises(
-        DeviceMismatchError,
-        match=r"`Left\.classes` on cpu cannot meet the rest on cuda:0",
-    ):
-        train(CUDA, task=Left())

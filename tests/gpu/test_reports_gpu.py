@@ -65,6 +65,5 @@ def test_a_run_out_of_memory_leaves_what_lay_in_it(tmp_path):
 def test_the_driver_tells_of_the_gpu():
     readings = GpuReadings(CUDA)
     taken = readings.take()
-    assert readings.name == str(torch.cuda.get_device_properties(CUDA).uuid)
     assert taken is not None
     assert 0 < taken["memory_used_bytes"] <= taken["memory_total_bytes"]

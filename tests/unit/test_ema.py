@@ -2,12 +2,8 @@
 resume go on as without.
 """
 
-import copy
-
 import pytest
 import torch
-from torch import nn
-from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.unit.test_loop import (
@@ -22,7 +18,6 @@ from tests.unit.test_loop import (
 from trainers.devices.device import seed_all
 from trainers.errors import CheckpointError
 from trainers.loop.fit import fit
-from trainers.model.moving_average import MovingAverage
 
 STEPS = 3 * PER_EPOCH
 ALL = {"every_steps": 1, "keep": 99}
@@ -108,30 +103,6 @@ def test_a_resume_is_bit_equal(precision, background, tmp_path):
         assert all(
             one.dtype == torch.float32 for one in ours["ema"]["averages"].values()
         )
-
-
-def test_a_step_that_the_loss_scaler_skips_does_not_count():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    ema = MovingAverage(model, optimizer, 0.9)
-    expected = copy.deepcopy(model.weight.data)
-    ema.follow(scaler)
-    for step in range(1, 7):
-        loss = model(torch.full((4, 3), float(step))).square().mean()
-        scaler.scale(loss * (float("inf") if step in (1, 4) else 1.0)).backward()
-        before = model.weight.data.clone()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert torch.equal(model.weight.data, before) is (step in (1, 4))
-        if step not in (1, 4):
-            expected.lerp_(model.weight.data, 1 - 0.9)
-        ema.update()
-        own = model.weight.data.clone()
-        with ema.in_place():
-            torch.testing.assert_close(model.weight.data, expected, rtol=1e-6, atol=0.0)
-        assert torch.equal(model.weight.data, own)
 
 
 def load(path, **changes):

@@ -291,7 +291,6 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user):
         "samples_per_s",
         "step_time_s",
         "peak_memory_bytes",
-        "energy_j",
         "disturbed_s",
         "time_to_target",
         "usd_to_target",

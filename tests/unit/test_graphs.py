@@ -158,7 +158,7 @@ def test_captured_training_is_training(optimizer, task, precision):
 @pytest.mark.parametrize(
     "varied", ["shape", "format", "layout", "word", "nesting", "unknown"]
 )
-def test_batches_that_differ_are_not_replayed_and_it_is_said_once(varied, caplog):
+def test_batches_that_differ_are_not_replayed(varied):
     def batch(number):
         x = torch.ones(4, 4)
         y = torch.ones(4)
@@ -179,16 +179,6 @@ def test_batches_that_differ_are_not_replayed_and_it_is_said_once(varied, caplog
     for number in range(7):
         step(iter([batch(number)]), [4], 4, idle=False)
     assert capture.events == ["run"] * 3 + ["record", "replay"] + ["run"] * 3
-    assert (
-        len(
-            [
-                record
-                for record in caplog.records
-                if "here shapes change" in record.message
-            ]
-        )
-        <= 1
-    )
 
 
 def test_a_step_of_another_size_is_captured_in_its_place():

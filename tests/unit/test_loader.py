@@ -81,7 +81,6 @@ WAYS = {
     "whole batches": (WholeBatches(), {}),
     "lists": (Lists(), {}),
     "dicts": (Dicts(), {}),
-    "dicts, resident": (Dicts(), {"resident": True}),
     "a subset": (
         torch.utils.data.Subset(TensorDataset(INPUTS, LABELS), range(SIZE)),
         {},
@@ -125,19 +124,21 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch):
     assert feed(small, resident=True).resident is not None
 
 
-class Named(Samples):
-    """A sample with a word in it."""
-
-    def __getitem__(self, index):
-        return {"inputs": INPUTS[index], "name": f"sample {index}"}
+def test_resident_data_is_a_tensor_dataset():
+    with pytest.raises(ConfigError, match="needs a TensorDataset"):
+        feed(Samples(), resident=True)
 
 
-def test_resident_data_that_cannot_be_indexed_is_refused():
-    """Words would not be picked with their samples: every batch would carry those of
-    the whole split.
-    """
-    with pytest.raises(ConfigError):
-        next(iter(feed(Named(), resident=True).batches(ASKED, training=True)))
+def test_resident_tensors_that_a_task_changes_are_copied_again():
+    data = TensorDataset(INPUTS.clone(), LABELS)
+    source = feed(data, resident=True)
+    for change in (
+        lambda: data.tensors[0].mul_(2),
+        lambda: setattr(data, "tensors", (INPUTS * 3, LABELS)),
+    ):
+        change()
+        [(inputs, _)] = source.batches(ASKED[:1], training=True)
+        assert torch.equal(inputs, data.tensors[0][ASKED[0]])
 
 
 class Factor:
@@ -182,7 +183,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 1}, {"resident": True}, {}])
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {}])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_task_changes_is_seen_by_the_next_batches(change, options):
     """As in a plain loop, whose loaders copy the dataset anew each epoch

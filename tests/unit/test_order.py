@@ -25,7 +25,6 @@ from tests.unit.test_loop import (
     config,
     train,
 )
-from trainers import GroupedByLength
 from trainers.data.sampler import Drawn
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
@@ -62,7 +61,6 @@ SAMPLERS = {
     "by epoch": Epochs,
     "numpy": lambda: By(lambda: np.random.permutation(SAMPLES)),
     "python": lambda: By(lambda: random.sample(range(SAMPLES), 17)),
-    "by length": lambda: GroupedByLength([number % 7 for number in range(SAMPLES)], 5),
 }
 
 
@@ -130,22 +128,6 @@ def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(name, tm
         rest = [index for batch in again.trained for index in batch]
         assert rest == every[-len(rest) :]
         assert 0 < len(rest) < len(every)
-
-
-def test_batches_by_length_are_of_about_one_length_and_in_no_order():
-    lengths = torch.randint(1, 500, (2005,), generator=torch.Generator().manual_seed(1))
-    order = Drawn(GroupedByLength(lengths, 8), 2005, 0, CPU)(0)
-    assert order.sort().values.tolist() == list(range(2005))
-    batches = lengths[order].split(8)
-    assert [len(batch) for batch in batches] == [8] * 250 + [5]
-    padded = sum(int(batch.max()) * len(batch) for batch in batches)
-    shuffled = sum(int(batch.max()) * len(batch) for batch in lengths.split(8))
-    assert padded < 1.06 * int(lengths.sum()) < 1.6 * int(lengths.sum()) < shuffled
-    longest = torch.stack([batch.max() for batch in batches]).double()
-    assert (
-        abs(torch.corrcoef(torch.stack([longest, torch.arange(251.0).double()]))[0, 1])
-        < 0.2
-    )
 
 
 class Growing(Epochs):

@@ -1,5 +1,5 @@
 """What a worker can read of its GPU and of the other ranks: NVML that is not there,
-energy, and who is named.
+and who is named.
 """
 
 import sys
@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from trainers.devices.device import EnergyMeter, GpuReadings, counts_energy
-from trainers.measure.figures import findings, student_t, total_energy_j
+from trainers.devices.device import GpuReadings
+from trainers.measure.figures import findings, student_t
 
 GPU = torch.device("cuda", 1)
 
@@ -27,7 +27,6 @@ class FakeNvml(types.ModuleType):
     def __init__(self):
         super().__init__("pynvml")
         self.loads = iter([20, 60])
-        self.energies = iter([5_000, 9_500])
         self.reasons = iter([0x1 | 0x4, 0x20])
         self.by_uuid = {"GPU-11112222": "second"}
         self.by_address = {"00000000:3B:00.0": "by address"}
@@ -57,11 +56,6 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetPowerUsage(self, handle):
         return 312_500
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
-        if handle != "second":
-            raise NVMLError("not supported")
-        return next(self.energies)
 
     def nvmlDeviceGetTemperature(self, handle, sensor):
         raise NVMLError("not supported")
@@ -109,15 +103,6 @@ def test_means_of_the_samples_and_every_reason_met(nvml, now):
     assert nvml.open == 0
 
 
-def test_energy_is_what_the_gpu_has_used_since_the_meter_began(nvml):
-    readings = GpuReadings(GPU)
-    meter = EnergyMeter(GPU, readings)
-    assert (meter.used_j(), meter.source) == (4.5, "11112222")
-    readings.close()
-    nvml.by_uuid = {"MIG-11112222": "slice"}
-    assert EnergyMeter(GPU, GpuReadings(GPU)).used_j() is None, "a slice has no counter"
-
-
 def test_a_slice_of_a_gpu_is_found_by_its_own_uuid(nvml):
     nvml.by_uuid = {"MIG-11112222": "slice"}
     GpuReadings(GPU).sample()
@@ -147,8 +132,8 @@ def test_without_nvml_there_is_nothing(what, nvml, monkeypatch):
 def row(rank, **changes):
     even = {
         "rank": rank, "host": f"node-{rank}", "device": "cuda:0", "steps": 100, "train_time_s": 4.0,
-        "samples_per_s": 800.0, "samples_per_step": 32.0, "step_time_s": 0.04, "data_wait_share": 0.02,
-        "idle_share": 0.0, "backward_s": 0.01, "allocated_bytes": 2**30, "reserved_bytes": 2**31,
+        "samples_per_s": 800.0, "step_time_s": 0.04, "data_wait_share": 0.02,
+        "idle_share": 0.0, "allocated_bytes": 2**30, "reserved_bytes": 2**31,
         "peak_bytes": 3 * 2**30, "total_bytes": 80 * 2**30, "gpu": None,
     }  # fmt: skip
     return even | changes
@@ -159,7 +144,7 @@ def said(*rows):
 
 
 def test_even_ranks_are_not_named():
-    assert said(row(0), row(1, data_wait_share=0.05, backward_s=0.0115), row(2)) == []
+    assert said(row(0), row(1, data_wait_share=0.05), row(2)) == []
     assert said(row(0, data_wait_share=0.9)) == [], (
         "one rank has nobody to be compared with"
     )
@@ -173,30 +158,17 @@ def test_a_rank_that_waits_for_data_is_named():
     )
 
 
-def test_a_slow_rank_is_named():
-    words = "rank 1 (node-1) takes 31% longer for a backward pass (13.10 ms, the others 10.00)"
-    assert said(row(0), row(1, backward_s=0.0131), row(2)) == [words]
-    assert said(row(0), row(1, backward_s=0.0131, samples_per_step=40.0), row(2)) == [
-        words + "; it has 40 samples a step, the others 32"
-    ]
-
-
-def test_a_difference_that_costs_nothing_is_not_named():
-    assert said(row(0, backward_s=0.001), row(1, backward_s=0.002)) == [], (
-        "1 ms of a 40 ms step"
-    )
+def test_too_short_a_time_names_nobody():
     short = {"train_time_s": 0.4}
-    assert (
-        said(row(0, **short), row(1, backward_s=0.03, data_wait_share=0.9, **short))
-        == []
-    ), "too little is measured"
-    assert said(row(0, backward_s=None), row(1, backward_s=0.02)) == []
+    assert said(row(0, **short), row(1, data_wait_share=0.9, **short)) == [], (
+        "too little is measured"
+    )
 
 
-def test_an_idle_rank_is_named_and_not_called_slow_or_fast():
+def test_an_idle_rank_is_named():
     (words,) = said(
         row(0),
-        row(1, idle_share=1.0, samples_per_step=0.0, backward_s=0.02, train_time_s=0.1),
+        row(1, idle_share=1.0, train_time_s=0.1),
     )
     assert words.startswith("rank 1 has no sample in 100% of its steps")
     assert said(row(0), row(1, idle_share=0.04)) == [], (
@@ -209,29 +181,6 @@ def test_heat_is_named_and_a_power_cap_is_not():
         row(0, gpu={"slowed_by": ["power cap"]}),
         row(1, gpu={"slowed_by": ["heat", "power cap"]}),
     ) == ["the GPU of rank 1 (node-1) is slowed by heat"]
-
-
-CPU = torch.device("cpu")
-
-
-def test_a_gpu_is_counted_and_a_processor_is_not():
-    readings = GpuReadings(CPU)
-    assert EnergyMeter(CPU, readings).used_j() is None
-    assert not counts_energy("cpu")
-    counts = iter([10.0, 25.0])
-    readings.energy_j = lambda: next(counts)
-    assert EnergyMeter(torch.device("cuda", 0), readings).used_j() == 15.0
-
-
-def test_ranks_of_one_source_count_once():
-    rows = [
-        row(0, energy_j=5.0, energy_of="a"),
-        row(1, energy_j=5.5, energy_of="a"),
-        row(2, energy_j=2.0, energy_of="b"),
-    ]
-    assert total_energy_j(rows) == 7.5
-    assert total_energy_j([*rows, row(3, energy_j=None, energy_of="c")]) is None
-    assert total_energy_j([row(0)]) is None
 
 
 @pytest.mark.parametrize(("freedom", "level", "expected"), [

@@ -19,7 +19,7 @@ from tests.unit.test_evaluation import Weighted
 from tests.unit.test_loop import RARE, Context, Tiny, check_resume, config, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
-from trainers.errors import ConfigError, DivergedError
+from trainers.errors import ConfigError
 from trainers.loop.fit import fit
 
 
@@ -300,40 +300,6 @@ def test_what_cannot_be_trained_is_refused_before_a_checkpoint(
     with error_of(field):
         train(tmp_path, Made(way), **changes)
     assert not (tmp_path / "checkpoints").exists()
-
-
-class Spoilt(Tiny):
-    """NaN in one place."""
-
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-
-    def model(self):
-        model = super().model()
-        if self.where == "model":
-            nn.init.constant_(model[4].bias, float("nan"))
-        return model
-
-    def dataset(self, split):
-        inputs, labels = super().dataset(split).tensors
-        inputs = inputs.clone()
-        if self.where == "data" and split == "train":
-            inputs[17, 2] = float("nan")
-        return TensorDataset(inputs, labels)
-
-    def transform(self, batch, training):
-        return (batch[0] / (0.0 if self.where == "transform" else 1.0), batch[1])
-
-
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [("data", "sample 17"), ("transform", "transform"), ("model", "4.bias")],
-)
-def test_a_bad_loss_is_traced_to_what_held_it(where, words, tmp_path):
-    with pytest.raises(DivergedError, match=words) as raised:
-        train(tmp_path, Spoilt(where), **RARE)
-    assert ("optimizer.lr" in raised.value.advice) == (where == "model")
 
 
 class Attached(Tiny):

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.data.batch import concatenate, fetch, map_tensors, num_samples, tensors_of
+from trainers.data.batch import fetch, map_tensors, num_samples, tensors_of
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage
@@ -111,9 +111,6 @@ def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items():
     )
     assert batch.ids.tolist() == [[1, 2]], "the batch that was given stays as it is"
     assert type(mapped["nested"]) is UserDict
-    both = concatenate([batch, mapped])
-    assert (type(both), both.ids.tolist(), both[0]) == (Encoding, [[1, 2], [2, 3]], "e")
-    assert num_samples(both) == 2
 
 
 def test_samples_are_counted_by_the_first_tensor_with_a_dimension():

@@ -83,7 +83,6 @@ def emulated(monkeypatch):
     )
     monkeypatch.setitem(TABLE, "fp8", replace(TABLE["fp8"], devices=("cpu", "cuda")))
     monkeypatch.setattr("trainers.loop.build.compile_model", lambda *args: None)
-    monkeypatch.setattr("trainers.loop.build.compile_loss", lambda loss, mode: loss)
 
 
 def test_names_and_parameters_are_the_models_own():

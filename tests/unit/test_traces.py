@@ -259,7 +259,7 @@ def test_every_kind_of_change_is_named_and_taken_back():
     }
     for name, change in changes.items():
         with throwaway(forward) as snapshot:
-            assert snapshot.changed() is None
+            assert snapshot.changes.first() is None
             change()
-            assert snapshot.changed() == f"Kept.{name}"
+            assert snapshot.changes.first() == f"Kept.{name}"
     assert (task.seen, task.slotted.calls, task.array.any()) == ({1}, 0, False)

@@ -67,7 +67,7 @@ def asked(box, target, watches):
 def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(watches, said):
     box = Box()
     lane = asked(box, None, watches)
-    lane.observe({"peak_bytes": 5.0, "energy_j": 7.0, "disturbed_s": 3.0})
+    lane.observe({"peak_bytes": 5.0, "disturbed_s": 3.0})
     lane.report(ROW)
     [(_, (_, row))] = box.told
     assert row == ROW | said | {"disturbed_s": 3.0}

@@ -234,23 +234,21 @@ def test_a_metric_that_not_every_report_has_counts_by_its_last_value():
 
 
 def test_a_record_keeps_what_was_used_beside_its_metrics():
-    objective = config("energy_j").objective
-    row = {**ROW, "energy_j": 2.0}
+    objective = config("peak_memory_bytes").objective
+    row = {**ROW, "peak_memory_bytes": 5.0}
     outcome = {
         "status": "done",
-        "result": {"peak_memory_bytes": 7, "energy_j": 3.5, "warnings": ["a", "b"]},
+        "result": {"peak_memory_bytes": 7, "warnings": ["a", "b"]},
     }
     record = make_record(TRIAL, objective, 0.0, [row], outcome)
-    assert (
-        record.status,
-        record.peak_memory_bytes,
-        record.energy_j,
-        record.message,
-    ) == ("done", 7, 3.5, "a; b")
-    assert "energy_j" not in record.metrics
-    assert (
-        make_record(TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j == 2.0
+    assert (record.status, record.peak_memory_bytes, record.message) == (
+        "done",
+        7,
+        "a; b",
     )
+    assert "peak_memory_bytes" not in record.metrics
+    stopped = make_record(TRIAL, objective, 0.0, [row], {"status": "stopped"})
+    assert stopped.peak_memory_bytes == 5
     assert (
         make_record(TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error"
     ), "nobody told it"

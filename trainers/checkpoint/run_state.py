@@ -370,7 +370,7 @@ class Keeper:
         if parts.schedule is not None:
             parts.schedule.load_state_dict(read("schedule"))
         if parts.ema is not None:
-            parts.ema.load_state_dict(read("ema"), parts.step.scaler)
+            parts.ema.load_state_dict(read("ema"))
         self.task.load_state_dict(read("task", self.task.state_dict()))
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)

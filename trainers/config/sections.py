@@ -53,7 +53,7 @@ _LESS_IS_BETTER = """
     divergence deviance perplexity ppl bpb bpc bpd bits_per_byte bits_per_char bits_per_dim wer cer per ter mer
     word_error_rate fid kid lpips crps ece brier hinge eer fpr fnr fdr false_positive false_negative false_discovery
     mpjpe epe ade fde davies_bouldin aic bic regret neg_log_likelihood negative_log_likelihood neg_elbo
-    negative_elbo hamming hausdorff wasserstein levenshtein edit_distance time_to_target usd_to_target energy_j
+    negative_elbo hamming hausdorff wasserstein levenshtein edit_distance time_to_target usd_to_target
     memory_bytes peak_memory_bytes time_s time_ms latency latency_s latency_ms
 """
 _MORE_IS_BETTER = """
@@ -386,8 +386,8 @@ class DataConfig(Settings):
     pin_memory: AutoOrBool = "auto"
     """Page-locked host memory for faster copies; auto: on CUDA."""
     resident: AutoOrBool = "auto"
-    """Whole split as tensors on the device; auto: a TensorDataset that takes at most a
-    tenth of its memory.
+    """A whole TensorDataset on the device; auto: if it takes at most a tenth of its
+    memory.
     """
 
     @model_validator(mode="after")

@@ -217,11 +217,9 @@ class TrainConfig(Settings):
     trainers/model/precision.py.
     """
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = "off"
-    """torch.compile by mode: of the model (with fsdp, of each sharded block by itself),
-    and in training of the task's loss() too, without CUDA graphs.
-    """
+    """torch.compile of the model by mode; with fsdp, of each sharded block by itself."""
     fullgraph: bool = False
-    """Make a graph break in the model an error; loss() may always break its graph."""
+    """Make a graph break in the model an error."""
     cuda_graphs: AutoOrBool = "auto"
     """Capture whole steps as CUDA graphs, with one worker and a fused optimizer.
 

@@ -110,18 +110,6 @@ def _with_items(
     return copied
 
 
-def concatenate(batches: list[Batch]) -> Batch:
-    """Join equally nested batches along the first dimension of every tensor.
-
-    A single batch is returned as it is.
-    """
-    if len(batches) == 1:
-        return batches[0]
-    columns = zip(*map(tensors_of, batches), strict=True)
-    joined = map(torch.cat, list(columns))
-    return map_tensors(lambda _: next(joined), batches[0])
-
-
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate
 ) -> Batch:

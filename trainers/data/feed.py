@@ -11,8 +11,7 @@ import functools
 import inspect
 import itertools
 import signal
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,9 +25,7 @@ from trainers.data.batch import (
     Batch,
     Collate,
     Rows,
-    concatenate,
     fetch,
-    leaves_of,
     map_tensors,
 )
 from trainers.data.stream import Rereadable, Stream
@@ -46,7 +43,6 @@ _MOST = 10_000
 _MOST_OF_ONE = 100
 _SMALL_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, bytes)
-_FETCH = 4096  # samples fetched at once while a dataset is made resident
 _copy_stream = functools.cache(
     torch.cuda.Stream
 )  # one of a device: torch keeps the memory of every stream apart
@@ -122,8 +118,9 @@ class Feed:
         """Called for every batch, to show that the loop makes progress."""
         self.most: int | None = None
         """Samples that an evaluation takes at once, after more ran out of memory."""
-        self._make = functools.partial(self._make_resident, config, sharers)
-        self.resident = self._make()
+        self.resident: tuple[Tensor, ...] | None = None
+        if self._is_resident(config, sharers):
+            self._make_resident()
         self._copied = held_by(dataset, collate)
         """What was copied to the device, or to the loader's processes."""
         self._stream = dataset if isinstance(dataset, Stream) else None
@@ -132,14 +129,9 @@ class Feed:
         self._source = _WholeBatches(dataset, collate)
         self._asked = _Asked()
         pins = config.pin_memory
-        self._pins = device.type == "cuda" if pins == "auto" else pins
-        if self._pins and not torch.accelerator.is_available():
-            self._pins = False
-            if self.resident is None:
-                warnings.warn(
-                    "`data.pin_memory` is true, but there is no accelerator: memory is not pinned",
-                    stacklevel=2,
-                )
+        if pins == "auto":
+            pins = device.type == "cuda"
+        self._pins = pins and torch.accelerator.is_available()
         self._loader: DataLoader[Any] | None = None
         if self.resident is None and config.num_workers > 0:
             self._loader = self._make_loader(config, seed)
@@ -157,34 +149,25 @@ class Feed:
             generator=torch.Generator().manual_seed(seed),
         )
 
-    def _make_resident(self, config: DataConfig, sharers: int) -> Batch | None:
-        if config.resident is False:
-            return None
-        data: Batch = None
-        if type(self.dataset) is TensorDataset and len(self.dataset):
-            data = self.dataset.tensors
-        if config.resident == "auto":
-            wanted = sharers * sum(tensor.nbytes for tensor in data or ())
-            most = _RESIDENT_SHARE * total_memory_bytes(self.device)
-            if data is None or config.num_workers > 0 or wanted > most:
-                return None
-        length = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
-        if data is None and length:
-            parts = torch.arange(length).split(_FETCH)
-            fetched = [
-                fetch(self.dataset, rows.numpy(), self._collate) for rows in parts
-            ]
-            data = concatenate(fetched)
-        for leaf in leaves_of(data):
-            is_column = isinstance(leaf, Tensor) and leaf.shape[:1] == (length,)
-            if not is_column:
+    def _is_resident(self, config: DataConfig, sharers: int) -> bool:
+        if type(self.dataset) is not TensorDataset:
+            if config.resident is True:
                 raise ConfigError(
                     "data.resident",
                     config.resident,
-                    "needs data that is nothing but tensors, of one length that is known",
+                    f"needs a TensorDataset, and this is a {type(self.dataset).__name__}",
                     "set `data.resident: false`",
                 )
-        return map_tensors(lambda tensor: tensor.to(self.device), data)
+            return False
+        if config.resident != "auto":
+            return config.resident
+        wanted = sharers * sum(tensor.nbytes for tensor in self.dataset.tensors)
+        most = _RESIDENT_SHARE * total_memory_bytes(self.device)
+        return config.num_workers == 0 and wanted <= most
+
+    def _make_resident(self) -> None:
+        dataset: Any = self.dataset
+        self.resident = tuple(tensor.to(self.device) for tensor in dataset.tensors)
 
     def batches(
         self,
@@ -201,7 +184,7 @@ class Feed:
         self._renew()
         none = itertools.repeat(None)
         if self.resident is not None:
-            source = self._resident_batches(microbatches)
+            source = self._resident_batches(self.resident, microbatches)
         else:
             source = self._loaded_batches(microbatches, seeds or none)
         for seed in none if training else seeds or none:
@@ -217,7 +200,9 @@ class Feed:
             yield batch
         next(source, None)  # the loader ends its epoch
 
-    def _resident_batches(self, microbatches: Iterable[Tensor]) -> Iterator[Batch]:
+    def _resident_batches(
+        self, data: Sequence[Tensor], microbatches: Iterable[Tensor]
+    ) -> Iterator[Batch]:
         if not (batches := list(microbatches)):
             return
         rows = torch.cat(batches)
@@ -226,7 +211,7 @@ class Feed:
             self.device, non_blocking=self._pins
         )
         for indices in rows.split([len(indices) for indices in batches]):
-            yield map_tensors(functools.partial(_rows, indices), self.resident)
+            yield tuple(tensor.index_select(0, indices) for tensor in data)
 
     def _loaded_batches(
         self, microbatches: Iterable[Tensor], seeds: Iterable[int | None]
@@ -256,7 +241,7 @@ class Feed:
             self._end_processes()
             if self.resident is not None:
                 self.resident = None  # there may be no room for both
-                self.resident = self._make()
+                self._make_resident()
             self._copied = held_by(self.dataset, self._collate)
 
     def _taken(self, loaded: Pinnable) -> Batch:
@@ -366,10 +351,6 @@ def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Ba
         ready = copies.hand_over(coming)
         coming = next(begun, _END)
         yield ready
-
-
-def _rows(indices: Tensor, tensor: Tensor) -> Tensor:
-    return tensor.index_select(0, indices)
 
 
 def held_by(*things: Any) -> list[Any]:

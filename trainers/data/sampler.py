@@ -12,7 +12,7 @@ TensorDataset, the first samples of any other dataset.
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    Sampler,
     Subset,
     TensorDataset,
 )
@@ -42,7 +41,6 @@ _SHARE = 0.1
 """
 _FRAMES = ("pandas", "polars", "pyarrow", "cudf")
 _FIX = "draw from a generator with a seed of its own, which follows from `split` where samples themselves are drawn"
-_WINDOW_BATCHES = 50
 
 
 class Drawn:
@@ -251,32 +249,6 @@ def split_share(
     if count == 1:
         return [share]
     return list(torch.tensor_split(share, count))
-
-
-class GroupedByLength(Sampler[int]):
-    """Batches of samples of about one length, in random order: little padding.
-
-    `lengths`: of all samples. Of 50 batches at a time the samples are sorted; a last
-    batch that is short stays last.
-    """
-
-    def __init__(self, lengths: Sequence[int] | Tensor, batch_size: int) -> None:
-        self._lengths = torch.as_tensor(lengths)
-        self._batch_size = batch_size
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        size = self._batch_size
-        windows = []
-        for window in torch.randperm(len(self)).split(_WINDOW_BATCHES * size):
-            longest = self._lengths[window].argsort(descending=True, stable=True)
-            windows.append(window[longest])
-        batches = torch.cat(windows).split(size)
-        whole = len(self) // size
-        shuffled = [batches[number] for number in torch.randperm(whole).tolist()]
-        yield from torch.cat([*shuffled, *batches[whole:]]).tolist()
 
 
 def check_dataset(field: str, dataset: Any) -> None:

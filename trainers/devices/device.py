@@ -1,7 +1,7 @@
 """A worker's device and random state: choose, configure, seed and measure them.
 
-Memory is read from torch, or from Linux's /proc (proc(5)); load, power, temperature and
-energy of a GPU from NVML.
+Memory is read from torch, or from Linux's /proc (proc(5)); load, power and temperature
+of a GPU from NVML.
 """
 
 import contextlib
@@ -351,8 +351,6 @@ class GpuReadings:
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
         self._handle: Any = None
-        self.name = ""
-        """The GPU's UUID, where there is one."""
         self._samples: list[dict[str, float]] = []
         self._slowed: set[str] = set()
         self._last_s = float("-inf")
@@ -364,7 +362,6 @@ class GpuReadings:
             pynvml.nvmlInit()
             self._nvml = pynvml
             self._handle = _handle(pynvml, device)
-            self.name = str(torch.cuda.get_device_properties(device).uuid)
         except Exception as error:  # no package, no library, no permission, another vendor: a run needs none of them
             logger.debug("no readings of %s: %s", device, error)
 
@@ -400,15 +397,6 @@ class GpuReadings:
         self._slowed.clear()
         return found
 
-    def energy_j(self) -> float | None:
-        """Return joules used since the driver was loaded; None if not counted."""
-        if self._handle is None:
-            return None
-        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
-            used_mj = self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
-            return float(used_mj) / 1000
-        return None
-
     def close(self) -> None:
         """Release NVML."""
         if self._nvml is not None:
@@ -440,10 +428,7 @@ def _handle(nvml: Any, device: torch.device) -> Any:
     """
     properties: Any = torch.cuda.get_device_properties(device)
     uuid = str(properties.uuid)
-    names = [uuid]
-    if not uuid.startswith(("GPU-", "MIG-")):
-        names = [f"GPU-{uuid}", f"MIG-{uuid}"]
-    for name in names:
+    for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
         with contextlib.suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(name)
     return nvml.nvmlDeviceGetHandleByPciBusId(
@@ -475,31 +460,3 @@ def slowed_by(nvml: Any, handle: Any) -> set[str]:
             bits = getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(handle)
             return {words for bit, words in SLOWED.items() if bits & bit}
     return set()
-
-
-class EnergyMeter:
-    """Measures the energy of a rank's GPU since creation, by the driver's counter."""
-
-    def __init__(self, device: torch.device, gpu: GpuReadings) -> None:
-        self._gpu = gpu
-        self.source = gpu.name or str(device)
-        """The measured device: ranks with the same source measure the same energy."""
-        self._before_j = gpu.energy_j()
-
-    def used_j(self) -> float | None:
-        """Return the joules used; None if nothing counts them."""
-        now_j = self._gpu.energy_j()
-        if now_j is None or self._before_j is None:
-            return None
-        return now_j - self._before_j
-
-
-def counts_energy(device_type: str) -> bool:
-    """Return whether this machine's first GPU counts energy, without occupying it."""
-    if device_type != "cuda":
-        return False
-    with opened_nvml() as nvml, contextlib.suppress(Exception):  # as in GpuReadings
-        if nvml is not None:
-            handle = nvml.nvmlDeviceGetHandleByIndex(0)
-            return bool(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-    return False

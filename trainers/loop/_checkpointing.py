@@ -5,24 +5,20 @@ Every few steps the ranks decide together whether to stop, write a checkpoint, o
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from trainers.checkpoint.run_state import Keeper
-from trainers.data.batch import Batch, fetch
 from trainers.data.stream import Stream, refuse_other_samples
 from trainers.devices.device import to_host
 from trainers.devices.group import find_unlike
-from trainers.errors import FIX, CheckpointError, ConfigError, DivergedError, counted
+from trainers.errors import CheckpointError, ConfigError, DivergedError, counted
 from trainers.loop._attempt import Attempt
 from trainers.model.optimizer import averaged, set_training
-from trainers.model.sharding import is_sharded, local
-from trainers.step.forward import named_tensors
-from trainers.step.snapshot import throwaway
+from trainers.model.sharding import is_sharded
 from trainers.step.train_step import Replica
 from trainers.storage import Storage
 
@@ -366,7 +362,11 @@ def _ask(
         agreed = Agreement(*(bool(flag) for flag in flagged))
         if agreed.diverged:
             checkpointing.settle()
-            raise _diverged(attempt, range(max(0, step - AGREE_EVERY_STEPS), step))
+            first = max(0, step - AGREE_EVERY_STEPS)
+            words = f"the loss became NaN or infinite between steps {first} and {step}"
+            if attempt.checkpoint:
+                words += f"; the last good checkpoint is {attempt.checkpoint}"
+            raise DivergedError(words)
         if not agreed.writing:
             checkpointing.advance()
         return agreed
@@ -399,82 +399,3 @@ def check_replicas(parts: Replica, task: str, step: int) -> None:
             f"has trained ranks apart: at step {step} `{name}` differs by {share:.1e} of its largest value",
             "change parameters by the optimizer alone, or alike on every rank",
         )
-
-
-def _diverged(attempt: Attempt, last: range) -> DivergedError:
-    """Return the error for a bad loss in the `last` steps.
-
-    It names the first non-finite tensor and the last good checkpoint. Every rank must
-    call it.
-    """
-    words = (
-        f"the loss became NaN or infinite between steps {last.start} and {last.stop}"
-    )
-    of_ranks = attempt.parts.group.gather(_find_non_finite(attempt.parts, last))
-    found = next(filter(None, of_ranks), None)
-    if found:
-        words += f": {found}"
-    if attempt.checkpoint:
-        words += f"; the last good checkpoint is {attempt.checkpoint}"
-    return DivergedError(words)
-
-
-def _find_non_finite(parts: Replica, steps: range) -> str | None:
-    """Describe the first non-finite sample or parameter in `steps`, or return None.
-
-    Searches the samples of this rank's share, the task's transform of them, and all
-    parameters. Returns None also if the samples cannot be read again.
-    """
-    dataset = parts.train_feed.dataset
-    try:
-        with throwaway(parts.step.forward, dataset=dataset):
-            if not isinstance(dataset, Stream):  # which only goes forward
-                for rows in _rows_of(parts, steps):
-                    found = _in_batch(parts, rows)
-                    if found is not None:
-                        return found
-        for name, parameter in parts.model.named_parameters():
-            if not bool(torch.isfinite(local(parameter)).all()):
-                return f"parameter `{name}` is not finite"
-    except Exception as error:
-        logger.debug("the last batches cannot be read again: %s", error)
-    return None
-
-
-def _rows_of(parts: Replica, steps: range) -> Iterator[Tensor]:
-    """Yield the samples of this rank's share of some steps, a microbatch at a time."""
-    sampler = parts.sampler
-    for step in steps:
-        epoch, index = sampler.batches.place(step)
-        sampler.set_epoch(epoch)
-        share = sampler.share(index)
-        if len(share):
-            yield from share.split(parts.microbatch_size)
-
-
-def _in_batch(parts: Replica, rows: Tensor) -> str | None:
-    parts.train_feed.beat()
-    task = parts.forward.task
-    with torch.no_grad():
-        batch = fetch(parts.train_feed.dataset, rows.tolist(), task.collate)
-        found = _bad_tensor(batch, rows)
-        if found is not None:
-            return f"{found} is not finite{FIX}or leave out such samples"
-        found = _bad_tensor(parts.forward.prepare(batch), rows)
-        if found is not None:
-            return f"{found} is not finite after transform(){FIX}transform()"
-    return None
-
-
-def _bad_tensor(batch: Batch, rows: Tensor) -> str | None:
-    """Name a non-finite tensor, and its sample if dimension 0 counts samples."""
-    for name, tensor in named_tensors(batch, "batch"):
-        bad = ~torch.isfinite(tensor)
-        if not bool(bad.any()):
-            continue
-        if bad.shape[:1] != rows.shape:
-            return name
-        places = bad.reshape(len(rows), -1).any(1).nonzero()
-        first = int(rows[places[0, 0]])
-        return f"{name} of training sample {first}"
-    return None

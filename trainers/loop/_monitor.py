@@ -4,7 +4,6 @@ Nothing here waits for the device within a step; figures are read when a window 
 logged.
 """
 
-import functools
 import logging
 import math
 import socket
@@ -12,20 +11,13 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
-from trainers.devices.device import (
-    EnergyMeter,
-    GpuReadings,
-    device_name,
-    memory_figures,
-)
+from trainers.devices.device import GpuReadings, device_name, memory_figures
 from trainers.errors import Status, counted, in_digits
 from trainers.loop._attempt import Attempt
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
-from trainers.measure.figures import RankFigures, findings, total_energy_j
+from trainers.measure.figures import RankFigures, findings
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import averaged
@@ -42,8 +34,7 @@ COMPARE_EVERY_S = 10.0
 _MEMORY_EVERY_S = (
     1.0  # a reading is a tenth of a millisecond, and a window may be a single step
 )
-_EVENT_PAIRS = 64
-_OBSERVED = ("mfu", "peak_bytes", "energy_j")
+_OBSERVED = ("mfu", "peak_bytes")
 
 
 class Monitor:
@@ -68,10 +59,6 @@ class Monitor:
                 parts.spec.name,
             )
         self._gpu = GpuReadings(self.device)
-        self._energy = EnergyMeter(self.device, self._gpu)
-        self._backward = BackwardTimer(
-            called if isinstance(called, DistributedDataParallel) else None, self.device
-        )
         self._warm: Totals | None = None
         self._window = self._compared = Totals()
         self._compared_s = 0.0
@@ -83,7 +70,7 @@ class Monitor:
         """Return the figures of the window that ends, as far as the clock is settled.
 
         They are the global speed and this rank's data wait, and at most once a second
-        also memory and the energy that its device has used since training began.
+        also memory.
         """
         now = self.clock.totals()
         spent = now - self._window
@@ -91,15 +78,11 @@ class Monitor:
         if self._warm is None and now.steps >= WARMUP_STEPS:
             self._warm = now
         self._gpu.sample()
-        self._backward.collect()
         found: dict[str, float] = {}
         if time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
             self._memory_s = time.monotonic()
             found |= memory_figures(self.device)
             del found["total_bytes"]
-            used_j = self._energy.used_j()
-            if used_j is not None:
-                found["energy_j"] = used_j
         if spent.time_s > 0:
             found["samples_per_s"] = spent.samples / spent.time_s
             found["step_time_s"] = spent.time_s / spent.steps
@@ -129,7 +112,7 @@ class Monitor:
         now = self.clock.totals()
         spent = now - self._compared
         self._compared = now
-        return self._gather(spent, self._backward.take())
+        return self._gather(spent)
 
     def finish(self) -> list[RankFigures]:
         """Return each rank's figures over the whole run after warm-up.
@@ -139,14 +122,13 @@ class Monitor:
         spent = self.clock.totals()
         if self._warm is not None and spent.steps > self._warm.steps:
             spent -= self._warm
-        return self._gather(spent, self._backward.mean())
+        return self._gather(spent)
 
     def close(self) -> None:
-        """Release NVML and remove the hooks."""
+        """Release NVML."""
         self._gpu.close()
-        self._backward.close()
 
-    def _gather(self, spent: Totals, backward_s: float | None) -> list[RankFigures]:
+    def _gather(self, spent: Totals) -> list[RankFigures]:
         memory = memory_figures(self.device)
         self._latest = self._gpu.take() or self._latest
         time_s = max(spent.time_s, 1e-9)
@@ -158,18 +140,14 @@ class Monitor:
             "steps": spent.steps,
             "train_time_s": spent.time_s,
             "samples_per_s": spent.own_samples / time_s,
-            "samples_per_step": spent.own_samples / steps,
             "step_time_s": spent.time_s / steps,
             "data_wait_share": min(1.0, spent.wait_s / time_s),
             "idle_share": spent.idle_steps / steps,
-            "backward_s": backward_s,
             "allocated_bytes": memory.get("allocated_bytes", 0),
             "reserved_bytes": memory.get("reserved_bytes", 0),
             "peak_bytes": memory["peak_bytes"],
             "total_bytes": memory["total_bytes"],
             "gpu": self._latest,
-            "energy_j": self._energy.used_j(),
-            "energy_of": self._energy.source,
         }
         rows = self.group.gather(row)
         found = findings(rows) if self.group.rank == 0 else ()
@@ -178,83 +156,6 @@ class Monitor:
                 self._said.add(key)
                 logger.warning("ranks: %s", words)
         return rows
-
-
-class BackwardTimer:
-    """Times a rank from the end of DDP's forward to its last gradient.
-
-    No collective lies between the two. Its two hooks are all that runs within a step:
-    they read a clock (on a GPU, they record an event created in advance).
-
-    The last gradient is assumed to be that of the first parameter, as in DDP's own
-    buckets. On a GPU both ends are events, and a fixed number of pairs is recorded
-    between two calls of `collect`. Without a model nothing is timed.
-    """
-
-    def __init__(self, model: nn.Module | None, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._pairs: list[tuple[Any, Any]] = []
-        self._used = 0
-        self._began: float | None = None
-        self._sum_s = 0.0
-        self._count = 0
-        self._taken_s = 0.0
-        self._taken = 0
-        self._hooks: list[Any] = []
-        if model is None:
-            return
-        first = next(p for p in model.parameters() if p.requires_grad)
-        if self._on_gpu:
-            make: Any = functools.partial(torch.cuda.Event, enable_timing=True)
-            self._pairs = [(make(), make()) for _ in range(_EVENT_PAIRS)]
-        self._hooks += [
-            model.register_forward_hook(self._forward_ended),
-            first.register_hook(self._backward_ended),
-        ]
-
-    def _forward_ended(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not torch.is_grad_enabled() or (self._on_gpu and self._used == _EVENT_PAIRS):
-            return
-        self._began = time.perf_counter()
-        if self._on_gpu:
-            self._pairs[self._used][0].record()
-
-    def _backward_ended(self, gradient: Tensor) -> None:
-        if self._began is None:
-            return
-        if self._on_gpu:
-            self._pairs[self._used][1].record()
-            self._used += 1
-        else:
-            self._sum_s += time.perf_counter() - self._began
-            self._count += 1
-        self._began = None
-
-    def collect(self) -> None:
-        """Read the events that the device has already passed."""
-        while self._used and self._pairs[0][1].query():
-            begin, end = self._pairs[0]
-            self._sum_s += begin.elapsed_time(end) / 1e3
-            self._count += 1
-            self._used -= 1
-            self._pairs.append(self._pairs.pop(0))
-
-    def take(self) -> float | None:
-        """Return the mean since the last call, in seconds; None without any."""
-        count = self._count - self._taken
-        sum_s = self._sum_s - self._taken_s
-        self._taken = self._count
-        self._taken_s = self._sum_s
-        return sum_s / count if count else None
-
-    def mean(self) -> float | None:
-        """Return the mean over all steps, in seconds; None without any."""
-        return self._sum_s / self._count if self._count else None
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
@@ -438,7 +339,6 @@ def finish(
         ranks=ranks,
         samples=attempt.samples,
         earlier_time_s=attempt.earlier_time_s,
-        energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,
         warnings=[*parts.warnings, *(f"{name} is not a number" for name in undefined)],
     )

@@ -20,7 +20,7 @@ from trainers.data.stream import Stream
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
-from trainers.errors import ConfigError, shorten
+from trainers.errors import ConfigError
 from trainers.loop._dry_run import (
     check_states,
     find_microbatch,
@@ -54,7 +54,6 @@ from trainers.model.state import (
 )
 from trainers.model.strategy import (
     Replicated,
-    compile_loss,
     compile_model,
     place_model,
     share_tensors,
@@ -120,8 +119,6 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     seen = look_first(probe, sampler, last, size, pieces, val, at_once, context)
     context.enter("wrapping and compiling the model")
     step = _make_step(probe, config, accumulation)
-    if trained.ema is not None:
-        trained.ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
     schedule = _make_schedule(
         task, trained.optimizer, config, sampler, total_steps, evaluates=val is not None
@@ -246,15 +243,7 @@ def make_trained(
     model = place_model(spec.convert_model(model), group, config.strategy)
     is_compiled = config.compile != "off"
     checkpoint_activations(model, config.activation_checkpointing, is_compiled)
-    names = train_as_made(model)
-    if names and group.rank == 0:
-        parts = [model.get_submodule(name) for name in names]
-        learns = any(p.requires_grad for part in parts for p in part.parameters())
-        logger.log(
-            logging.WARNING if learns else logging.INFO,
-            "in evaluation mode while the rest is trained, as model() made it: %s",
-            shorten(names),
-        )
+    train_as_made(model)
     owner = type(task).__name__
     optimizer = join(task.optimizer(model, config), model, owner)
     check_optimizer(optimizer, owner, config.lr_scaling.rule)
@@ -317,7 +306,7 @@ def _setting(config: TrainConfig, group: Group) -> str:
 
 
 def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
-    """Compile the model and its loss, wrap the model, and make the training step.
+    """Compile and wrap the model, and make the training step.
 
     A step has at most `most` microbatches.
     """
@@ -338,8 +327,6 @@ def _make_step(probed: Probe, config: TrainConfig, most: int) -> TrainStep:
             phase.copies_gradients = captures
         return phased
     of = replace(forward, model=wrap_model(model, probed.group, config.strategy))
-    if is_compiled:
-        of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
     step: TrainStep
     if _captures(config, probed, most):
         step = GraphedStep(of, *rest, asked=config.cuda_graphs is True)

@@ -190,12 +190,6 @@ class Training:
         )
         if batches.changes:
             logger.info("global batch: %s", batches.words(parts.total_steps))
-            end = batches.samples(parts.total_steps)
-            if end <= (batches.sizes[-2][0] or 0):
-                logger.warning(
-                    "the last size of `batch_schedule` is never reached: the run has %s",
-                    counted(end, "sample"),
-                )
         steps = f"{counted(parts.total_steps, 'step')} in all"
         if parts.sampler.known_length:
             samples = counted(parts.sampler.known_length, "training sample")

@@ -5,13 +5,10 @@ import statistics
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NotRequired
 
 from typing_extensions import TypedDict
 
 _WAIT_SHARE = 0.1
-_SLOWER = 1.2
-_OF_STEP = 0.05
 _IDLE_SHARE = 0.1
 _EVIDENCE_S = 1.0  # of training, below which a difference in time is noise
 _HARMFUL = ("hardware", "heat", "heat (hardware)", "power brake")
@@ -71,48 +68,24 @@ class RankFigures(TypedDict):
     train_time_s: float
     samples_per_s: float
     """Speed in this rank's own samples."""
-    samples_per_step: float
     step_time_s: float
     data_wait_share: float
     """Share of the training time spent waiting for batches."""
     idle_share: float
     """Share of steps in which the rank had no samples."""
-    backward_s: float | None
-    """Time of loss and backward pass of one microbatch up to its last gradient, without
-    waiting for other ranks; DDP only.
-    """
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
     total_bytes: int
     gpu: dict[str, float | list[str]] | None
     """NVML's readings (trainers/devices/device.py)."""
-    energy_j: NotRequired[float | None]
-    """Energy of the device since training began (trainers/devices/device.py)."""
-    energy_of: NotRequired[str]
-    """The device whose energy that is: ranks on one GPU, or on one machine's
-    processors, report the same energy.
-    """
-
-
-def total_energy_j(rows: list[RankFigures]) -> float | None:
-    """Return the energy used by all devices that the ranks run on.
-
-    None if it is unknown for any of them.
-    """
-    known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
-    values = [value for value in known.values() if value is not None]
-    if values and len(values) == len(known):
-        return sum(values)
-    return None
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
     """Return uneven ranks and slowed GPUs.
 
     Under DDP every rank's step takes equally long, because the fast ones wait in the
-    all-reduce. So ranks are compared by what each does before it waits for others: the
-    time until its batches arrive, and the time of its own backward pass.
+    all-reduce. So ranks are compared by the time until their batches arrive.
 
     Each finding is a key, which names rank and kind, and the sentence to log.
     """
@@ -136,24 +109,7 @@ def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
         if row["data_wait_share"] - wait > _WAIT_SHARE:
             words = f"waits {row['data_wait_share']:.0%} of its time for data, the others {wait:.0%}"
             found.append((f"{rank} data", f"rank {rank} ({row['host']}) {words}"))
-        if (slower := _slower(row, others)) is not None:
-            found.append((f"{rank} slow", f"rank {rank} ({row['host']}) {slower}"))
     return found
-
-
-def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
-    own = row["backward_s"]
-    known = [other["backward_s"] for other in others if other["backward_s"] is not None]
-    if own is None or not known or row["idle_share"] > _IDLE_SHARE:
-        return None
-    usual = statistics.median(known)
-    if own < _SLOWER * usual or own - usual < _OF_STEP * row["step_time_s"]:
-        return None
-    words = f"takes {own / usual - 1:.0%} longer for a backward pass ({own * 1e3:.2f} ms, the others {usual * 1e3:.2f})"
-    samples = statistics.median(other["samples_per_step"] for other in others)
-    if row["samples_per_step"] > 1.05 * samples:
-        words += f"; it has {row['samples_per_step']:.3g} samples a step, the others {samples:.3g}"
-    return words
 
 
 def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
@@ -177,12 +133,6 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
     ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
     ("step ms", lambda row: f"{row['step_time_s'] * 1e3:.2f}"),
     ("data", lambda row: f"{row['data_wait_share']:.0%}"),
-    (
-        "backward ms",
-        lambda row: (
-            "-" if row["backward_s"] is None else f"{row['backward_s'] * 1e3:.2f}"
-        ),
-    ),
     ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
     ("GPU", _gpu("utilisation", ".0%")),
     ("W", _gpu("power_w", ".0f")),

@@ -81,10 +81,6 @@ class RunResult:
     """
     earlier_time_s: float = 0.0
     """Of train_time_s, the part of launches before this one."""
-    energy_j: float | None = None
-    """Of this launch, from its first step to its end, evaluation included: of its GPUs,
-    by NVML. None where nothing counts it.
-    """
     pauses: Pauses | None = None
     """Evaluations and checkpoints of this launch; None of a version that did not count
     them.
@@ -138,8 +134,6 @@ class RunResult:
             flops = f"{self.flops_per_sample / 1e9:.4g} GFLOP a sample"
             lines.append(f"MFU {self.mfu:.1%} ({flops})")
         lines.append(f"peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")
-        if self.energy_j is not None:
-            lines.append(f"energy {self.energy_j:,.4g} J")
         if self.checkpoint:
             lines.append(f"checkpoint {self.checkpoint}")
         lines += [f"warning: {words}" for words in self.warnings]

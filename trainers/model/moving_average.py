@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainers.errors import CheckpointError
 from trainers.model.sharding import local, shard_like
-from trainers.model.state import parameters_of
+from trainers.model.state import parameters_of, shapes_of
 
 
 class MovingAverage:
@@ -22,9 +21,9 @@ class MovingAverage:
     count) are not averaged.
 
     Averages begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 -
-    decay) W_t after the optimizer's step t. A step that the loss scaler skips does not
-    count. Averages are float32 or wider, since small steps vanish in narrower formats.
-    For a sharded model, each rank averages its own part.
+    decay) W_t after the optimizer's step t. Averages are float32 or wider, since small
+    steps vanish in narrower formats. For a sharded model, each rank averages its own
+    part.
     """
 
     def __init__(
@@ -55,29 +54,15 @@ class MovingAverage:
         # The model's values, while it has the averages.
         self._own: dict[str, Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._scaler: GradScaler | None = None
-        self._scale: Tensor | None = None
 
     def set_decay(self, decay: float) -> None:
         """Set the share of the old average that updates keep from here on."""
-        self._decay = decay
         self._average = get_ema_multi_avg_fn(decay)
-
-    def follow(self, scaler: GradScaler) -> None:
-        """Watch this loss scaler, whose scale falls when a step was skipped."""
-        if scaler.is_enabled():
-            self._scaler = scaler
-            self._scale = torch.tensor(scaler.get_scale())
 
     def take_unfrozen(self) -> None:
         """Start averaging newly unfrozen parameters from their present values."""
-        self._add(
-            [
-                name
-                for name, parameter in self._frozen.items()
-                if parameter.requires_grad
-            ]
-        )
+        frozen = self._frozen.items()
+        self._add([name for name, parameter in frozen if parameter.requires_grad])
 
     def _add(self, names: Iterable[str]) -> None:
         for name in names:
@@ -91,29 +76,9 @@ class MovingAverage:
 
         Does not wait for the device.
         """
-        moved = self._moved()
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
-            if moved is None:
-                self._average(averages, taken, 0)
-            else:
-                weight = moved.to(averages[0]) * (1 - self._decay)
-                for average, value in zip(averages, taken, strict=True):
-                    average.lerp_(value, weight)
-
-    def _moved(self) -> Tensor | None:
-        """Whether the last step changed the parameters; None without a scaler.
-
-        Only a loss scaler skips steps.
-        """
-        if self._scaler is None or self._scale is None:
-            return None
-        now = self._scaler._get_scale_async()
-        assert now is not None
-        self._scale = self._scale.to(now.device)
-        moved = now >= self._scale
-        self._scale.copy_(now)
-        return moved
+            self._average(averages, taken, 0)
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """Return this rank's averages and values, grouped by format and device."""
@@ -154,42 +119,33 @@ class MovingAverage:
         return {"own": self._own, "averages": self._wider()}
 
     def _wider(self) -> dict[str, Tensor]:
-        wider = {}
-        for name, average in self._averages.items():
-            if average.dtype != self._values[name].dtype:
-                wider[name] = average
-        return wider
+        return {
+            name: average
+            for name, average in self._averages.items()
+            if average.dtype != self._values[name].dtype
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError unless `state` is a `state_dict` for this model.
 
         Also starts averaging the parameters that were already unfrozen in `state`.
         """
-        own = _shapes(state.get("own"))
+        own = shapes_of(state.get("own"))
         self._add([name for name in self._frozen if name in own])
         ours = {"own": self._values, "averages": self._wider()}
         for part, tensors in ours.items():
-            if _shapes(state.get(part)) != _shapes(tensors):
+            if shapes_of(state.get(part)) != shapes_of(tensors):
                 raise CheckpointError(
                     "it does not fit this model: its moving average is one of other tensors"
                 )
 
     @torch.no_grad()
-    def load_state_dict(
-        self, state: dict[str, dict[str, Tensor]], scaler: GradScaler
-    ) -> None:
-        """Load what `state_dict` returned, after the model and `scaler` were loaded."""
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Load what `state_dict` returned, after the model was loaded."""
         averages = {**self._values, **shard_like(state["averages"], self._wider())}
         for name, average in self._averages.items():
             local(average).copy_(local(averages[name]))
         self._copy(shard_like(state["own"], self._values))
-        self.follow(scaler)
-
-
-def _shapes(tensors: Any) -> dict[str, Any]:
-    """Return the shapes of a checkpoint's tensors by name; None for other values."""
-    named = tensors.items() if isinstance(tensors, dict) else ()
-    return {name: getattr(tensor, "shape", None) for name, tensor in named}
 
 
 def _widened(value: Tensor) -> Tensor:

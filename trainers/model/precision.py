@@ -6,7 +6,6 @@ Linear layers that multiply in float8 are torchao's.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,8 +17,6 @@ from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError
 from trainers.versions import import_torchao
-
-logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
 """Both sizes of a layer must be multiples of this for the GPU's float8 products."""
@@ -102,10 +99,6 @@ class PrecisionSpec:
         `auto` chooses channels last for models with convolutions on CUDA.
         """
         images = any(parameter.ndim == 4 for parameter in model.parameters())
-        if wanted is True and not images:
-            logger.warning(
-                "`channels_last` is true, but the model has no 4-D parameter: only batches are converted"
-            )
         is_best = images and device.type == "cuda"
         chosen = is_best if wanted == "auto" else wanted
         return replace(self, channels_last=chosen)

@@ -195,8 +195,7 @@ def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
     """Load saved tensors in place; CheckpointError if names or shapes differ."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+    if shapes_of(saved) != shapes_of(tensors):
         raise CheckpointError(
             "it does not fit this task: what is trained beside the model has other names or shapes"
         )
@@ -209,16 +208,18 @@ class AsMade:
 
     def __init__(self, model: nn.Module) -> None:
         self._required, self._training = _switches(model)
-        self._shapes = _shapes(model)
+        self._shapes = shapes_of(model.state_dict())
         self._parameters = set(model.parameters())
 
     def changes(self, model: nn.Module) -> dict[str, Any]:
         """Return what differs from the new model, as plain data; empty if nothing."""
         required, training = _switches(model)
-        buffers = []
-        for name, shape in _shapes(model).items():
-            if name not in required and self._shapes.get(name) != shape:
-                buffers.append(name)
+        shapes = shapes_of(model.state_dict())
+        buffers = [
+            name
+            for name, shape in shapes.items()
+            if name not in required and self._shapes.get(name) != shape
+        ]
         found = {
             "requires_grad": _others(required, self._required),
             "training": _others(training, self._training),
@@ -228,28 +229,22 @@ class AsMade:
 
     def late_parameters(self, model: nn.Module) -> list[str]:
         """Name trainable parameters that were added or replaced since then."""
-        late = []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter not in self._parameters:
-                late.append(name)
-        return late
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter not in self._parameters
+        ]
 
 
 def _others(now: dict[str, bool], before: dict[str, bool]) -> dict[str, bool]:
     """Return the values that differ from before, ignoring names that are new."""
-    found = {}
-    for name, on in now.items():
-        if on != before.get(name, on):
-            found[name] = on
-    return found
+    return {name: on for name, on in now.items() if on != before.get(name, on)}
 
 
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    shapes = {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            shapes[name] = value.shape
-    return shapes
+def shapes_of(tensors: Any) -> dict[str, Any]:
+    """Return the shapes of named tensors; None for other values."""
+    named = tensors.items() if isinstance(tensors, dict) else ()
+    return {name: getattr(tensor, "shape", None) for name, tensor in named}
 
 
 def _switches(model: nn.Module) -> tuple[dict[str, bool], dict[str, bool]]:
@@ -281,20 +276,15 @@ def add_buffers(
             module.register_buffer(inner, value.to(device, copy=True))
 
 
-def train_as_made(model: nn.Module) -> list[str]:
+def train_as_made(model: nn.Module) -> None:
     """Put a model into training mode, except modules created in evaluation mode.
-
-    Returns the names of these modules, without those nested in them.
 
     If the whole model is in evaluation mode (as `from_pretrained` returns it), all of
     it is put into training mode.
     """
-    kept: dict[str, nn.Module] = {}
+    kept = []
     if model.training:
-        for name, module in model.named_modules():
-            if not module.training:
-                kept[name] = module
+        kept = [module for module in model.modules() if not module.training]
     model.train()
-    for module in kept.values():
+    for module in kept:
         module.training = False
-    return [name for name in kept if name.rpartition(".")[0] not in kept]

@@ -14,7 +14,6 @@ its parameters' names always.
 import contextlib
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
 
 from trainers.devices.group import Group
@@ -43,10 +41,6 @@ BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _BROADCAST_BYTES = 250 << 20  # DDP's own
 _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
 ANOTHER_WAY = "the loss goes by another way than the model that forward() was given"
-_WITHOUT_CUDA_GRAPHS = {
-    "reduce-overhead": "default",
-    "max-autotune": "max-autotune-no-cudagraphs",
-}
 
 
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -206,10 +200,6 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     """
     if group.world_size == 1:
         return model
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        logger.warning(
-            "`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer"
-        )
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
@@ -281,8 +271,16 @@ class Replicated(DistributedDataParallel):
         return None
 
     def check_finished(self) -> None:
-        """Raise DDP's RuntimeError if it still waits for a gradient."""
-        self.reducer._check_reducer_finalized()
+        """Raise ConfigError if DDP still waits for a gradient."""
+        try:
+            self.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise ConfigError(
+                "strategy",
+                "ddp",
+                "waits for gradients of parameters that other batches have used, and this loss does not depend on all of them",
+                "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
+            ) from error
 
 
 def _batchnorms(model: nn.Module) -> list[nn.Module]:
@@ -363,32 +361,6 @@ def _in_own_frame(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def compile_loss(
-    loss: Callable[[Any, Any], Any], mode: str
-) -> Callable[[Any, Any], Any]:
-    """Return a task's loss compiled in the model's mode, except for CUDA graphs.
-
-    Graph breaks are allowed, and what torch cannot compile runs eagerly with torch's
-    warning: a loss is arbitrary Python, with prints and gathered objects. CUDA graphs
-    are left to the model, because the next pass would overwrite a tensor that the task
-    keeps (a running centre). Sizes and counters may change without a recompilation each
-    time.
-    """
-
-    # A frame of its own: `loss` may be any callable.
-    def compiled(outputs: Any, batch: Any) -> Any:
-        return loss(outputs, batch)
-
-    traced = torch.compile(compiled, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
-    falls_back = torch._dynamo.config.patch(suppress_errors=True)
-
-    def called(outputs: Any, batch: Any) -> Any:
-        with falls_back:
-            return traced(outputs, batch)
-
-    return called
-
-
 def unused_parameters(model: nn.Module) -> list[str]:
     """Name the parameters that require a gradient but got none in backward."""
     return [
@@ -396,28 +368,6 @@ def unused_parameters(model: nn.Module) -> list[str]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.grad is None
     ]
-
-
-def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
-    """Raise ConfigError, with names, if DDP waits for parameters without gradients.
-
-    Returns for any other error.
-    """
-    is_waiting = "Expected to have finished reduction" in str(error)
-    if not is_waiting or not isinstance(model, DistributedDataParallel):
-        return
-    names = unused_parameters(model.module)
-    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    if told:
-        every = model.module.named_parameters()
-        trained = [name for name, parameter in every if parameter.requires_grad]
-        names = [trained[int(number)] for number in told[1].split()]
-    raise ConfigError(
-        "strategy",
-        "ddp",
-        f"waits for a gradient of what other batches have used, and this loss does not depend on {shorten(names)}",
-        "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
-    ) from error
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

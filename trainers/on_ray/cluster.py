@@ -23,7 +23,6 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
@@ -320,30 +319,6 @@ def check_cluster(spec: RunSpec | FunctionSpec) -> str:
                 fix = f"set it to at most {fits}"
             raise ConfigError("scaling.num_workers", workers, rule, fix, spec.source)
     return "cuda" if gpu else "cpu"
-
-
-def energy_is_counted(device_type: str) -> bool:
-    """Return whether a node can measure the energy of its devices.
-
-    For cuda a node with GPUs is asked; True if there is none yet.
-
-    The task takes no resources: lanes that are kept alive would be ended for a task
-    that waits for resources.
-    """
-    resource = "GPU" if device_type == "cuda" else "CPU"
-    nodes = [
-        node["NodeID"]
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get(resource, 0.0) > 0
-    ]
-    if not nodes:
-        return True
-    place = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
-    # It needs torch, which the workers of lanes do without.
-    from trainers.devices.device import counts_energy
-
-    ask = ray.remote(counts_energy).options(num_cpus=0, scheduling_strategy=place)
-    return bool(ray.get(ask.remote(device_type)))
 
 
 def wants_gpu(config: TrainConfig | FunctionConfig, most: Resources) -> bool:

@@ -41,9 +41,10 @@ from trainers.devices.device import get_rng_state, synchronize, take_spare
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, chain, first_line
 from trainers.model.schedule import Schedule
+from trainers.step._changes import Changes
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
-from trainers.step.snapshot import Snapshot, throwaway
+from trainers.step.snapshot import throwaway
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
@@ -83,8 +84,8 @@ class Pass:
     changed: str | None
     """An attribute of the task, the model or the optimizer that the steps changed."""
     step_s: float
-    before: Snapshot
-    """What Python held before them, and holds again."""
+    changes: Changes
+    """What Python has changed since: the steps' own changes are undone."""
 
 
 def take_pass(
@@ -127,9 +128,8 @@ def take_pass(
         state["random state"] = torch.frombuffer(
             bytearray(random_state), dtype=torch.uint8
         )
-        found = Pass(state, snapshot.changed(), step_s, snapshot)
-    snapshot.forget_copies()
-    return found
+        changes = snapshot.changes
+        return Pass(state, changes.first(), step_s, changes)
 
 
 def difference(captured: Pass, eager: Pass, repeats: Sequence[Pass] = ()) -> str | None:
@@ -212,7 +212,7 @@ class _Graph:
     replay: Callable[[], None]
     replays: int = 0
     """Number of replays that have trained."""
-    held: Snapshot | None = None
+    changes: Changes | None = None
     """What Python held when the graph was last verified."""
     changed_at: int = -_SELDOM
     """The replay before which that had last changed."""
@@ -265,11 +265,6 @@ class GraphedStep(TrainStep):
         replayed they are not.
         """
         self._seen: Counter[Hashable] = Counter()
-        self._last: tuple[list[int], Hashable] = (
-            [],
-            None,
-        )  # sizes and shape of the last step that ran as it is
-        self._warned = False
 
     def __call__(
         self,
@@ -307,7 +302,9 @@ class GraphedStep(TrainStep):
         if self._graph is not None and self._graph.shape == shape:
             self._replay(self._graph)
             return
-        self._count(shape, list(sizes))
+        if len(self._seen) >= _MOST_SHAPES:
+            self._seen.clear()
+        self._seen[shape] += 1
         last_before = self._graph is None and seen == CAPTURE_AFTER_STEPS - 1
         if self.asked or self._given_up or not last_before:
             issue()
@@ -321,9 +318,9 @@ class GraphedStep(TrainStep):
         """
         task = self.forward.task
         acts = type(task).after_step is not Task.after_step
-        if graph.held is None or (graph.replays % LOOK_EVERY and not acts):
+        if graph.changes is None or (graph.replays % LOOK_EVERY and not acts):
             return False
-        name = graph.held.changed_for_step()
+        name = graph.changes.first(for_step=True)
         if name is None:
             return False
         is_seldom = graph.replays - graph.changed_at >= _SELDOM
@@ -383,7 +380,7 @@ class GraphedStep(TrainStep):
         """
         self.strayed = True
         eager = self._pass(issue)
-        graph.held = eager.before
+        graph.changes = eager.changes
         captured = self._pass(graph.replay)
         found = difference(captured, eager)
         if found is not None and not torch.are_deterministic_algorithms_enabled():
@@ -528,21 +525,6 @@ class GraphedStep(TrainStep):
                 param_group["capturable"] = flag
         logger.info("captured the step of %d samples as a CUDA graph", step_samples)
         return _Graph(shape, tensors_of(inputs), gradients, replay)
-
-    def _count(self, shape: Hashable, sizes: list[int]) -> None:
-        """Count a step that was not replayed.
-
-        Warns once if it was not replayed because shapes changed at the same sizes.
-        """
-        if sizes == self._last[0] and shape != self._last[1] and not self._warned:
-            self._warned = True
-            logger.warning(
-                "`cuda_graphs` replays equal steps only, and here shapes change: the others run as they are"
-            )
-        self._last = (sizes, shape)
-        if len(self._seen) >= _MOST_SHAPES:
-            self._seen.clear()
-        self._seen[shape] += 1
 
 
 def layout(batch: Batch) -> Hashable:

@@ -242,7 +242,6 @@ class _Measured:
         """
         self.done = 0
         forward = self.forward
-        batch = None
         every = [*pieces, *idle]
         rows = [piece.rows for piece in every]
         found = feed.batches(rows, False, [piece.seed(seeds) for piece in every])
@@ -255,8 +254,6 @@ class _Measured:
                 if classify(error) in OUT_OF_MEMORY:
                     # Its frames hold what did not fit.
                     return error.with_traceback(None), len(piece.rows)
-                if isinstance(error, RuntimeError):
-                    forward.explain(error, batch)
                 raise
             if not is_idle:
                 self.add(piece, batch, outputs, loss)
@@ -271,12 +268,7 @@ class _Measured:
         task = self.forward.task
         owner = type(task).__name__
         samples = len(piece.rows)
-        try:
-            found = task.metrics(outputs, batch)
-        except RuntimeError as error:
-            self.forward.explain(error, batch)
-            raise
-        found = _flat(found, owner)
+        found = _flat(task.metrics(outputs, batch), owner)
         check_names(found, owner)
         values = self.states.take(found, piece[:2], samples, owner)
         self.samples.update(dict.fromkeys(values, samples))

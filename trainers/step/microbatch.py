@@ -61,7 +61,6 @@ _OF_A_SUM = 1.75
 _NOISE = 3  # times what the same pass differs from itself by
 _DRAWS = 4  # of what is random
 _ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
-_REFUSED = "cannot be trained: "
 _FEW = 8
 """Number of samples in the pass from which a whole microbatch's memory is forecast."""
 _MARGIN = 2
@@ -182,16 +181,10 @@ class Probe:
                 break
 
     def _backward(self, part: ForwardPass, size: int) -> Batch:
-        batch = None
-        try:
-            batch = self.batch(size)
-            with part.alone():
-                part.loss(batch).backward()
-            return batch
-        except RuntimeError as error:
-            if classify(error) not in OUT_OF_MEMORY:
-                part.explain(error, batch)
-            raise
+        batch = self.batch(size)
+        with part.alone():
+            part.loss(batch).backward()
+        return batch
 
     def batch(self, size: int) -> Batch:
         """Return the batch of `size` samples that takes most memory, on the device."""
@@ -278,32 +271,23 @@ class _Search:
 
     def _probed(self, size: int, last: bool) -> tuple[BaseException | None, str | None]:
         """Return this rank's error, and the reason of the first rank that failed."""
-        refused = ""
         accumulates = self.accumulates or size < self.share
         try:
             error = self.probe.run(size, accumulates, with_spare=not last)
         except Exception as other:
             if not self.too_large:
                 raise
-            error = other
-            refused = _REFUSED
+            words = f"{self.too_large}, and one of {size} cannot be trained"
+            error = self.kind(f"{words}: {type(other).__name__}: {other}")
+            error.__cause__ = other
+        if error is not None and is_sharded(self.probe.forward.model):
+            self.tell(size, False)
+            raise error  # the others wait in its forward
         mine = None
         if error is not None:
-            mine = f"{refused}{type(error).__name__}: {error}".splitlines()[0]
-        met = [mine]
-        if error is None or not is_sharded(self.probe.forward.model):
-            met = self.probe.group.gather(mine)
-        else:  # the others wait in its forward
-            self.tell(size, False)
-            if not refused:
-                raise error
-        reasons = [words for words in met if words]
-        for words in reasons:
-            if words.startswith(_REFUSED):
-                raise self.kind(
-                    f"{self.too_large}, and one of {size} {words}"
-                ) from error
-        return error, next(iter(reasons), None)
+            mine = f"{type(error).__name__}: {error}".splitlines()[0]
+        reasons = filter(None, self.probe.group.gather(mine))
+        return error, next(reasons, None)
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:

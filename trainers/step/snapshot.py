@@ -2,9 +2,9 @@
 
 import contextlib
 import copy
+import copyreg
 import functools
 import logging
-import operator
 import random
 import sys
 import sysconfig
@@ -27,6 +27,7 @@ from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.devices.group import answered_locally
 from trainers.model.sharding import is_sharded, local
 from trainers.model.state import parameters_of
+from trainers.step._changes import PLAIN, Changes, Read, is_same, path_of
 from trainers.step.forward import ForwardPass, bare_of
 from trainers.task import Task
 
@@ -40,33 +41,18 @@ _MANY = 1000  # items: what is in a longer list or dict is data, not state
 _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
 _STATEFUL = (Task, nn.Module, Optimizer, LRScheduler, Dataset)
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    np.generic,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
 _DEFINED = (
     ModuleType,
     FunctionType,
     type,
 )  # what an import or a definition leaves in a module
+_CONTAINERS = (dict, list, set, deque)
 _GENERATORS = (
     torch.Generator,
     random.Random,
     np.random.Generator,
     np.random.RandomState,
 )
-
-
-_Held = tuple[str, Callable[[], dict[Any, Any]], dict[Any, Any]]
-"""A name, what reads its items now, and what they were."""
 
 
 class Snapshot:
@@ -91,8 +77,8 @@ class Snapshot:
     ) -> None:
         self._device = device
         self._undo: list[Callable[[], None]] = []
-        self._held: list[_Held] = []
-        self._held_beside: list[_Held] = []  # data, generators, metrics and schedulers
+        self.changes = Changes()
+        """What has changed since; it outlives the copies."""
         self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
         self._watched: dict[int, tuple[Tensor, int, str]] = {}
         self._copied_bytes = 0
@@ -136,44 +122,22 @@ class Snapshot:
                     "return it from the task's state_dict()",
                 )
 
-    def changed(self) -> str | None:
-        """Name what now refers to another object or has other numbers, or return None.
-
-        Tensors of the device that were changed in place do not count.
-        """
-        return _first_change([*self._held, *self._held_beside])
-
-    def changed_for_step(self) -> str | None:
-        """As `changed`, but leave out random generators, data, metrics and schedulers.
-
-        They change between steps, which read batches and learning rates alone.
-        """
-        return _first_change(self._held)
-
-    def forget_copies(self) -> None:
-        """Free what `restore` needs, and keep what `changed` needs."""
-        self._undo.clear()
-        self._watched.clear()
-
-    def _hold(
-        self, name: str, read: Callable[[], dict[Any, Any]], beside: bool = False
-    ) -> dict[Any, Any]:
-        """Return what `read` gives now, and remember it for `changed`."""
-        before = read()
-        is_beside = beside or self._is_beside
-        (self._held_beside if is_beside else self._held).append((name, read, before))
-        return before
-
-    def _hold_items(
-        self, container: Any, name: str, beside: bool = False
-    ) -> dict[Any, Any]:
-        """Register a container's items to be put back if they change; return them."""
-        before = self._hold(name, functools.partial(_items, container), beside)
-        self._undo.append(functools.partial(_refill, container, before))
-        return before
+    def _record(
+        self,
+        owner: Any,
+        name: str,
+        read: Read,
+        put_back: Callable[[Any, dict[Any, Any]], None],
+    ) -> None:
+        """Register the items that `read` gives now, and everything in them."""
+        is_data = isinstance(owner, _CONTAINERS) and len(owner) > _MANY
+        before = self.changes.hold(name, owner, read, self._is_beside or is_data)
+        self._undo.append(functools.partial(put_back, owner, before))
+        if not is_data:
+            self._descend(before.items(), name)
 
     def _take(self, value: Any, name: str) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         for kinds, take in _KINDS:
@@ -188,40 +152,38 @@ class Snapshot:
     def _take_array(self, array: Any, name: str) -> None:
         is_plain = array.dtype != object and array.flags.writeable
         if is_plain and self._affordable(array.nbytes):
-            self._undo.append(functools.partial(np.copyto, array, array.copy()))
-            self._hold(name, lambda: {"": array.tobytes()})
+            self._record(array, name, _bytes, _set_bytes)
 
     def _take_container(self, container: Any, name: str) -> None:
-        is_data = len(container) > _MANY
-        items = self._hold_items(container, name, beside=is_data)
-        if not is_data:
-            self._descend(items.items(), name)
+        self._record(container, name, _items, _refill)
+
+    def _take_cell(self, cell: CellType, name: str) -> None:
+        """Record a variable of an enclosing function."""
+        self._record(cell, name, _content, _set_content)
+
+    def _take_generator(self, generator: Any, name: str) -> None:
+        get_state, set_state = _state_of(generator)
+        self._undo.append(functools.partial(set_state, get_state()))
+        self.changes.hold(name, get_state, _digest, beside=True)
 
     def _take_items(self, items: Any, name: str) -> None:
         self._descend(enumerate(items), name)
 
-    def _take_generator(self, generator: Any, name: str) -> None:
-        self._undo.append(_generator_undo(generator))
-        read = functools.partial(_digest, generator)
-        self._hold(name, read, beside=True)
-
-    def _take_partial(self, call: Any, name: str) -> None:
-        self._descend(enumerate((call.func, call.args, call.keywords)), name)
-
-    def _take_method(self, method: Any, name: str) -> None:
-        self._descend([("", method.__self__), ("", method.__func__)], name)
+    def _take_call(self, call: Any, name: str) -> None:
+        """Record what a partial, a method or a function of the user's refers to."""
+        if isinstance(call, functools.partial):
+            self._descend(enumerate((call.func, call.args, call.keywords)), name)
+        elif isinstance(call, MethodType):
+            self._descend([("", call.__self__), ("", call.__func__)], name)
+        elif self._is_users(call.__module__):
+            held = (call.__dict__, call.__defaults__, *(call.__closure__ or ()))
+            self._descend((("", part) for part in held), name)
 
     def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
-        """Queue the items; only text and integer keys become part of their names.
-
-        Other keys could make names very long.
-        """
+        """Queue the items."""
         for key, item in items:
-            if isinstance(item, _PLAIN):
-                continue
-            is_named = key != "" and isinstance(key, str | int)
-            path = f"{name}.{key}" if is_named else name
-            self._left.append((item, path, self._is_beside))
+            if not isinstance(item, PLAIN):
+                self._left.append((item, path_of(name, key), self._is_beside))
 
     def _take_tensor(self, tensor: Tensor, name: str) -> None:
         has_no_numbers = tensor.is_meta or nn.parameter.is_lazy(tensor)
@@ -231,7 +193,7 @@ class Snapshot:
         overlaps = torch._debug_has_internal_overlap(tensor) == 1
         is_whole = type(tensor) in (Tensor, nn.Parameter) and not overlaps
         if tensor.device.type != self._device.type:
-            self._hold(name, lambda: {"": tensor._version})
+            self.changes.hold(name, tensor, _version, self._is_beside)
         if is_whole and self._affordable(tensor.nbytes):
             self.keep(tensor)
         else:
@@ -244,61 +206,28 @@ class Snapshot:
         self._copied_bytes = total_bytes
         return True
 
-    def _take_function(self, function: FunctionType, name: str) -> None:
-        if not self._is_users(function.__module__):
-            return
-        self._descend([("", function.__dict__), ("", function.__defaults__)], name)
-        for cell in function.__closure__ or ():
-            self._take_cell(cell, name)
-
-    def _take_cell(self, cell: CellType, name: str) -> None:
-        """Record a variable of an enclosing function."""
-        try:
-            content = cell.cell_contents
-        except ValueError:  # it has no value yet
-            return
-        self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
-        self._hold(name, lambda: {"": cell.cell_contents})
-        self._descend([("", content)], name)
-
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
             is_metric = "_reductions" in vars(value)  # torchmetrics'
             self._is_beside |= is_metric or isinstance(value, (Dataset, LRScheduler))
-            self._descend(self._hold_items(vars(value), name).items(), name)
+            self._take_container(vars(value), name)
+        self._record(value, name, _slots, _set_slots)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
         self._is_beside = False  # a class is everybody's
         for owner in type(value).__mro__:
-            self._take_slots(value, owner, name)
             self._take(owner, owner.__name__)
-
-    def _take_slots(self, value: Any, owner: type, name: str) -> None:
-        """Record what an object keeps in the `__slots__` of one of its classes."""
-        names = vars(owner).get("__slots__", ())
-        for slot in [names] if isinstance(names, str) else names:
-            if not slot.startswith("__") and hasattr(value, slot):
-                content = getattr(value, slot)
-                self._hold(name, functools.partial(_slot, value, slot))
-                put_back = functools.partial(object.__setattr__, value, slot, content)
-                self._undo.append(put_back)
-                self._descend([(slot, content)], name)
 
     def _take_class(self, owner: type, name: str) -> None:
         """Record the attributes of a user's class, and the globals of its module."""
         if not self._is_users(owner.__module__):
             return
         module = sys.modules[owner.__module__]
-        self._take_names(owner, owner.__name__)
+        self._record(owner, name, _names, _restore_names)
         if id(module) not in self._seen:
             self._seen[id(module)] = module
-            self._take_names(module, module.__name__)
-
-    def _take_names(self, owner: type | ModuleType, name: str) -> None:
-        before = self._hold(name, functools.partial(_names, owner))
-        self._undo.append(functools.partial(_restore_names, owner, before))
-        self._descend(before.items(), name)
+            self._record(module, module.__name__, _names, _restore_names)
 
     def _is_users(self, module: str | None) -> bool:
         """Whether a module is the user's own code.
@@ -315,12 +244,11 @@ class Snapshot:
 _KINDS: list[tuple[Any, Callable[[Snapshot, Any, str], None]]] = [
     (Tensor, Snapshot._take_tensor),
     (np.ndarray, Snapshot._take_array),
-    ((dict, list, set, deque), Snapshot._take_container),
+    (_CONTAINERS, Snapshot._take_container),
     ((tuple, frozenset), Snapshot._take_items),
+    (CellType, Snapshot._take_cell),
     (_GENERATORS, Snapshot._take_generator),
-    (functools.partial, Snapshot._take_partial),
-    (MethodType, Snapshot._take_method),
-    (FunctionType, Snapshot._take_function),
+    ((functools.partial, MethodType, FunctionType), Snapshot._take_call),
     (type, Snapshot._take_class),
 ]
 """How each kind of object is recorded."""
@@ -337,7 +265,7 @@ def _items(container: Any) -> dict[Any, Any]:
 
 def _refill(container: Any, before: dict[Any, Any]) -> None:
     """Restore the items of a dict, list, set or deque without a subclass's methods."""
-    if _is_same(_items(container), before):
+    if is_same(_items(container), before):
         return
     kinds = (OrderedDict, dict, set, list, deque)
     base: Any = next(kind for kind in kinds if isinstance(container, kind))
@@ -367,53 +295,53 @@ def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
             setattr(owner, name, value)
 
 
-def _first_change(held: Iterable[_Held]) -> str | None:
-    for name, read, before in held:
-        now = read()
-        if _is_same(now, before):
-            continue
-        for key in before.keys() | now.keys():
-            old = before.get(key)
-            new = now.get(key)
-            is_plain = isinstance(old, _PLAIN) and isinstance(new, _PLAIN)
-            if old is not new and not (is_plain and old == new):
-                is_named = key != "" and isinstance(key, str | int)
-                path = f"{name}.{key}" if is_named else name
-                return path.replace("._modules.", ".")
-    return None
+def _content(cell: CellType) -> dict[str, Any]:
+    try:
+        return {"": cell.cell_contents}
+    except ValueError:  # it has no value yet
+        return {}
 
 
-def _is_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether the same items are there in the same order, as they mostly are."""
-    if not now and not before:  # as most dicts of a module's hooks
-        return True
-    is_alike = list(now) == list(before)
-    return is_alike and all(map(operator.is_, now.values(), before.values()))
+def _set_content(cell: CellType, before: dict[str, Any]) -> None:
+    for content in before.values():
+        cell.cell_contents = content
 
 
-def _slot(value: Any, slot: str) -> dict[Any, Any]:
-    return {slot: getattr(value, slot, None)}
+def _version(tensor: Tensor) -> dict[str, int]:
+    return {"": tensor._version}
 
 
-def _generator_state(generator: Any) -> Any:
+def _digest(get_state: Callable[[], Any]) -> dict[str, str]:
+    return {"": digest(get_state())}
+
+
+def _bytes(array: Any) -> dict[str, bytes]:
+    return {"": array.tobytes()}
+
+
+def _set_bytes(array: Any, before: dict[str, bytes]) -> None:
+    array[...] = np.frombuffer(before[""], array.dtype).reshape(array.shape)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """Return what an object keeps in the `__slots__` of its classes."""
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _set_slots(value: Any, before: dict[str, Any]) -> None:
+    for name, content in before.items():
+        object.__setattr__(value, name, content)
+
+
+def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what reads a random generator's state, and what sets it."""
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return generator.getstate, generator.setstate
     if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def _digest(generator: Any) -> dict[Any, Any]:
-    return {"": digest(_generator_state(generator))}
-
-
-def _generator_undo(generator: Any) -> Callable[[], None]:
-    state = _generator_state(generator)
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, state)
-    if isinstance(generator, np.random.Generator):
-        return functools.partial(setattr, generator.bit_generator, "state", state)
-    return functools.partial(generator.set_state, state)
+        bits = generator.bit_generator
+        return lambda: bits.state, functools.partial(setattr, bits, "state")
+    return generator.get_state, generator.set_state
 
 
 class CollectiveWatch(TorchDispatchMode):

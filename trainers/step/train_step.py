@@ -225,11 +225,7 @@ class TrainStep:
         if not wrapped.called:
             self.average_by_hand(ANOTHER_WAY)
         self._backward(loss, share)
-        try:
-            wrapped.check_finished()
-        except RuntimeError as error:
-            self.forward.explain(error, batch)
-            raise
+        wrapped.check_finished()
         return loss
 
     def average_by_hand(self, why: str) -> None:
@@ -572,13 +568,9 @@ class PhasePass(ForwardPass):
         # Tensors of its own: a gradient that this phase asks for by them is none of the
         # next.
         given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
-        try:
-            with self.spec.autocast_context(self.device):
-                loss = self.task.training_step(self.model, given, self.phase)
-                return self.learnable(self.scalar(loss))
-        except RuntimeError as error:
-            self.explain(error, batch)
-            raise
+        with self.spec.autocast_context(self.device):
+            loss = self.task.training_step(self.model, given, self.phase)
+            return self.learnable(self.scalar(loss))
 
 
 def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:

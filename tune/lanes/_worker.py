@@ -288,10 +288,9 @@ class Asked(WorkerContext):
     def observe(self, figures: dict[str, float]) -> None:
         """Pass the figures of this rank on to Ray's metrics."""
         self._lane.gauges.set(figures)
-        names = {"peak_bytes": "peak_memory_bytes", "energy_j": "energy_j"}
-        for key, name in names.items():
-            if name in self._assignment.watches and key in figures:
-                self._used[name] = figures[key]
+        is_asked = "peak_memory_bytes" in self._assignment.watches
+        if is_asked and "peak_bytes" in figures:
+            self._used["peak_memory_bytes"] = figures["peak_bytes"]
         if figures.get("disturbed_s"):
             self._used["disturbed_s"] = figures["disturbed_s"]
 

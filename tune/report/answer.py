@@ -53,7 +53,6 @@ _TELLING = 10.0
 _EQUAL_SCORE = 0.01
 _UNITS = {
     "peak_memory_bytes": " of peak memory",
-    "energy_j": " of energy",
     "step_time_s": " a step",
     "samples_per_s": "",
 }

@@ -32,7 +32,6 @@ _MEASURING = Console(width=10**4)
 _LEAST_TELLING = (
     "starting",
     "training",
-    "energy",
     "disturbed",
     "step time, ms",
     "peak memory",
@@ -221,7 +220,7 @@ def _measured(records: Records) -> list[Column]:
     found = []
     for name, (header, form) in _FORMS.items():
         values = [getattr(record, name) for record in records]
-        is_rare = name in ("disturbed_s", "energy_j")
+        is_rare = name == "disturbed_s"
         if not is_rare or any(value is not None for value in values):
             found.append(_figure(header, records, values, form))
     return found
@@ -264,7 +263,6 @@ _FORMS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_time_s": ("step time, ms", _milliseconds),
     "peak_memory_bytes": ("peak memory", partial(amount, "peak_memory_bytes")),
     "disturbed_s": ("disturbed", duration),
-    "energy_j": ("energy", partial(amount, "energy_j")),
 }
 
 

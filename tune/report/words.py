@@ -208,8 +208,6 @@ def amount(metric: str, value: float) -> str:
     """Return a value of the objective with its unit."""
     if metric == "time_to_target":
         return duration(value)
-    if metric == "energy_j":
-        return _energy(value)
     if metric == "peak_memory_bytes":
         size, unit = memory_unit(value)
         return f"{number(value / size, 3)} {unit}"
@@ -217,11 +215,3 @@ def amount(metric: str, value: float) -> str:
     if metric in units:
         return f"{number(value, 3)} {units[metric]}"
     return number(value, 4)
-
-
-def _energy(value_j: float) -> str:
-    if value_j < 1e3:
-        return f"{number(value_j, 3)} J"
-    if value_j < 3.6e6:
-        return f"{number(value_j / 1e3, 3)} kJ"
-    return f"{number(value_j / 3.6e6, 3)} kWh"

@@ -256,7 +256,7 @@ def to_parquet(config: SweepConfig, records: Records) -> bytes:
     add(pa.string(), "purpose")
     add(
         pa.float64(),
-        "step_time_ci95_s samples epochs cpu_pressure disturbed_s energy_j",
+        "step_time_ci95_s samples epochs cpu_pressure disturbed_s",
     )
     for name in ("starting_s", "training_s", "on_lane_s"):
         part = _PATHS.get(name, name)

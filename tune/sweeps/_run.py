@@ -24,7 +24,7 @@ from trainers.errors import (
 )
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray.capacity import nodes_at_most
-from trainers.on_ray.cluster import check_cluster, connect, energy_is_counted
+from trainers.on_ray.cluster import check_cluster, connect
 from trainers.on_ray.environment import (
     run_environment,
     sweep_environment,
@@ -456,15 +456,6 @@ def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
-    wants_energy = spec.config.objective.metric == "energy_j"
-    if wants_energy and not spec.is_of_function and not energy_is_counted(device_type):
-        raise ConfigError(
-            "objective.metric",
-            "energy_j",
-            "cannot be measured: no GPU's driver (NVML) tells it",
-            "remove it, or run on GPUs that count it",
-            spec.source,
-        )
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     wrong = _wrong(run, plan, device_type, zygote)
     if wrong is not None:

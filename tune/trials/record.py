@@ -31,15 +31,12 @@ BY_HAND = "stopped by hand"
 """The message in the record of a trial that a user has stopped."""
 BY_BUDGET = "stopped by the budget"
 """Likewise, where the sweep's time or dollars were used up."""
-USED = ("peak_memory_bytes", "energy_j")
-"""Figures that evaluations report so far, if the objective needs them."""
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 _FIELDS = {
     "time_to_target": "time_to_target_s",
     "samples_per_s": "samples_per_s",
     "step_time_s": "step_time_s",
     "peak_memory_bytes": "peak_memory_bytes",
-    "energy_j": "energy_j",
 }
 """The record fields that hold metrics, by the metric's name."""
 
@@ -167,9 +164,6 @@ class TrialRecord:
     disturbed_s: _Amount | None = None
     """Training time in which it was stalled or had no CPU. Its throughput excludes this
     time; its times include it.
-    """
-    energy_j: _Amount | None = None
-    """Energy that its GPUs used in the training loop; None if it cannot be measured.
     """
 
     @property
@@ -302,11 +296,12 @@ def make_record(
     for name in _SPEEDS:  # a training function may report them itself
         figures[name] = _figure(speed.get(name, metrics.get(name)))
     known = {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
-    for name in USED:  # so far, while it ran, or as a training function reports them
-        value = _figure(result.get(name, metrics.pop(name, None)))
-        if value is not None:
-            figures[name] = int(value) if name == "peak_memory_bytes" else value
-            known.add(name)
+    # So far, while it ran, or as a training function reports it.
+    peak_bytes = metrics.pop("peak_memory_bytes", None)
+    peak_bytes = _figure(result.get("peak_memory_bytes", peak_bytes))
+    if peak_bytes is not None:
+        figures["peak_memory_bytes"] = int(peak_bytes)
+        known.add("peak_memory_bytes")
     disturbed_s = speed.get("disturbed_s", metrics.pop("disturbed_s", None))
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
