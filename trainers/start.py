@@ -253,7 +253,7 @@ def _finished(storage: Storage) -> RunResult | None:
     if not storage.exists("result.json"):
         return None
     try:
-        result = storage.read_json("result.json", RunResult, finite=False)
+        result = storage.read_json("result.json", RunResult)
         if result.status == "done":
             check_kept(storage, result)
             return result

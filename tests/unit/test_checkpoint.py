@@ -134,16 +134,6 @@ DAMAGES = {
     "manifest of endlessly deep lists": lambda where: (
         where / "manifest.json"
     ).write_text("[" * 100_000),
-    "manifest that is larger than any": lambda where: os.truncate(
-        where / "manifest.json", 1 << 34
-    ),
-    "state that is a FIFO": lambda where: replace_by_fifo(where / "state.pt"),
-    "state that is a link to a device": lambda where: replace_by_link(
-        where / "state.pt", "/dev/zero"
-    ),
-    "state that is larger than its entry": lambda where: os.truncate(
-        where / "state.pt", 1 << 34
-    ),
     "truncated state": lambda where: truncate(where / "state.pt"),
     "flipped bit in the state": lambda where: flip_a_bit(where / "state.pt"),
     "flipped bit in a rank's state": lambda where: flip_a_bit(where / "rank-00000.pt"),
@@ -181,16 +171,6 @@ def replace(where, file, data):
     files = json.loads((where / "manifest.json").read_text())["files"]
     entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     edit_manifest(where, files=files | {file: entry})
-
-
-def replace_by_fifo(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def replace_by_link(path, target):
-    path.unlink()
-    path.symlink_to(target)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -265,8 +265,7 @@ class RowReader:
             path = f"{self._name}/{file}"
             try:
                 if writer not in files:
-                    size = self._manifest.files[file].bytes
-                    opened = self._storage.reader(path, size)
+                    opened = self._storage.reader(path)
                     files[writer] = TensorFile(streams.enter_context(opened))
                 first = begin - theirs.start
                 files[writer].read_rows(name, first, len(theirs), part)

@@ -75,7 +75,7 @@ class Manifest:
     def from_json(data: bytes) -> Manifest:
         """Read `manifest.json`; CheckpointError says what is wrong with it."""
         try:
-            tree = parse_json(data, Tree, finite=False)
+            tree = parse_json(data, Tree)
             tree.pop("seal", None)
             if tree.get("format") != FORMAT:
                 raise CheckpointError(

@@ -54,7 +54,6 @@ from trainers.storage import Storage, retrying
 from trainers.versions import package_versions
 
 logger = logging.getLogger(__name__)
-_MOST_MANIFEST_BYTES = 16 << 20  # some 100,000 ranks
 T = TypeVar("T")
 _Entries = dict[str, FileEntry]
 _Buffers = dict[Place, Tensor]
@@ -169,9 +168,7 @@ class Archive:
         """
         if not self.is_complete(name):
             raise CheckpointError("it has no manifest: writing it was cut off")
-        found = Manifest.from_json(
-            self.storage.read(f"{name}/manifest.json", _MOST_MANIFEST_BYTES)
-        )
+        found = Manifest.from_json(self.storage.read(f"{name}/manifest.json"))
         if folder_name(found.step) != name:
             raise CheckpointError(f"it is that of step {found.step}, by its manifest")
         if self._config:
@@ -255,9 +252,7 @@ class Archive:
         where = self.storage.locate(f"{name}/{file}")
         cause: Exception | None = None
         problem = "it holds no mapping"
-        data = self.storage.read(
-            f"{name}/{file}", self.manifest(name).files[file].bytes
-        )
+        data = self.storage.read(f"{name}/{file}")
         try:
             with contextlib.closing(io.BytesIO(data)) as stream:
                 with zipfile.ZipFile(stream) as archive:
@@ -311,13 +306,13 @@ class Archive:
         manifest = self.manifest(name)
         # Of as many ranks as have written, each has the files that it wrote.
         for file, entry in sorted(manifest.files.items())[rank::world_size]:
-            if self._sha256(f"{name}/{file}", entry.bytes) != entry.sha256:
+            if self._sha256(f"{name}/{file}") != entry.sha256:
                 raise CheckpointError(f"{file} does not match its checksum")
 
     @retrying
-    def _sha256(self, path: str, most_bytes: int) -> str:
+    def _sha256(self, path: str) -> str:
         sha256 = hashlib.sha256()
-        with self.storage.reader(path, most_bytes) as stream:
+        with self.storage.reader(path) as stream:
             while chunk := stream.read(
                 1 << 20
             ):  # larger than file_digest's: each is a request to an object store

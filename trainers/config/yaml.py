@@ -7,7 +7,6 @@ alias.
 """
 
 import re
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ import yaml
 from trainers.errors import MISSING, ConfigError, first_line
 
 LONGEST = 2**19
-"""Bytes of a file, and characters of a text."""
+"""Characters of a text."""
 MOST_VALUES = 12_000
 """Values of a text, each alias counted as all that it stands for; every 64 characters
 of a scalar are one more.
@@ -173,7 +172,9 @@ _OF_TAGS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 def _parse(
     loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, source: str
 ) -> Any:
-    _check_length(len(text), source)
+    if len(text) > LONGEST:
+        rule = f"is longer than {LONGEST} characters"
+        raise _refused(rule, "write less in it", source)
     try:
         tree = read(loader(text))
         check_size(tree)
@@ -212,38 +213,17 @@ def check_size(tree: Any) -> None:
         waiting += [(part, level + 1) for part in inner]
 
 
-def _check_length(length: int, source: str) -> None:
-    if length > LONGEST:
-        rule = f"is longer than {LONGEST} bytes"
-        raise _refused(rule, "write less in it", source)
-
-
 def read_text(path: Path, source: str) -> str:
     """Read a text file of this machine.
 
-    Raises FileNotFoundError, and ConfigError for what is no regular file (a pipe, a
-    device), too long, or no text.
+    Raises FileNotFoundError, and ConfigError for what cannot be read or is no text.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is no regular file")
-        with path.open("rb") as file:
-            data = file.read(LONGEST + 1)
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise _refused(f"cannot be read ({error})", "name another", source) from error
-    return decode(data, source)
-
-
-def decode(data: bytes, source: str) -> str:
-    """Decode the content of a text file; ConfigError when it is none, or too long."""
-    _check_length(len(data), source)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        rule = f"is not text ({error.reason})"
-        raise _refused(rule, "save it as UTF-8", source) from error
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
@@ -263,8 +243,8 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
     text: str = yaml.dump(
         dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
     )
-    if len(text.encode()) > LONGEST:
-        rule = f"would fill a file of more than {LONGEST} bytes"
+    if len(text) > LONGEST:
+        rule = f"would fill a file of more than {LONGEST} characters"
         fix = "keep what is long in a file that the task reads"
         raise _refused(rule, fix, where="the configuration")
     return text
