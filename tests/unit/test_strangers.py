@@ -12,7 +12,6 @@ import torch
 
 from tests.unit.test_checkpoint import folder, replace
 from tests.unit.test_loop import train
-from trainers.checkpoint.validation import check_plain
 from trainers.errors import CheckpointError
 
 KEEP = {"checkpoint": {"every_steps": 5, "keep": 9}, "evaluate": {"every_steps": 99}}
@@ -140,12 +139,3 @@ def assert_same_weights(path, reference):
         for one in (path, reference)
     )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_containers_that_double_at_every_level_end(monkeypatch):
-    monkeypatch.setattr("trainers.checkpoint.validation._MOST_PARTS", 100_000)
-    tree = []
-    for _ in range(60):
-        tree = [tree, tree]
-    with pytest.raises(CheckpointError):
-        check_plain(tree, "position")

@@ -289,7 +289,7 @@ class Keeper:
         parts = self.parts
         config = self.config
         state = loaded.state
-        position = check_state(state, loaded.name, loaded.rows is not None)
+        position = check_state(state, loaded.name)
         state["position"] = asdict(position)
         check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
@@ -377,7 +377,7 @@ class Keeper:
 
 def _size(tree: Any) -> int:
     """Return the bytes of all tensors in nested data."""
-    return sum(tensor.nbytes for _, tensor in tensors_in(tree, "state"))
+    return sum(tensor.nbytes for _, tensor in tensors_in(tree))
 
 
 def _check_moments(optimizer: Optimizer) -> None:

@@ -18,10 +18,8 @@ import copy
 import hashlib
 import io
 import logging
-import pickle
 import re
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,7 +46,6 @@ from trainers.errors import (
     PacelineError,
     StorageError,
     chain,
-    first_line,
 )
 from trainers.storage import Storage, retrying
 from trainers.versions import package_versions
@@ -212,13 +209,10 @@ class Archive:
                 )
             return found
         step = which.removeprefix("step-")
-        name = folder_name(int(step)) if step.isdecimal() and len(step) <= 12 else which
+        name = folder_name(int(step)) if step.isdecimal() else which
         names = self.names()
         if name not in names:
-            there = (
-                ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names)
-                or "none"
-            )
+            there = ", ".join(names) or "none"
             raise CheckpointError(
                 f"there is no checkpoint {which} in {self.storage.uri}; there is {there}"
             )
@@ -241,7 +235,7 @@ class Archive:
         manifest = self.manifest(name)
         rows = None
         if manifest.is_sharded:
-            rows = RowReader(self.storage, name, manifest, state)
+            rows = RowReader(self.storage, name, manifest.world_size, state)
         return state, rows
 
     def read(self, name: str, file: str) -> State:
@@ -250,29 +244,19 @@ class Archive:
         Raises CheckpointError if it contains more than tensors and plain data.
         """
         where = self.storage.locate(f"{name}/{file}")
-        cause: Exception | None = None
-        problem = "it holds no mapping"
         data = self.storage.read(f"{name}/{file}")
         try:
-            with contextlib.closing(io.BytesIO(data)) as stream:
-                with zipfile.ZipFile(stream) as archive:
-                    if sum(info.file_size for info in archive.infolist()) > len(data):
-                        raise CheckpointError("it would grow when it is unpacked")
-                stream.seek(0)
-                state = torch.load(stream, map_location="cpu", weights_only=True)
-            if isinstance(state, dict):
-                return state
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except MemoryError:
             raise
-        except (
-            pickle.UnpicklingError
-        ) as error:  # torch's own words advise to unpickle it all the same
-            cause = error
-            problem = "it holds more than tensors and plain data, or is damaged"
         except Exception as error:  # a stranger's bytes may bring forth any
-            cause = error
-            problem = first_line(error)
-        raise CheckpointError(f"{where} is no checkpoint of ours: {problem}") from cause
+            problem = "it holds more than tensors and plain data, or is damaged"
+            raise CheckpointError(
+                f"{where} is no checkpoint of ours: {problem}"
+            ) from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{where} is no checkpoint of ours: it is no mapping")
+        return state
 
     def _first_whole(self, names: list[str]) -> str | None:
         for name in names:

@@ -19,8 +19,6 @@ from trainers.storage import validated
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _OPTIONAL = {"beside", "ema", "frozen", "schedule", "switched"}
-_MOST_DEPTH = 100
-_MOST_PARTS = 4_000_000
 State = dict[str, Any]
 """A state_dict, or a part of one."""
 Place = tuple[Any, ...]
@@ -78,13 +76,12 @@ class Position:
     """
 
 
-def check_state(state: State, name: str, has_rows: bool = False) -> Position:
+def check_state(state: State, name: str) -> Position:
     """Check the state of checkpoint `name`, and return its position.
 
     Raises CheckpointError if it is not the state of a run.
 
-    The task's own part is left to the task. With `has_rows`, tensors on the meta device
-    stand for tensors in other files.
+    The task's own part is left to the task.
     """
     if wrong := sorted(_SECTIONS ^ (set(map(str, state)) - _OPTIONAL)):
         raise CheckpointError(
@@ -93,22 +90,26 @@ def check_state(state: State, name: str, has_rows: bool = False) -> Position:
     for section in sorted(set(state) - {"task"}):
         if not isinstance(state[section], dict):
             raise CheckpointError(f"its {section} is no mapping")
-        check_plain(state[section], section, has_rows)
+        check_plain(state[section], section)
     position = validated(state["position"], Position)
     if name != f"step-{position.step:012d}":
         raise CheckpointError(f"its position is step {position.step}")
     return position
 
 
-def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
+def check_plain(tree: Any, what: str) -> None:
     """Raise CheckpointError if a tensor in nested data is not dense and on the host.
 
-    With `has_rows`, tensors on the meta device are accepted too.
+    On the meta device are those that stand for tensors in other files.
     """
-    for _, tensor in tensors_in(tree, what):
-        here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
-        if not here or not is_dense(tensor):
-            raise CheckpointError(f"its {what} holds a tensor that is not a dense one")
+    try:
+        for _, tensor in tensors_in(tree):
+            if tensor.device.type not in ("cpu", "meta") or not is_dense(tensor):
+                raise CheckpointError(
+                    f"its {what} holds a tensor that is not a dense one"
+                )
+    except RecursionError:
+        raise CheckpointError(f"its {what} is nested without end") from None
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -117,28 +118,16 @@ def is_dense(tensor: Tensor) -> bool:
     return plain and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
-def tensors_in(tree: Any, what: str) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the tensors of nested data with their places in it, in order.
-
-    Raises CheckpointError if the nesting is too deep or too large.
-    """
-    waiting: list[tuple[Place, Any]] = [((), tree)]
-    parts = 0
-    while waiting:
-        path, value = waiting.pop()
-        parts += 1
-        if len(path) > _MOST_DEPTH or parts > _MOST_PARTS:
-            raise CheckpointError(f"its {what} is nested without end")
-        if isinstance(value, Tensor):
-            yield path, value
-        elif isinstance(value, (dict, list, tuple)):
-            inner = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-            nested = [
-                ((*path, key), item)
-                for key, item in inner
-                if isinstance(item, (Tensor, dict, list, tuple))
-            ]
-            waiting += reversed(nested)
+def tensors_in(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the tensors of nested data with their places in it, in order."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from tensors_in(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from tensors_in(value, (*path, index))
 
 
 def map_tree(
