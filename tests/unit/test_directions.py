@@ -8,7 +8,6 @@ import pytest
 
 from tests.specs import error_of
 from trainers.checkpoint.manifest import Best
-from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig, direction_of
 from trainers.config.yaml import parse_mapping
@@ -108,14 +107,3 @@ def test_a_target_is_met_in_its_own_direction(text, expected):
     assert not judged.reached({"other": 0.3})
     for value in (math.nan, math.inf, -math.inf):
         assert not judged.reached({name: value})
-
-
-def test_one_metric_has_one_direction_in_a_run():
-    best = {"checkpoint": {"best": "val_topk", "best_mode": "max"}}
-    same, other = (
-        {"early_stopping": {"metric": "val_topk", "mode": mode, "patience": 1}}
-        for mode in ("max", "min")
-    )
-    build(TrainConfig, RUN | best | same, "test")
-    with error_of("early_stopping.mode"):
-        build(TrainConfig, RUN | best | other, "test")

@@ -128,22 +128,11 @@ class ScheduledSize(Settings):
 
 def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     """Raise ConfigError for a batch schedule that could be misread."""
-    last = len(schedule) - 1
-    before = 0
-    for number, scheduled in enumerate(schedule):
-        until = scheduled.until_samples
-        is_open = until is None
-        rule = ""
-        if is_open != (number == last):
-            rule = "must be in every entry but the last one, whose size holds to the end of the run"
-            fix = "write `{until_samples: 64000, size: 64}, {size: 256}`"
-        elif until is not None and until <= before:
-            rule = f"must be above the {before} of the entry before: it counts from the start of the run"
-            fix = "add the samples of the entries before to it"
-        if rule:
-            shown = MISSING if is_open else until
-            raise ConfigError(f"[{number}].until_samples", shown, rule, fix)
-        before = until or 0
+    *untils, last = [scheduled.until_samples or 0 for scheduled in schedule]
+    if last or untils != sorted({*untils} - {0}):
+        rule = "must have `until_samples`, which count from the start of the run, in every entry but the last one, whose size holds to the end"
+        fix = "write `{until_samples: 64000, size: 64}, {size: 256}`"
+        raise ConfigError("", MISSING, rule, fix)
     return schedule
 
 
@@ -493,25 +482,12 @@ def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
 
 
 def _check_trackers(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
-    known = set()
     for entry in chosen(tracking):
         name = entry.tracker
-        value = name
-        rule = ""
         if name not in TRACKERS and not _OWN_SINK.fullmatch(name):
             listed = f"there are {', '.join(TRACKERS)}, and your own as `module:Class`"
-            rule = "is no tracker"
             fix = did_you_mean(name, TRACKERS, listed)
-        elif name in known:
-            rule = "is listed twice"
-            fix = "keep one of the two"
-        elif entry.project is not None and name == "tensorboard":
-            value = entry.project
-            rule = f"has no effect with {name}"
-            fix = "remove `project`"
-        if rule:
-            raise ConfigError("", value, rule, fix)
-        known.add(name)
+            raise ConfigError("", name, "is no tracker", fix)
     return tracking
 
 
