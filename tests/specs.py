@@ -83,7 +83,7 @@ def read_spec(
 
 def kept_result(path: Path) -> RunResult:
     """The result that a run has left in its directory."""
-    return parse_json((path / "result.json").read_bytes(), RunResult, finite=False)
+    return parse_json((path / "result.json").read_bytes(), RunResult)
 
 
 def losses(spec: RunSpec) -> list[float]:

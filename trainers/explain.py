@@ -635,7 +635,7 @@ def read_subject(location: str) -> Subject:
     storage, config = open_run(location)
     result = None
     if storage.exists("result.json"):
-        result = storage.read_json("result.json", RunResult, finite=False)
+        result = storage.read_json("result.json", RunResult)
     directory = Path(storage.path) if storage.is_local else None
     return Subject(storage.uri, config.tree(), directory, config, result)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -76,9 +76,6 @@ from trainers.step.snapshot import CollectiveWatch, throwaway
 from trainers.storage import Storage, storage_uri
 from trainers.task import Task, load_split, task_feed
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 logger = logging.getLogger(__name__)
 
 _INDEX = "index"
@@ -125,7 +122,7 @@ def read_trained(archive: Archive, name: str) -> State:
     """
     state, rows = archive.read_state(name)
     try:
-        check_state(state, name, rows is not None)
+        check_state(state, name)
     except CheckpointError as error:
         where = archive.storage.locate(name)
         raise CheckpointError(f"checkpoint {where} cannot be used: {error}") from None
@@ -566,12 +563,6 @@ class TrainedRun(RunResult):
     def log(self) -> list[dict[str, Any]]:
         """Return the run's log in order: losses, evaluations and other records."""
         return read_log(Storage(self.uri))
-
-    def dataframe(self) -> pd.DataFrame:
-        """Return the log with a row a record; needs pandas."""
-        import pandas as pd
-
-        return pd.DataFrame(self.log())
 
     def model(self, checkpoint: str = "newest") -> nn.Module:
         """Return the trained model in evaluation mode, on this process's device.

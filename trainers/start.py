@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainers.config.function import FUNCTION_IDENTITY
 from trainers.config.model import Tree
@@ -50,14 +49,6 @@ if TYPE_CHECKING:
     from trainers.on_ray.trainer import FunctionRun
 
 
-@overload
-def train(run: type, *, fresh: bool = ..., **keys: Any) -> TrainedRun: ...
-@overload
-def train(run: FunctionType, *, fresh: bool = ..., **keys: Any) -> FunctionRun: ...
-@overload
-def train(
-    run: Given, *, fresh: bool = ..., **keys: Any
-) -> TrainedRun | FunctionRun: ...
 def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | FunctionRun:
     """Train, or go on from the run's newest checkpoint: what `python -m trainers` does.
 
@@ -253,7 +244,7 @@ def _finished(storage: Storage) -> RunResult | None:
     if not storage.exists("result.json"):
         return None
     try:
-        result = storage.read_json("result.json", RunResult, finite=False)
+        result = storage.read_json("result.json", RunResult)
         if result.status == "done":
             check_kept(storage, result)
             return result

@@ -1,6 +1,6 @@
 """Storage: a directory of named files on any filesystem of pyarrow.fs.
 
-JSON in it is read back, whoever wrote it, as a type and within limits.
+JSON in it is read back, whoever wrote it, as a type.
 
 Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not
 say; PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not
@@ -14,7 +14,6 @@ import errno
 import functools
 import json
 import logging
-import math
 import os
 import re
 import shutil
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_DEPTH = 100  # what copies or writes it again recurses
 P = ParamSpec("P")
 
 _WAITS_S = (0.5, 1.0, 2.0)
@@ -51,9 +49,6 @@ _FINAL = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
     | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
-_MOST_BYTES = 1 << 30  # of a file that is read whole
-# 200,000 evaluations of one trial, or the result of 30,000 ranks.
-_MOST_JSON_BYTES = 32 << 20
 _SINGLE_PUTS = "allow_delayed_open"
 _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
@@ -280,34 +275,26 @@ class Storage:
             shutil.copyfileobj(source, target)
 
     @contextlib.contextmanager
-    def reader(self, name: str, most_bytes: int = _MOST_BYTES) -> Iterator[BinaryIO]:
-        """Yield a seekable binary stream of an existing file.
-
-        Raises CheckpointError, before anything is read, if it is not a regular file (a
-        FIFO would block, a device never end) or is larger than `most_bytes`.
-        """
+    def reader(self, name: str) -> Iterator[BinaryIO]:
+        """Yield a seekable binary stream of an existing file."""
         path = f"{self.path}/{name}"
-        with _explained(f"read {self.locate(name)}"):
-            if self.is_local and self._info(name).type.name in ("Directory", "Unknown"):
-                raise CheckpointError(f"{self.locate(name)} is no regular file")
-            with self.filesystem.open_input_file(path) as stream:
-                size = stream.size()
-                if size > most_bytes:
-                    words = f"has {size:,} bytes, and may have {most_bytes:,} at most"
-                    raise CheckpointError(f"{self.locate(name)} {words}")
-                yield stream
+        with (
+            _explained(f"read {self.locate(name)}"),
+            self.filesystem.open_input_file(path) as stream,
+        ):
+            yield stream
 
     @retrying
-    def read(self, name: str, most_bytes: int = _MOST_BYTES) -> bytes:
+    def read(self, name: str) -> bytes:
         """Return the content of a file; StorageError if it does not exist."""
-        with self.reader(name, most_bytes) as stream:
+        with self.reader(name) as stream:
             return stream.read()
 
-    def read_json(self, name: str, kind: type[T], finite: bool = True) -> T:
+    def read_json(self, name: str, kind: type[T]) -> T:
         """Return a JSON file's content as `kind`; CheckpointError if damaged."""
-        data = self.read(name, _MOST_JSON_BYTES)
+        data = self.read(name)
         try:
-            return parse_json(data, kind, finite)
+            return parse_json(data, kind)
         except CheckpointError as error:
             raise CheckpointError(f"{self.locate(name)} is damaged: {error}") from None
 
@@ -399,47 +386,20 @@ def _explained(action: str) -> Iterator[None]:
         raise StorageError(f"could not {action}: {first_line(error)}") from error
 
 
-def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
-    """Parse JSON as `kind`; with `finite`, reject NaN and infinities.
+def parse_json(data: bytes, kind: type[T]) -> T:
+    """Parse JSON as `kind`; a dataclass must have no unknown keys.
 
-    Raises CheckpointError. A dataclass must have no unknown keys.
+    Raises CheckpointError.
     """
-    number = _finite if finite else float
     try:
-        tree = json.loads(
-            data.decode(),
-            parse_int=_whole,
-            parse_float=number,
-            parse_constant=number,
-        )
+        tree = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
-    _check_depth(tree)
     if is_dataclass(kind) and isinstance(tree, dict):
         unknown = tree.keys() - {field.name for field in fields(kind)}
         if unknown:
             raise CheckpointError(f"it has an unknown key, {min(unknown)[:80]!r}")
     return validated(tree, kind)
-
-
-def _check_depth(tree: Any) -> None:
-    for depth, _ in enumerate(levels(tree)):
-        if depth > _MOST_DEPTH:
-            raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
-
-
-def levels(tree: Any) -> Iterator[list[Any]]:
-    """Yield the values of nested data, one list per level of nesting."""
-    values = [tree]
-    while values:
-        yield values
-        below: list[Any] = []
-        for value in values:
-            if isinstance(value, dict):
-                below += value.values()
-            elif isinstance(value, list):
-                below += value
-        values = below
 
 
 def validated(value: Any, kind: type[T]) -> T:
@@ -458,16 +418,3 @@ def validated(value: Any, kind: type[T]) -> T:
 @functools.cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def _whole(text: str) -> int:
-    if len(text) > 300:
-        raise ValueError("a whole number in it is larger than any float")
-    return int(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:20]} is no number of JSON")
-    return value

@@ -19,7 +19,7 @@ RESULT = """
 import json
 
 print(json.dumps({
-    "best": result.best.config, "rows": len(result.dataframe()), "report": result.report,
+    "best": result.best.config, "rows": len(result.records), "report": result.report,
     "status": run.status, "outputs": list(model(torch.ones(2, 8)).shape),
 }))
 """

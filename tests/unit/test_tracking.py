@@ -30,8 +30,6 @@ from trainers.tracking.sinks import Row, check_trackers
     [
         ["mlflw"],
         ["no module"],
-        ["tensorboard", {"tracker": "tensorboard"}],
-        [{"tracker": "tensorboard", "project": "p"}],
         [{"tracker": "mlflow", "projekt": "p"}],
         [{"project": "p"}],
     ],

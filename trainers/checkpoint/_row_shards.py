@@ -19,18 +19,17 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from trainers.checkpoint.manifest import Manifest, shard_file
+from trainers.checkpoint.manifest import shard_file
 from trainers.checkpoint.validation import Place, State, map_tree, tensors_in
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.model.sharding import is_shard, local
-from trainers.storage import Storage, parse_json, retrying
+from trainers.storage import Storage, retrying
 
 FORMATS = {
     torch.float64: "F64",
@@ -47,8 +46,6 @@ FORMATS = {
     torch.bool: "BOOL",
 }
 """The dtypes that can be written, with their names in the file format."""
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
 
 
@@ -103,13 +100,6 @@ def cut_rows(
     return Cut(map_tree(stand_in, state), cut)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    dtype: str
-    shape: list[_Count]
-    data_offsets: tuple[_Count, _Count]
-
-
 def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors from any device, copying only one at a time to host memory."""
     header: State = {}
@@ -131,37 +121,18 @@ def write_tensors(stream: BinaryIO | Any, tensors: Mapping[str, Tensor]) -> None
 
 
 class TensorFile:
-    """Reads parts of the tensors in a file.
-
-    Raises CheckpointError if it is not a file of tensors.
-    """
+    """Reads parts of the tensors in a file."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         size = int.from_bytes(stream.read(8), "little")
-        text = stream.read(size) if size <= _MOST_HEADER_BYTES else b""
-        self._entries = parse_json(text, dict[str, _Entry])
+        self._header = json.loads(stream.read(size))
         self._base = 8 + size
 
-    def read_rows(self, name: str, first: int, of: int, into: Tensor) -> None:
-        """Fill `into` with rows of the tensor `name`, beginning at its row `first`.
-
-        In the file, the tensor must have `of` rows of the same shape and format.
-        """
-        entry = self._entries.get(name)
-        wanted = [of, *into.shape[1:]]
-        dtype = FORMATS[into.dtype]
-        found = "nothing"
-        if entry is not None:
-            found = f"{entry.dtype[:10]} {entry.shape[:10]}"
-        if entry is None or (entry.dtype, entry.shape) != (dtype, wanted):
-            raise CheckpointError(f"it has {found} as {name}, not {dtype} {wanted}")
-        row_bytes = into[:1].nbytes
-        begin, end = entry.data_offsets
-        if end - begin != of * row_bytes:
-            words = f"its place of {name} has {end - begin} bytes, not {of * row_bytes}"
-            raise CheckpointError(words)
-        self._stream.seek(self._base + begin + first * row_bytes)
+    def read_rows(self, name: str, first: int, into: Tensor) -> None:
+        """Fill `into` with rows of the tensor `name`, beginning at its row `first`."""
+        begin, _ = self._header[name]["data_offsets"]
+        self._stream.seek(self._base + begin + first * into[:1].nbytes)
         left = _bytes(into) if into.numel() else memoryview(b"")
         while left:
             count = self._stream.readinto(left)  # type: ignore[attr-defined]
@@ -178,35 +149,16 @@ def _bytes(tensor: Tensor) -> memoryview:
 class RowReader:
     """Reads back a checkpoint's rows; each rank reads what it needs from any file."""
 
-    def __init__(
-        self, storage: Storage, name: str, manifest: Manifest, state: Any
-    ) -> None:
-        """`state` is what the checkpoint holds besides the rows.
-
-        Raises CheckpointError if its placeholders cannot belong to files of rows.
-        """
+    def __init__(self, storage: Storage, name: str, writers: int, state: Any) -> None:
+        """`writers` ranks wrote rows; `state` is what the checkpoint holds besides."""
         self._storage = storage
         self._name = name
-        self._manifest = manifest
+        self._writers = writers
         self._names: dict[int, str] = {}
         self._state = state  # keeps the tensors alive whose identities are the keys
-        waiting = 0
-        for path, tensor in tensors_in(state, "state"):
-            name = _name(path)
-            has_no_rows = tensor.dim() == 0 or tensor.dtype not in FORMATS
-            if is_shard(tensor) or (tensor.is_meta and has_no_rows):
-                raise CheckpointError(f"its {name[:80]} is no tensor of a file of rows")
-            if tensor.is_meta and id(tensor) not in self._names:
-                self._names[id(tensor)] = name
-                waiting += tensor.nbytes
-        there = 0
-        for rank in range(manifest.world_size):
-            there += manifest.files[shard_file(rank)].bytes
-        if waiting > there:  # before any memory is asked for
-            words = (
-                f"its tensors have {waiting:,} bytes, more than its {there:,} of rows"
-            )
-            raise CheckpointError(words)
+        for path, tensor in tensors_in(state):
+            if tensor.is_meta:
+                self._names.setdefault(id(tensor), _name(path))
 
     def fill(
         self,
@@ -225,10 +177,10 @@ class RowReader:
         it has their shape and format. So at most one tensor is in memory twice.
         """
         taken: dict[int, Any] = {}
-        targets = dict(tensors_in(into, "state"))
+        targets = dict(tensors_in(into))
         files: dict[int, TensorFile] = {}
         with contextlib.ExitStack() as streams:
-            for path, stand_in in tensors_in(tree, "state"):
+            for path, stand_in in tensors_in(tree):
                 if not stand_in.is_meta or id(stand_in) in taken:
                     continue
                 share = _share(stand_in.shape[0], rank, world_size)
@@ -254,10 +206,10 @@ class RowReader:
         count = stand_in.shape[0]
         name = self._names[id(stand_in)]
         rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
-        step = len(_share(count, 0, self._manifest.world_size))
+        step = len(_share(count, 0, self._writers))
         writers = range(ours.start // step, -(-ours.stop // step))
         for writer in writers if ours else ():
-            theirs = _share(count, writer, self._manifest.world_size)
+            theirs = _share(count, writer, self._writers)
             begin = max(ours.start, theirs.start)
             end = min(ours.stop, theirs.stop)
             part = rows[begin - ours.start : end - ours.start]
@@ -265,13 +217,10 @@ class RowReader:
             path = f"{self._name}/{file}"
             try:
                 if writer not in files:
-                    size = self._manifest.files[file].bytes
-                    opened = self._storage.reader(path, size)
+                    opened = self._storage.reader(path)
                     files[writer] = TensorFile(streams.enter_context(opened))
                 first = begin - theirs.start
-                files[writer].read_rows(name, first, len(theirs), part)
-            except CheckpointError as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
+                files[writer].read_rows(name, first, part)
             except (OSError, StorageError) as error:
                 files.clear()
                 with contextlib.suppress(OSError, StorageError):
@@ -279,6 +228,9 @@ class RowReader:
                 raise StorageError(
                     f"could not read {self._storage.locate(path)}: {first_line(error)}"
                 ) from error
+            except Exception as error:
+                words = f"{type(error).__name__}: {first_line(error)}"
+                raise CheckpointError(f"{file} cannot be read: {words}") from error
         return rows
 
 

@@ -23,9 +23,6 @@ from trainers.checkpoint.store import Checkpoints, Loaded
 from trainers.checkpoint.validation import (
     State,
     check_dtypes,
-    check_optimizer,
-    check_rng_state,
-    check_scaler,
     check_state,
     plain_numbers,
     tensors_in,
@@ -34,6 +31,7 @@ from trainers.config import TrainConfig
 from trainers.devices.device import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError, shorten
 from trainers.measure.run_log import RunLog
+from trainers.model.optimizer import optimizers_of
 from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
 from trainers.model.state import (
     add_buffers,
@@ -63,6 +61,10 @@ _HOW = ("fused", "foreach", "capturable")
 """Options of an optimizer that say how its step is computed; they are this run's, not
 the checkpoint's.
 """
+_MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"}
+)
+"""Moments that fused steps read by address: each must have its parameter's shape."""
 
 
 class Keeper:
@@ -287,20 +289,16 @@ class Keeper:
         parts = self.parts
         config = self.config
         state = loaded.state
-        position = check_state(state, loaded.name, loaded.rows is not None)
+        position = check_state(state, loaded.name)
         state["position"] = asdict(position)
         check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
-        check_optimizer(state["optimizer"], parts.optimizer)
         for name, part in self._optional():
             if (part is None) != (name not in state):
                 has = "no" if part is not None else "a"
                 raise CheckpointError(f"it has {has} {name}, unlike this run")
             if part is not None:
                 part.check(state[name])
-        check_scaler(state["scaler"], parts.step.scaler.state_dict())
-        if loaded.rank_state is not None:
-            check_rng_state(loaded.rank_state, parts.device)
         sampler = parts.sampler
         sizes = sampler.batches.sizes if config.changes_batch else []
         order = ""
@@ -365,6 +363,7 @@ class Keeper:
         parts.optimizer.load_state_dict(
             _optimizer_state(parts.optimizer, read("optimizer"))
         )
+        _check_moments(parts.optimizer)
         match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(read("scaler"))
         if parts.schedule is not None:
@@ -378,7 +377,27 @@ class Keeper:
 
 def _size(tree: Any) -> int:
     """Return the bytes of all tensors in nested data."""
-    return sum(tensor.nbytes for _, tensor in tensors_in(tree, "state"))
+    return sum(tensor.nbytes for _, tensor in tensors_in(tree))
+
+
+def _check_moments(optimizer: Optimizer) -> None:
+    """Raise CheckpointError for moments that a fused step would read out of bounds.
+
+    Only of torch's own optimizers: what others keep, and in which shape, only their
+    code knows.
+    """
+    for part in filter(_is_torchs, optimizers_of(optimizer)):
+        for parameter, moments in part.state.items():
+            for name in _MOMENTS & moments.keys():
+                moment = moments[name]  # None of SGD without momentum
+                if moment is not None and moment.shape != parameter.shape:
+                    words = f"{name} is of {list(moment.shape)}, not {list(parameter.shape)}"
+                    raise CheckpointError(f"it does not fit this optimizer: {words}")
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    kinds = (kind for kind in type(optimizer).__mro__ if kind is not Optimizer)
+    return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
 
 
 def match_layout(optimizer: Optimizer) -> None:

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from trainers.config.yaml import DEEPEST, MOST_VALUES, dump_inline
+from trainers.config.yaml import check_size, dump_inline
 from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean
-from trainers.storage import levels
 
 Tree = dict[str, Any]
 _RULES = {
@@ -39,9 +38,6 @@ _RULES = {
     "finite_number": "must be a finite number",
 }
 _FEW = 8  # keys that a sentence may list
-# A sweep's own file holds two of these, in each other.
-_DEEPEST = DEEPEST - 16
-_MOST_VALUES = MOST_VALUES // 2
 
 
 class Settings(BaseModel):
@@ -349,15 +345,5 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
             if ".".join([*path, other]) not in overrides:
                 node.pop(other, None)
         set_key(result, dotted, copy.deepcopy(value))
-    _check_size(result)
+    check_size(result)
     return result
-
-
-def _check_size(tree: Tree) -> None:
-    count = 0
-    for level, values in enumerate(levels(tree)):
-        count += len(values)
-        if level > _DEEPEST or count > _MOST_VALUES:
-            rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
-            fix = "keep it in a file that the task reads"
-            raise ConfigError("the configuration", MISSING, rule, fix)

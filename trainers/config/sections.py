@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean, nearest
+from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean
 
 LARGEST = 2**31 - 1
 """Of any count: what torch, numpy and Arrow take everywhere."""
@@ -49,110 +49,51 @@ Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""
 
 _LESS_IS_BETTER = """
-    loss error err mae mse rmse mape smape wape mase msle rmsle mdae nrmse nll nllloss bce ce kl kld cross_entropy
-    divergence deviance perplexity ppl bpb bpc bpd bits_per_byte bits_per_char bits_per_dim wer cer per ter mer
-    word_error_rate fid kid lpips crps ece brier hinge eer fpr fnr fdr false_positive false_negative false_discovery
-    mpjpe epe ade fde davies_bouldin aic bic regret neg_log_likelihood negative_log_likelihood neg_elbo
-    negative_elbo hamming hausdorff wasserstein levenshtein edit_distance time_to_target usd_to_target
-    memory_bytes peak_memory_bytes time_s time_ms latency latency_s latency_ms
+    loss error error_rate top1_error top5_error err mae mse rmse mape smape wape mase msle rmsle mdae nrmse mean_absolute_error
+    mean_squared_error root_mean_squared_error mean_squared_log_error root_mean_squared_log_error median_absolute_error
+    mean_absolute_percentage_error mean_poisson_deviance mean_gamma_deviance max_error log_loss nll nllloss bce ce kl
+    kld cross_entropy kl_divergence divergence deviance perplexity ppl bpb bpc bpd bits_per_byte bits_per_char
+    bits_per_dim wer cer per ter mer word_error_rate char_error_rate fid fid_score kid lpips crps ece calibration_error
+    brier brier_score brier_score_loss hinge hinge_loss eer fpr fnr fdr false_positive false_positive_rate
+    false_negative false_negative_rate false_discovery false_discovery_rate mpjpe epe ade fde davies_bouldin
+    davies_bouldin_score aic bic regret neg_log_likelihood negative_log_likelihood neg_elbo negative_elbo
+    negative_likelihood_ratio hamming hamming_loss hausdorff wasserstein levenshtein edit_distance time_to_target
+    usd_to_target memory_bytes peak_memory_bytes time_s time_ms step_time_s latency latency_s latency_ms
 """
 _MORE_IS_BETTER = """
-    accuracy acc f1 f2 fbeta fscore fmeasure auc auroc auprc aupr precision recall sensitivity specificity tpr tnr ppv
-    npv true_positive true_negative positive_predictive negative_predictive ap map mar iou miou dice jaccard pq kappa
-    mcc matthews matthews_corrcoef r2 explained_variance likelihood loglik elbo bleu sacrebleu rouge rougel rougelsum
-    meteor chrf cider spice bertscore ndcg mrr hit_rate hits exact_match em psnr ssim msssim snr sdr sisdr stoi pesq
-    similarity correlation pearson spearman kendall pearsonr spearmanr concordance silhouette calinski_harabasz ari nmi
-    inception_score clip_score reward return win_rate success samples_per_s samples_per_second tokens_per_s
-    tokens_per_second throughput
+    score accuracy accuracy_top top1_accuracy top5_accuracy balanced_accuracy acc acc_top top1_acc top5_acc f1 f1_score f1_macro macro_f1
+    f1_micro micro_f1 f1_weighted weighted_f1 f2 fbeta fscore fmeasure auc roc_auc pr_auc auroc auprc aupr precision
+    average_precision recall sensitivity specificity tpr tnr ppv npv true_positive true_positive_rate true_negative
+    true_negative_rate positive_predictive negative_predictive ap map mean_ap mar iou miou mean_iou dice dice_score
+    dice_coefficient jaccard pq kappa cohen_kappa mcc matthews matthews_corrcoef r2 r2_score explained_variance
+    likelihood log_likelihood loglik elbo bleu bleu_score sacrebleu rouge rougel rougelsum meteor chrf cider spice
+    bertscore ndcg mrr hit_rate hits exact_match em psnr ssim msssim ms_ssim snr sdr sisdr si_sdr stoi pesq similarity
+    correlation pearson spearman kendall pearsonr spearmanr concordance silhouette calinski_harabasz ari nmi
+    inception_score clip_score reward return win_rate success success_rate samples_per_s samples_per_second
+    tokens_per_s tokens_per_second throughput
 """
 _KNOWN: dict[str, Mode] = {
     **dict.fromkeys(_LESS_IS_BETTER.split(), "min"),
     **dict.fromkeys(_MORE_IS_BETTER.split(), "max"),
 }
-_ENDS = [
-    "loss",
-    "error",
-    "mse",
-    "mae",
-    "mape",
-    "accuracy",
-    "auc",
-    "auroc",
-    "iou",
-    "perplexity",
-]
-"""Known also where something is written in front of them without a break: celoss,
-prauc.
-"""
-_SPLITS = ("val", "valid", "validation", "test", "eval", "dev", "train")
-_QUALIFIERS = """
-    mean avg average median macro micro weighted binary multiclass multilabel total overall all epoch step ema
-    score rate index value coefficient coef percent pct at k s top
-"""
-_SAY_NOTHING = {*_SPLITS, *_QUALIFIERS.split()}
-"""Words after which the one in front of them decides."""
-_TURNS = {"neg", "negative", "minus", "inverse", "inv"}
-_DENIALS = {*_TURNS, "in", "un", "non"}
-"""In front of a name without a break: negmse, inaccuracy."""
-_OF_WHAT = ("at", "per")
-"""The words after them say where or of what alone: tpr_at_fpr, reward_per_step."""
-_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
-_MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
-_LONGEST = 3  # words of a name in the table
+_SPLIT = re.compile(r"^(train|val|valid|validation|test|eval|dev)[_/]")
+"""In front of a name."""
+_NUMBER = re.compile(r"(_at_|[@_])?\d+$")
+"""At its end: acc1, rouge2, ndcg@10."""
 
 
 def direction_of(metric: str) -> Mode | None:
-    """Return whether less or more of a metric is better, by its name.
+    """Return whether less or more of a metric is better; None for an unknown name.
 
-    The last word that says it decides; None where none does.
-
-    scikit-learn's `neg_` is in front of losses whose sign it has turned.
+    The split in front of a name and a number at its end do not count. scikit-learn's
+    `neg_` is in front of losses whose sign it has turned.
     """
-    plain = _MINUS.sub("minus_", _BREAK.sub("_", metric).lower()).replace("@", "_at_")
-    words = _measured(re.findall(r"[a-z]+\d*|\d+", plain))
-    if set(words) <= _SAY_NOTHING:  # scikit-learn: of a score more is better
-        return "max" if "score" in words else None
-    for end in range(len(words), 0, -1):
-        for start in range(max(0, end - _LONGEST), end):
-            if (found := _known("_".join(words[start:end]))) is not None:
-                return _turned(found, words[:start])
-        last = words[end - 1].rstrip("0123456789")
-        if last and last not in _SAY_NOTHING:
-            return None
-    return None
-
-
-def _measured(words: list[str]) -> list[str]:
-    """The words in front of `at` or `per`, where they are more than qualifiers."""
-    for place in range(1, len(words) - 1):
-        before = words[:place]
-        is_name = "_".join(words[place - 1 : place + 2]) in _KNOWN
-        says_nothing = set(before) <= _SAY_NOTHING
-        if words[place] in _OF_WHAT and not is_name and not says_nothing:
-            return before
-    return words
-
-
-def _known(name: str) -> Mode | None:
-    """Look up a word or a few, also where they are numbered: acc1, rouge2, map50."""
-    bare = name.rstrip("0123456789")
-    found = _KNOWN.get(name) or _KNOWN.get(bare)
-    if found is None and "_" not in name:
-        for end in _ENDS:
-            if bare.endswith(end) and bare.removesuffix(end) not in _DENIALS:
-                return _KNOWN[end]
-    return found
-
-
-def _turned(found: Mode, before: list[str]) -> Mode | None:
-    """Return what is better where these words stand in front of a name.
-
-    Only of a loss's `neg_` is the sign known.
-    """
-    words = [word for word in before if word not in _SPLITS]
-    if not _TURNS.intersection(words):
-        return found
-    return "max" if words[0] == "neg" and found == "min" else None
+    name = _SPLIT.sub("", metric.lower())
+    bare = _NUMBER.sub("", name)
+    known = _KNOWN.get(name) or _KNOWN.get(bare)
+    if known is None and _KNOWN.get(name.removeprefix("neg_")) == "min":
+        return "max"
+    return known
 
 
 def check_direction(key: str, metric: str, mode: Mode | None) -> None:
@@ -161,22 +102,7 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
         fix = f"add `{leaf}: min` or `{leaf}: max`"
-        near = _meant(metric)
-        if near is not None:
-            fix = f"did you mean `{near}`? Else {fix}"
         raise ConfigError(key, MISSING, rule, fix)
-
-
-def _meant(metric: str) -> str | None:
-    """Return the known name that a misspelt one is nearest to, or None.
-
-    It may be near as a whole, or in its last word.
-    """
-    last = metric.rpartition("_")[2]
-    for name in (metric, last):
-        if (near := nearest(name, _KNOWN, cutoff=0.85)) is not None:
-            return metric.removesuffix(name) + near
-    return None
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
@@ -202,22 +128,11 @@ class ScheduledSize(Settings):
 
 def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
     """Raise ConfigError for a batch schedule that could be misread."""
-    last = len(schedule) - 1
-    before = 0
-    for number, scheduled in enumerate(schedule):
-        until = scheduled.until_samples
-        is_open = until is None
-        rule = ""
-        if is_open != (number == last):
-            rule = "must be in every entry but the last one, whose size holds to the end of the run"
-            fix = "write `{until_samples: 64000, size: 64}, {size: 256}`"
-        elif until is not None and until <= before:
-            rule = f"must be above the {before} of the entry before: it counts from the start of the run"
-            fix = "add the samples of the entries before to it"
-        if rule:
-            shown = MISSING if is_open else until
-            raise ConfigError(f"[{number}].until_samples", shown, rule, fix)
-        before = until or 0
+    *untils, last = [scheduled.until_samples or 0 for scheduled in schedule]
+    if last or untils != sorted({*untils} - {0}):
+        rule = "must have `until_samples`, which count from the start of the run, in every entry but the last one, whose size holds to the end"
+        fix = "write `{until_samples: 64000, size: 64}, {size: 256}`"
+        raise ConfigError("", MISSING, rule, fix)
     return schedule
 
 
@@ -567,25 +482,12 @@ def chosen(tracking: Sequence[str | TrackerConfig]) -> list[TrackerConfig]:
 
 
 def _check_trackers(tracking: list[str | TrackerConfig]) -> list[str | TrackerConfig]:
-    known = set()
     for entry in chosen(tracking):
         name = entry.tracker
-        value = name
-        rule = ""
         if name not in TRACKERS and not _OWN_SINK.fullmatch(name):
             listed = f"there are {', '.join(TRACKERS)}, and your own as `module:Class`"
-            rule = "is no tracker"
             fix = did_you_mean(name, TRACKERS, listed)
-        elif name in known:
-            rule = "is listed twice"
-            fix = "keep one of the two"
-        elif entry.project is not None and name == "tensorboard":
-            value = entry.project
-            rule = f"has no effect with {name}"
-            fix = "remove `project`"
-        if rule:
-            raise ConfigError("", value, rule, fix)
-        known.add(name)
+            raise ConfigError("", name, "is no tracker", fix)
     return tracking
 
 

@@ -23,7 +23,6 @@ from trainers.config.sections import (
     TrackerConfig,
     Tracking,
     chosen,
-    direction_of,
 )
 from trainers.errors import ConfigError
 
@@ -290,8 +289,8 @@ class TrainConfig(Settings):
     def _keys_fit_together(self) -> Self:
         strategy = self.strategy
         compiled = self.compile
-        graphs = self.cuda_graphs is True
         device = self.device
+        off_cuda = device in ("cpu", "mps")
         launcher = self.launcher
         workers = self.scaling.max_workers
         elastic = isinstance(self.scaling.num_workers, list)
@@ -300,11 +299,9 @@ class TrainConfig(Settings):
         num_workers = "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
         moves = strategy in ("fsdp", "dp")
-        fsdp_rule = "captures CUDA graphs, and fsdp moves its tensors"
         again = self.activation_checkpointing != "none"
         ddp = "set `strategy: ddp`"
         default = "set `compile: default`"
-        uncaptured = "set `cuda_graphs: false`"
         spawn = "set `launcher: spawn` or `launcher: ray`"
         total = "set `global_batch_size`"
         for condition, key, rule, fix in (
@@ -327,7 +324,7 @@ class TrainConfig(Settings):
                 "set `name: adamw`",
             ),
             (
-                self.precision in ("fp8", "tf32") and device in ("cpu", "mps"),
+                self.precision in ("fp8", "tf32") and off_cuda,
                 "precision",
                 f"needs CUDA, not device {device}",
                 "set `precision: bf16`",
@@ -345,23 +342,11 @@ class TrainConfig(Settings):
                 "set `rule: linear`",
             ),
             (
-                strategy == "dp" and compiled != "off",
-                "compile",
-                "cannot follow the replicas of strategy dp",
+                (strategy == "dp" and (compiled != "off" or again))
+                or (strategy == "fsdp" and captures),
+                "strategy",
+                "goes with neither `compile` nor `activation_checkpointing` (dp), nor with captured graphs (fsdp)",
                 ddp,
-            ),
-            (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
-            (
-                again and strategy == "dp",
-                "activation_checkpointing",
-                "cannot follow the replicas of strategy dp",
-                ddp,
-            ),
-            (
-                again and graphs,
-                "activation_checkpointing",
-                "reads random state, which no CUDA graph may",
-                uncaptured,
             ),
             (
                 self.fullgraph and compiled == "off",
@@ -370,28 +355,11 @@ class TrainConfig(Settings):
                 default,
             ),
             (
-                graphs and captures,
+                self.cuda_graphs is True
+                and (captures or again or moves or off_cuda or workers > 1),
                 "cuda_graphs",
-                f"is what compile {compiled} does by itself",
-                uncaptured,
-            ),
-            (
-                graphs and device in ("cpu", "mps"),
-                "cuda_graphs",
-                f"needs CUDA, not device {device}",
-                uncaptured,
-            ),
-            (
-                graphs and workers > 1,
-                "cuda_graphs",
-                f"is for one worker, not for {workers}",
-                uncaptured,
-            ),
-            (
-                graphs and moves,
-                "cuda_graphs",
-                f"cannot follow strategy {strategy}, whose tensors move",
-                uncaptured,
+                "needs one CUDA worker with its replica, and neither activation_checkpointing nor graphs of `compile`",
+                "set `cuda_graphs: false`",
             ),
             (
                 workers > 1 and launcher == "local",
@@ -413,18 +381,6 @@ class TrainConfig(Settings):
             ),
         ):
             self.refuse_if(condition, key, rule, fix)
-        return self
-
-    @model_validator(mode="after")
-    def _one_direction(self) -> Self:
-        best = self.checkpoint
-        stop = self.early_stopping
-        known = direction_of(best.best or "")
-        differ = (best.best_mode or known) != (stop.mode or known)
-        contradicts = best.best == stop.metric and differ
-        rule = f"contradicts checkpoint.best, which goes by {best.best} too"
-        key = "early_stopping.mode"
-        self.refuse_if(contradicts, key, rule, "give both the same mode")
         return self
 
     @model_validator(mode="after")

@@ -6,10 +6,8 @@ PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word, and follows 
 alias.
 """
 
-import math
 import re
-import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,15 +16,13 @@ import yaml
 from trainers.errors import MISSING, ConfigError, first_line
 
 LONGEST = 2**19
-"""Bytes of a file, and characters of a text."""
+"""Characters of a text."""
 MOST_VALUES = 12_000
 """Values of a text, each alias counted as all that it stands for; every 64 characters
 of a scalar are one more.
 """
 DEEPEST = 64
 """Levels of mappings and lists in each other, through aliases as well."""
-MOST_DIGITS = 40
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _YAML = "tag:yaml.org,2002:"
 
 # https://yaml.org/spec/1.2.2/#103-core-schema
@@ -45,46 +41,7 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._values = self._depth = self._reached = 0
-        self._anchored: dict[str, tuple[int, int]] = {}
         self._seen: set[int] = set()
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-        anchor = event.anchor
-        outer = self._reached
-        if isinstance(event, yaml.AliasEvent):
-            node = super().compose_node(parent, index)
-            if anchor not in self._anchored:
-                rule = f"is inside of what its alias *{anchor} stands for, without end"
-                _refuse(event, rule, "write out what is meant there")
-            values, levels = self._anchored[anchor]
-            self._count(event, values, levels)
-            return node
-        self._anchored.pop(anchor, None)  # one of an earlier document
-        text = getattr(event, "value", "")
-        if _NO_TEXT.search(text):
-            rule = "holds a character that is no text (NUL, or half of a pair)"
-            _refuse(event, rule, "remove it")
-        before = self._values
-        self._reached = self._depth
-        self._count(event, 1 + len(text) // 64, 1)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if anchor is not None:
-            self._anchored[anchor] = self._values - before, self._reached - self._depth
-        self._reached = max(self._reached, outer)
-        return node
-
-    def _count(self, event: Any, values: int, levels: int) -> None:
-        self._values += values
-        self._reached = max(self._reached, self._depth + levels)
-        if self._reached > DEEPEST:
-            _refuse(event, f"is nested deeper than {DEEPEST} levels", "flatten it")
-        if self._values > MOST_VALUES:
-            rule = f"is beyond the {MOST_VALUES} values of a file (an alias counts as all that it stands for)"
-            _refuse(event, rule, "keep what is long in a file of its own")
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         # Before it brings in the keys of a merge, which those written here replace.
@@ -92,6 +49,8 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
             self._seen.add(id(node))
             self._check_keys(node)
         super().flatten_mapping(node)
+        if len(node.value) > MOST_VALUES:
+            _refuse(node, f"merges more than {MOST_VALUES} keys", "write fewer")
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
         keys = set()
@@ -106,24 +65,6 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
                 _refuse(key_node, rule, "remove one")
             keys.add(key)
 
-    def construct_whole(self, node: yaml.ScalarNode) -> int:
-        """An integer that any consumer can write out again."""
-        value = math.inf
-        if len(node.value) <= 4 * MOST_DIGITS:
-            value = self.construct_yaml_int(node)
-        if not abs(value) < 10**MOST_DIGITS:
-            rule = f"is a whole number of more than {MOST_DIGITS} digits"
-            _refuse(node, rule, "write a smaller number, or text")
-        return int(value)
-
-    def construct_number(self, node: yaml.ScalarNode) -> float:
-        """A float; infinity only where it is written."""
-        value = self.construct_yaml_float(node)
-        if math.isinf(value) and "inf" not in node.value.lower():
-            rule = "is larger than any number here can be"
-            _refuse(node, rule, "write a smaller number, or .inf")
-        return value
-
 
 class _Loader1_2(_Loader1_1):  # noqa: N801
     """The same with the YAML 1.2 core schema."""
@@ -131,7 +72,7 @@ class _Loader1_2(_Loader1_1):  # noqa: N801
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML copies it)
     keys = (str, int, float, type(None))  # of a user's own mapping
 
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+    def construct_whole(self, node: yaml.ScalarNode) -> int:
         """`017` is 17, other than in YAML 1.1."""
         text = str(self.construct_scalar(node))
         if text[:2] in ("0o", "0x"):
@@ -157,14 +98,16 @@ for _kind, _pattern in _CORE_SCHEMA.items():
     _written = re.compile(rf"^(?:{_pattern})$")
     _Loader1_2.add_implicit_resolver(f"{_YAML}{_kind}", _written, None)
 _SAFE = yaml.SafeLoader.yaml_constructors
-_PLAIN = [f"{_YAML}{_kind}" for _kind in ("null", "bool", "str", "seq", "map")]
+_PLAIN = ("null", "bool", "float", "str", "seq", "map")
 _Loader1_2.yaml_constructors = {
-    **{_tag: _SAFE[_tag] for _tag in (*_PLAIN, None)},  # None refuses any other tag
-    f"{_YAML}int": _Loader1_1.construct_whole,
-    f"{_YAML}float": _Loader1_1.construct_number,
+    **{f"{_YAML}{_kind}": _SAFE[f"{_YAML}{_kind}"] for _kind in _PLAIN},
+    None: _SAFE[None],  # refuses any other tag
+    f"{_YAML}int": _Loader1_2.construct_whole,
 }
-_TIME = f"{_YAML}timestamp"
-_Loader1_1.yaml_constructors = {**_Loader1_2.yaml_constructors, _TIME: _SAFE[_TIME]}
+_Loader1_1.yaml_constructors = {
+    **_Loader1_2.yaml_constructors,
+    **{f"{_YAML}{_kind}": _SAFE[f"{_YAML}{_kind}"] for _kind in ("int", "timestamp")},
+}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -229,9 +172,15 @@ _OF_TAGS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 def _parse(
     loader: type[_Loader1_1], read: Callable[[Any], Any], text: str, source: str
 ) -> Any:
-    _check_length(len(text), source)
+    if len(text) > LONGEST:
+        rule = f"is longer than {LONGEST} characters"
+        raise _refused(rule, "write less in it", source)
     try:
-        return read(loader(text))
+        tree = read(loader(text))
+        check_size(tree)
+        return tree
+    except RecursionError as error:
+        raise _refused("is nested too deep", "flatten it", source) from error
     except ConfigError as error:
         raise error.at(source) from None
     except (yaml.YAMLError, *_OF_TAGS) as error:
@@ -241,38 +190,40 @@ def _parse(
         raise _refused(f"is not YAML ({problem})", fix, source, where) from error
 
 
-def _check_length(length: int, source: str) -> None:
-    if length > LONGEST:
-        rule = f"is longer than {LONGEST} bytes"
-        raise _refused(rule, "write less in it", source)
+def check_size(tree: Any) -> None:
+    """Raise ConfigError for plain data that is too much, or too deep, for a file."""
+    waiting = [(tree, 0)]
+    count = 0
+    while waiting:
+        value, level = waiting.pop()
+        count += 1
+        inner: Iterable[Any] = ()
+        if isinstance(value, str):
+            count += len(value) // 64
+        elif isinstance(value, dict):
+            inner = value.values()
+        elif isinstance(value, list):
+            inner = value
+        if level > DEEPEST or count > MOST_VALUES:
+            rule = f"is nested deeper than {DEEPEST} levels, or has more than {MOST_VALUES} values"
+            raise _refused(
+                f"{rule} (an alias counts as all that it stands for)",
+                "keep what is long in a file of its own",
+            )
+        waiting += [(part, level + 1) for part in inner]
 
 
 def read_text(path: Path, source: str) -> str:
     """Read a text file of this machine.
 
-    Raises FileNotFoundError, and ConfigError for what is no regular file (a pipe, a
-    device), too long, or no text.
+    Raises FileNotFoundError, and ConfigError for what cannot be read or is no text.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError("it is no regular file")
-        with path.open("rb") as file:
-            data = file.read(LONGEST + 1)
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
         raise _refused(f"cannot be read ({error})", "name another", source) from error
-    return decode(data, source)
-
-
-def decode(data: bytes, source: str) -> str:
-    """Decode the content of a text file; ConfigError when it is none, or too long."""
-    _check_length(len(data), source)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        rule = f"is not text ({error.reason})"
-        raise _refused(rule, "save it as UTF-8", source) from error
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
@@ -292,8 +243,8 @@ def dump_yaml(tree: Mapping[str, Any]) -> str:
     text: str = yaml.dump(
         dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110
     )
-    if len(text.encode()) > LONGEST:
-        rule = f"would fill a file of more than {LONGEST} bytes"
+    if len(text) > LONGEST:
+        rule = f"would fill a file of more than {LONGEST} characters"
         fix = "keep what is long in a file that the task reads"
         raise _refused(rule, fix, where="the configuration")
     return text

@@ -315,6 +315,8 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     saved = state["numpy"]
+    if not 0 <= saved["pos"] <= 624:
+        raise ValueError("numpy would read beyond its random state")
     key = saved["key"].numpy().astype(np.uint32)
     np.random.set_state(
         ("MT19937", key, saved["pos"], saved["has_gauss"], saved["gauss"])

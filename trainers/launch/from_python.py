@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 from trainers.config.model import Tree
-from trainers.config.yaml import MOST_DIGITS
 from trainers.errors import MISSING, ConfigError, redact
 from trainers.launch.spec import read_file
 
@@ -81,12 +80,9 @@ def plain(value: Any, call: str, places: list[Path], key: str = "") -> Any:
         if place is not None:
             places.append(place)
         return name
-    what = type(value).__name__
-    if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-        what = f"whole number of more than {MOST_DIGITS} digits"
-    elif value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    rule = f"holds a {what}, which no file can"
+    rule = f"holds a {type(value).__name__}, which no file can"
     raise ConfigError(
         key, MISSING, rule, "give numbers, text, lists and mappings", call
     )

@@ -21,7 +21,7 @@ from trainers.config.function import FunctionConfig, kind_of
 from trainers.config.model import Tree, build, override
 from trainers.config.sections import ScalingConfig
 from trainers.config.train import TrainConfig
-from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
+from trainers.config.yaml import parse_mapping, read_text
 from trainers.context import RunContext
 from trainers.errors import ConfigError, did_you_mean
 from trainers.launch.process import without_collection
@@ -160,7 +160,7 @@ class Job(RunSpec, ABC, Generic[R]):
 
     def read_result(self, text: bytes) -> R:
         """Parse the JSON of what `execute` returned."""
-        found: R = parse_json(text, self.answer, finite=False)
+        found: R = parse_json(text, self.answer)
         return found
 
 
@@ -212,17 +212,13 @@ def read_file(location: str) -> tuple[Tree, Path | None]:
 
 
 def _read(storage: Storage, name: str, source: str) -> str:
-    info = storage.info(name)
-    rule = ""
-    if info.type.name == "NotFound":
-        rule = "is not there"
-    elif info.type.name != "File":
-        rule = "is no file"
-    elif info.size > LONGEST:
-        rule = f"is longer than {LONGEST} bytes"
-    if rule:
-        raise ConfigError("the file", source, rule, "name another")
-    return decode(storage.read(name), source)
+    if storage.info(name).type.name != "File":
+        raise ConfigError("the file", source, "is no file there", "name another")
+    try:
+        return storage.read(name).decode()
+    except UnicodeDecodeError as error:
+        rule = f"is not text ({error.reason})"
+        raise ConfigError("the file", source, rule, "name another") from error
 
 
 def read_mapping(storage: Storage, name: str) -> Tree:

@@ -44,7 +44,7 @@ def check_states(trained: Trained, task: Task, group: Group) -> None:
     require_plain({"param_groups": groups}, type(trained.optimizer).__name__)
     state = model.state_dict()
     owner = type(model).__name__
-    for path, tensor in tensors_in(state, "model"):
+    for path, tensor in tensors_in(state):
         if not is_shard(tensor) and not is_dense(tensor):
             raise ConfigError(
                 "task",

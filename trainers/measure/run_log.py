@@ -145,7 +145,7 @@ def read_part(storage: Storage, name: str) -> list[Record]:
     records = []
     for number, line in enumerate(storage.read(name).splitlines(), 1):
         try:
-            records.append(parse_json(line, Record, finite=False))
+            records.append(parse_json(line, Record))
         except CheckpointError as error:
             raise CheckpointError(
                 f"{storage.locate(name)}, line {number}: {error}"

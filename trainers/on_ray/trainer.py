@@ -244,7 +244,7 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
         result = fit(trainer)
     metrics = {}
     if storage.exists(_NEWEST):
-        metrics = storage.read_json(_NEWEST, Tree, finite=False)
+        metrics = storage.read_json(_NEWEST, Tree)
     checkpoint = result.checkpoint.path if result.checkpoint else None
     return FunctionRun(metrics, checkpoint, storage.uri)
 
@@ -371,7 +371,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
     except ray.exceptions.RayActorError as error:
         words = f"Ray's controller of the run, an actor, died: {first_line(error)}"
         raise RunFailedError("node_lost", words, time.time()) from error
-    return spec.storage.read_json("result.json", RunResult, finite=False)
+    return spec.storage.read_json("result.json", RunResult)
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:

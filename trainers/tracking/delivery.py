@@ -137,7 +137,7 @@ class RunHistory:
         rows = self._new("log") + copied
         artifacts: dict[str, bytes] = {}
         if ended in ("done", "stopped") and self._run.exists("result.json"):
-            result = self._run.read_json("result.json", Tree, finite=False)
+            result = self._run.read_json("result.json", Tree)
             ended = str(result["status"])
             values = {}
             for name, value in flat(result).items():

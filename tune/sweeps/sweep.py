@@ -36,7 +36,6 @@ from tune.trials.record import TrialRecord
 from tune.trials.steering import Actions
 
 if TYPE_CHECKING:
-    import pandas as pd
     from rich.table import Table
 
     from tune.report.answer import Answer
@@ -79,15 +78,6 @@ class SweepResult:
     def report(self) -> str:
         """Where the page with figures is."""
         return self.spec.storage.locate("report.html")
-
-    def dataframe(self) -> pd.DataFrame:
-        """Return results.parquet, a row a trial; needs pandas."""
-        from pyarrow import BufferReader, parquet
-
-        table: pd.DataFrame = parquet.read_table(
-            BufferReader(self.spec.storage.read("results.parquet"))
-        ).to_pandas()
-        return table
 
     def table(self, width: int | None = None) -> Table:
         """Return the table that the command prints, for rich; at most `width` wide."""

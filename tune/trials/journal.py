@@ -62,7 +62,7 @@ def read_live(sweep: Storage) -> Live | None:
     if not sweep.exists(PROGRESS):
         return None
     try:
-        return sweep.read_json(PROGRESS, Live, finite=False)
+        return sweep.read_json(PROGRESS, Live)
     except CheckpointError:
         return None
 
@@ -112,7 +112,7 @@ class Journal:
     def _read(self, name: str) -> TrialRecord:
         fix = "delete the file, and the trial runs again"
         try:
-            record = self._storage.read_json(name, TrialRecord, finite=False)
+            record = self._storage.read_json(name, TrialRecord)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {fix}") from None
         configured = trial_id(record.config, record.purpose, record.seed)
