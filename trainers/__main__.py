@@ -128,9 +128,6 @@ def explain(
         bool,
         Field(description="run what is advised beside the old configuration, in turn"),
     ] = False,
-    recorded: Annotated[
-        bool, Field(description="go by the run's records alone: no step is taken")
-    ] = False,
     seconds: Annotated[
         float,
         Field(
@@ -142,19 +139,17 @@ def explain(
     ] = 2.0,
 ) -> int:
     """Say where a run's time goes, and what takes it; changes nothing."""
-    from trainers.explain import Workers, explain, read_subject
+    from trainers.explain import explain, read_subject
     from trainers.launch.local import run_spawn
     from trainers.launch.process import setup_logging
     from trainers.on_ray.environment import embedded
 
     setup_logging(0, quiet=True)
     subject = read_subject(run)
-    workers: Workers = run_spawn
-    launcher = "spawn"
-    if not recorded and subject.config.launcher == "ray" and not embedded():
-        workers = do_on_cluster
-        launcher = "ray"
-    found = explain(subject, workers, seconds, launcher, not recorded, verify)
+    if subject.config.launcher == "ray" and not embedded():
+        found = explain(subject, do_on_cluster, seconds, "ray", verify)
+    else:
+        found = explain(subject, run_spawn, seconds, "spawn", verify)
     return _tell(output, found)
 
 
