@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from pydantic import Field
 from trainers.command_line import leave, run
 from trainers.config import TrainConfig
 from trainers.config.model import Tree
+from trainers.errors import ConfigError
 from trainers.launch.process import follow_agent
 from trainers.launch.spec import (
     FunctionSpec,
@@ -173,7 +175,7 @@ def _infer(
     checkpoint: str,
     out: str | None,
 ) -> int:
-    from trainers.inference import Inference, check_out, run_spec
+    from trainers.inference import Inference, run_spec
     from trainers.launch.process import setup_logging
 
     follow_agent()
@@ -183,8 +185,8 @@ def _infer(
     setup_logging(rank, output.quiet)
     spec.load_task()
     check_precision(spec)
-    if out is not None and rank == 0:
-        check_out(out)
+    if out is not None and Path(out).is_dir():
+        raise ConfigError("--out", out, "is a directory", "name a file")
     plain = asdict(replace(spec, quiet=output.quiet))
     job = Inference(**plain, split=split, which=checkpoint, out=out)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
