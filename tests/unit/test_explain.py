@@ -20,7 +20,7 @@ from trainers.explain import (
     read_subject,
     run_shares,
 )
-from trainers.launch.local import LocalContext, run_spawn
+from trainers.launch.local import LocalContext
 from trainers.measure.figures import Throughput
 from trainers.measure.result import Pauses, RunResult
 from trainers.start import run_training
