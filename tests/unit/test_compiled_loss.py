@@ -72,23 +72,18 @@ def traced(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("task", "graphs", "recompiles"),
+    ("task", "graphs"),
     [
-        (
-            Counting,
-            5,
-            3,
-        ),  # two of the model (training, evaluation), of the loss one for the counter at 0, 1 and any
-        (Talking, 6, 4),
-        pytest.param(
-            Named, 10, 8, marks=pytest.mark.full
-        ),  # torch's own limit: from then on as it is
-        (Disabled, 2, 1),
+        # two of the model (training, evaluation), of the loss one for the counter at 0, 1
+        # and any
+        (Counting, 5),
+        (Talking, 6),
+        # torch's own limit: from then on as it is
+        pytest.param(Named, 10, marks=pytest.mark.full),
+        (Disabled, 2),
     ],
 )
-def test_what_a_loss_does_in_python_is_allowed(
-    task, graphs, recompiles, traced, tmp_path, caplog
-):
+def test_what_a_loss_does_in_python_is_allowed(task, graphs, traced, tmp_path, caplog):
     """With `fullgraph` too; and torch says once, not in each step, what it cannot
     compile.
     """
@@ -113,7 +108,6 @@ def test_what_a_loss_does_in_python_is_allowed(
     for name in ("calls", "name"):
         assert vars(compiled).get(name) == vars(eager).get(name)
     assert result.compile["graphs"] <= graphs
-    assert result.compile["recompiles"] <= recompiles
     said = Counter(one.msg for one in caplog.records if one.levelno >= logging.WARNING)
     assert set(said.values()) <= {1}, said
 
