@@ -43,7 +43,6 @@ from trainers.model.optimizer import optimizers_of
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
 from trainers.step import train_step
-from trainers.step.flops import device_peak
 from trainers.step.train_step import Replica, TrainStep
 
 logger = logging.getLogger(__name__)
@@ -65,11 +64,9 @@ _SENT = "all-reduce"
 """What ranks add up together."""
 _WAITED = "waiting for ranks"
 _FEWEST_TRACED = 12
+"""The fewest steps that a profile has."""
 _MOST = 400
-"""The fewest and the most steps that a profile has."""
-_FASTER_FORMAT = 1.5
-"""How many times as fast as fp32 a GPU's peak in bf16 must be for bf16 to be proposed.
-"""
+"""Steps after which the data begins anew."""
 _VERIFIED = 3
 """Number of causes whose changes are tried."""
 _ROUNDS = 4
@@ -102,7 +99,6 @@ class StepProfile(Answer):
     device: str
     busy_s: float | None = None
     """Seconds per step in which GPU kernels run."""
-    is_faster_in_bf16: bool = False
 
     def shares(self) -> Shares:
         """Return the share of a step by part; they add up to 1."""
@@ -160,8 +156,6 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
     mean_parts = {
         name: statistics.fmean(of_rank[name] for of_rank in of_ranks) for name in parts
     }
-    fp32 = device_peak(device, "fp32") or 0.0
-    bf16 = device_peak(device, "bf16") or 0.0
     profiled = StepProfile(
         step_s=step_s,
         parts=mean_parts,
@@ -170,7 +164,6 @@ def profile_steps(replica: Replica, seconds: float) -> StepProfile:
         accumulation=replica.accumulation,
         device=device.type,
         busy_s=busy_s,
-        is_faster_in_bf16=bf16 > _FASTER_FORMAT * fp32 > 0,
     )
     return group.first(profiled)
 
@@ -277,7 +270,7 @@ class Steps:
         each_s = self.time_s(2)
         self.clock.reads.clear()
         count = max(_FEWEST_TRACED, int(seconds / each_s))
-        return self.replica.group.first(min(_MOST, count))
+        return self.replica.group.first(count)
 
     def time_s(self, count: int) -> float:
         """Return the mean time of `count` steps."""
@@ -482,8 +475,7 @@ def _of_steps(
 
     usual_s = statistics.median_low(profile.own_s)
     slowest_s = max(profile.own_s)
-    words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s * 1e3:.3g} ms for its own part of a step, "
-    words += f"others {usual_s * 1e3:.3g} ms"
+    words = f"rank {profile.own_s.index(slowest_s)} takes {slowest_s / usual_s:.2f} times as long for its own part of a step"
     fix = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
     yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=fix)
 
@@ -504,8 +496,8 @@ def _of_steps(
         words = f"a step goes through in {profile.accumulation} microbatches of {config.microbatch_size} samples"
         changes = {"microbatch_size": "auto"}
         yield Cause("microbatch too small", computing, words, changes)
-    if profile.is_faster_in_bf16 and config.precision == "fp32":
-        words = "fp32 on a device that multiplies faster in bf16"
+    if profile.device == "cuda" and config.precision == "fp32":
+        words = "fp32 on a GPU, which multiplies faster in bf16 (from Ampere on)"
         yield Cause("wrong precision", computing, words, {"precision": "bf16"})
 
 

@@ -85,17 +85,17 @@ STEPS = {
     "hidden synchronisation": (profile(reads={"task.py:7": 4e-3}), {}, {}),
     "straggling rank": (profile(own_s=[5e-3, 5e-3, 8e-3]), {}, {}),
     "slow all-reduce": (profile({"all-reduce": 4.0}), {}, {}),
-    "host-bound small batches": (profile(device="cuda", busy_s=1e-3), {}, {}),
+    "host-bound small batches": (
+        profile(device="cuda", busy_s=1e-3),
+        {"precision": "bf16"},
+        {},
+    ),
     "microbatch too small": (
         profile(accumulation=8),
         {"microbatch_size": 8},
         {"microbatch_size": "auto"},
     ),
-    "wrong precision": (
-        profile(device="cuda", is_faster_in_bf16=True),
-        {},
-        {"precision": "bf16"},
-    ),
+    "wrong precision": (profile(device="cuda"), {}, {"precision": "bf16"}),
 }
 RECORDS = {
     "evaluation too often": result(pauses=Pauses(20, 8.0, 2, 0.1)),
